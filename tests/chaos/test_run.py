@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import urllib.request
 
 import pytest
 
@@ -22,10 +23,15 @@ ENDLESS = ("--training.steps", "1000000")
 @pytest.fixture(scope="module")
 def run(start):
     """Three groups of two ranks."""
-    run = start("3", "2", *ENDLESS)
+    run = start("3", "2", *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)
     return run
+
+
+def tellers(run):
+    """What makes and serves its page."""
+    return [process.pid for process in run.tree() if "everstep.report.live" in process.cmdline()]
 
 
 def campaign(tmp_path, *entries):
@@ -44,6 +50,7 @@ def broken(run, tmp_path, *entries):
 
 
 def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
+    telling = until(lambda: tellers(run), "the page's process")
     begin, said = broken(
         run,
         tmp_path,
@@ -64,6 +71,9 @@ def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert faults["kill-worker"]["t"] < died["t"], "the event is there before the deed"
     assert faults["kill-lighthouse"]["target_group"] is None
     assert not run.events("workers_died", after=begin, group=2)
+    assert tellers(run) == telling, "it is no orphan of theirs"
+    page = urllib.request.urlopen(run.events("page")[0]["address"], timeout=30).read().decode()
+    assert "kill-lighthouse" in page
 
 
 def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):

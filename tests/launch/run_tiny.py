@@ -68,6 +68,7 @@ def main():
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",
         preload=PRELOAD,
+        page="--tiny.page" in flags,
     )
     try:
         sys.exit(supervisor.run(settings, view.open_view()))

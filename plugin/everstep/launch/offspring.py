@@ -13,12 +13,13 @@ from pathlib import Path
 
 import psutil
 
+from everstep.report import live
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-KEPT = ("everstep.snapshot.keeper", "everstep.report.live", "everstep.chaos.signals")
+KEPT = ("everstep.snapshot.keeper", live.__name__, "everstep.chaos.signals")
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
 server, those that end a fault for their injector."""
 

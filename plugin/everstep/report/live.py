@@ -56,7 +56,7 @@ class Teller:
                 print("everstep: no figures on {}:{} (fault_tolerance.metrics_port): {}".format(*metrics, error))
         # Curves begin now, as those of earlier starts are drawn already.
         asked = {"since": time.time(), "fds": {name: one.fileno() for name, one in self._sockets.items()}}
-        self._words = [sys.executable, "-m", "everstep.report.live", str(run_dir), json.dumps(asked)]
+        self._words = [sys.executable, "-m", __name__, str(run_dir), json.dumps(asked)]
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
