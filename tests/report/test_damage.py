@@ -32,7 +32,9 @@ def run_dir(tmp_path):
     run.events()
     run.log.add(99, "agent_ended", 1, role="agent", status="failed", reason="group 1 is given up")
     run.log.add(99, "run_ended", role="supervisor", status="failed", reason="no group is left").write(folder)
-    (folder / "config.toml").write_text('[training]\nsteps = 9\n[fault_tolerance]\ngroups = 2\nnotify = "http://h/x"\n')
+    (folder / "config.toml").write_text(
+        '[job]\nmodule = "llama3"\n[training]\nsteps = 9\n[fault_tolerance]\ngroups = 2\nnotify = "http://h/x"\n'
+    )
     run_token(folder)
     publish_address(folder, "http://127.0.0.1:29510", 7)
     BeatFile(beat_path(folder, 0, 0)).beat("compute", 5)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,12 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     from everstep.report.account import Account, Now
     from everstep.report.curves import open_sinks, scalars_of
     from everstep.report.notify import Notifier
-    from everstep.report.page import text_of, write_report
+    from everstep.report.page import sections_of, write_report
     from everstep.report.score import account_of
     from everstep.report.serve import serve
     from everstep.run.events import EventTail
 
-    config = tomllib.loads(text_of(run_dir / "config.toml"))
+    config = sections_of(run_dir)
     ft = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
     now = Account() if "page" in fds else Now()
     shortage: list[dict[str, Any]] = []

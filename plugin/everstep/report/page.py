@@ -115,10 +115,7 @@ def clock(t: float) -> str:
 def _facts(run_dir: Path, account: Account, figures: dict[str, Any]) -> dict[str, str]:
     """What was run: model, groups, ranks, tokens, when it began."""
     facts = {}
-    try:
-        job = tomllib.loads(text_of(run_dir / "config.toml")).get("job", {})
-    except tomllib.TOMLDecodeError:
-        job = {}
+    job = sections_of(run_dir).get("job", {})
     named = [str(job[key]) for key in ("module", "config", "flavor") if job.get(key)]
     if named:
         facts["model"] = " ".join(named)
@@ -142,6 +139,15 @@ def _log_of(run_dir: Path, group: int | None) -> str:
     """Link to a group's log; "" without one."""
     log = f"logs/group-{group}/rank-0.log"
     return log if (run_dir / log).exists() else ""
+
+
+def sections_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a run's config, as far as it can be read."""
+    try:
+        found = tomllib.loads(text_of(run_dir / "config.toml"))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return {name: keys for name, keys in found.items() if isinstance(keys, dict)}
 
 
 def text_of(path: Path) -> str:
