@@ -107,7 +107,7 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     from everstep.run.events import EventTail
 
     config = sections_of(run_dir)
-    ft = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
+    ft: dict[str, Any] = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
     now = Account() if "page" in fds else Now()
     shortage: list[dict[str, Any]] = []
 
