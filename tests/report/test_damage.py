@@ -48,7 +48,7 @@ def run_dir(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("rounds", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_command_ends_with_a_status(run_dir, monkeypatch, capsys, rounds):
     def enough(pause_s):
         raise KeyboardInterrupt
