@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ SHARE = 0.5
 """Of one core that writing the page again and again may take."""
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 TYPES = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
+
+
+Points = queue.SimpleQueue[tuple[int, float, dict[str, float]] | None]
+"""Step, wall time in seconds, and scalars by tag."""
 
 
 class Teller:
@@ -99,7 +104,7 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     """
     from everstep.report import metrics
     from everstep.report.account import Account, Now
-    from everstep.report.curves import open_sinks, scalars_of
+    from everstep.report.curves import scalars_of
     from everstep.report.notify import Notifier
     from everstep.report.page import sections_of, write_report
     from everstep.report.score import account_of
@@ -115,20 +120,9 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
         shortage.append(_shortage(run_dir, error))
         print(f"everstep: what is told of the run is not written: {error}", flush=True)
 
-    points: queue.SimpleQueue[tuple[int, float, dict[str, float]] | None] = queue.SimpleQueue()
-
-    def draw() -> None:
-        sinks = open_sinks(run_dir, config.get("metrics", {}))
-        while (point := points.get()) is not None:
-            try:
-                for sink in sinks:
-                    sink.write(*point)
-            except OSError as error:
-                refused(error)
-        for sink in sinks:
-            sink.close()
-
-    drawing = threading.Thread(target=draw, name="curves", daemon=True)  # a server of W&B may be away
+    points: Points = queue.SimpleQueue()
+    # By a thread: a server of W&B may be away.
+    drawing = threading.Thread(target=_draw, args=(run_dir, config, points, refused), name="curves", daemon=True)
     drawing.start()
     notifier = Notifier(ft["notify"]) if ft["notify"] else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
@@ -162,6 +156,21 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     drawing.join(CLOSE_S / 2)
     if notifier is not None:
         notifier.close()
+
+
+def _draw(run_dir: Path, config: dict[str, Any], points: Points, refused: Callable[[OSError], None]) -> None:
+    """Draw points where the config asks for, until None comes."""
+    from everstep.report.curves import open_sinks
+
+    sinks = open_sinks(run_dir, config.get("metrics", {}))
+    while (point := points.get()) is not None:
+        try:
+            for sink in sinks:
+                sink.write(*point)
+        except OSError as error:
+            refused(error)
+    for sink in sinks:
+        sink.close()
 
 
 def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
