@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from everstep.quorum.heal import Door, Fetch, HealState, Wanted, Whose
+from everstep.quorum.heal import Door, Fetch, HealState, Wanted
 from everstep.wire import door, sealing
 
 TOKEN = bytes(range(32))
@@ -78,7 +78,7 @@ def source(pipe, nbytes: int) -> None:
 
 
 def take(address: str, into: dict[str, torch.Tensor]) -> None:
-    wanted = Wanted(1, 0, Whose(), TIMEOUT.total_seconds())
+    wanted = Wanted(1, 0, "")
     fetch = Fetch(address, wanted, TOKEN, TIMEOUT)
     fetch.join()
     assert not fetch.error, fetch.error

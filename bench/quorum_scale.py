@@ -27,9 +27,9 @@ from statistics import mean, quantiles
 
 import psutil
 
+from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.membership import Membership
-from everstep.step.interfaces import QuorumUnavailable
-from everstep.step.quorum import NO_STATE, Request, read_quorum
+from everstep.quorum.request import NO_STATE, Request, read_quorum
 
 GROUPS_PER_PROCESS = 64
 HEARTBEAT_TIMEOUT_S = 2.0

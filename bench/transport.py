@@ -34,8 +34,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from everstep.quorum.process_group import RankColumn, reach
-from everstep.step.interfaces import SumsBroken
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.process_group import Place, RankColumn, reach
 
 TIMEOUT, CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 TOKEN = bytes(range(32))
@@ -65,8 +65,8 @@ def member(store: str, pipe: Connection) -> None:
                 if dies_after_s is not None:
                     threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
                 board.set(f"{key}/{rank}", column.address)
-                peers = [board.get(f"{key}/{peer}").decode() for peer in range(size)]
-                column.connect(key=key, store=store, host=0, rank=rank, peers=peers)
+                peers = tuple(board.get(f"{key}/{peer}").decode() for peer in range(size))
+                column.connect(Place(key, store, 0, rank, peers))
             elif what == "sum":
                 answer = float(column.total(torch.full((1 << 18,), float(given[0])), TIMEOUT)[0])
             elif what == "begin":

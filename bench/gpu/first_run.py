@@ -94,7 +94,7 @@ def column(rank: int) -> tuple[Any, Any]:
     import torch
 
     from everstep.quorum.process_group import RankColumn
-    from everstep.step.streams import streams_of
+    from everstep.quorum.streams import streams_of
 
     on = torch.device(device().type, rank % gpus()) if gpus() else device()
     if gpus():
@@ -122,6 +122,8 @@ def one_gpu() -> str:
     import torch
     import torch.distributed as dist
 
+    from everstep.quorum.process_group import Place
+
     needs_reconfigure()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -129,8 +131,8 @@ def one_gpu() -> str:
     first_s, _ = timed(lambda: mine.warm(f"127.0.0.1:{store.port}", WAIT))
     rebuilds = []
     for number in range(20):
-        place = {"key": str(number), "store": f"127.0.0.1:{store.port}", "host": 0, "rank": 0, "peers": [mine.address]}
-        took_s, _ = timed(lambda given=place: mine.connect(**given))
+        place = Place(str(number), f"127.0.0.1:{store.port}", 0, 0, (mine.address,))
+        took_s, _ = timed(lambda given=place: mine.connect(given))
         rebuilds.append(took_s)
         values = torch.full((BUCKET,), 2.0, device=on)
         mine.finish(mine.start(values, WAIT))
@@ -142,8 +144,8 @@ def one_gpu() -> str:
 def _member(rank: int, store: str, pipe: Any) -> None:
     import torch
 
-    from everstep.quorum.process_group import reach
-    from everstep.step.interfaces import SumsBroken
+    from everstep.quorum.errors import SumsBroken
+    from everstep.quorum.process_group import Place, reach
 
     mine, on = column(rank)
     mine.warm(store, WAIT)
@@ -156,8 +158,8 @@ def _member(rank: int, store: str, pipe: Any) -> None:
             if what == "connect":
                 key, place, size = given
                 board.set(f"{key}/{place}", mine.address)
-                peers = [board.get(f"{key}/{peer}").decode() for peer in range(size)]
-                mine.connect(key=key, store=store, host=0, rank=place, peers=peers)
+                peers = tuple(board.get(f"{key}/{peer}").decode() for peer in range(size))
+                mine.connect(Place(key, store, 0, place, peers))
             elif what == "memory":
                 answer = torch.accelerator.memory_reserved() if gpus() else 0, threading.active_count()
             elif what == "sum":
@@ -279,8 +281,8 @@ def from_the_device() -> str:
     import torch
 
     from everstep.quorum.heal import HealState, _Copy
+    from everstep.quorum.streams import streams_of
     from everstep.snapshot.layout import Plan, State
-    from everstep.step.streams import streams_of
 
     tensors = {f"model/{number}": torch.arange(1 << 22, device=device()) + number for number in range(4)}
     for tensor in tensors.values():
@@ -445,6 +447,7 @@ def host_synchronisations() -> str:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
+    from everstep.quorum.process_group import Place
     from everstep.step.reduction import GradientReducer, local
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -457,7 +460,7 @@ def host_synchronisations() -> str:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     mine, _ = column(0)
-    mine.connect(key="a", store=f"127.0.0.1:{store.port}", host=0, rank=0, peers=[mine.address])
+    mine.connect(Place("a", f"127.0.0.1:{store.port}", 0, 0, (mine.address,)))
     reducer = GradientReducer(model.parameters(), 1 << 21, mine._streams)
     rows = torch.ones(4, 1 << 9, device=device())
 

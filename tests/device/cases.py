@@ -16,10 +16,10 @@ import torch
 
 import late
 from everstep.quorum.heal import HealState, _Copy
-from everstep.quorum.process_group import _Line
+from everstep.quorum.in_flight import Line
+from everstep.quorum.streams import DeviceStreams
 from everstep.snapshot.layout import Plan, State
 from everstep.step.reduction import GradientReducer
-from everstep.step.streams import DeviceStreams
 from late.collectives import work_of
 
 DEVICE = torch.device("late", 0)
@@ -132,10 +132,10 @@ class Doubling:
 
 
 class Sums:
-    """Implements `everstep.step.interfaces.Sums`."""
+    """Sums as those of a `RankColumn`."""
 
     def __init__(self, streams: DeviceStreams, waits: bool = True) -> None:
-        self.line, self._waits = _Line(Doubling(), streams), waits
+        self.line, self._waits = Line(Doubling(), streams), waits
 
     def start(self, tensor, timeout):
         return self.line.start(tensor, timeout)
@@ -199,7 +199,7 @@ def assigned_early(planted: bool) -> None:
 def bucket_freed(planted: bool) -> None:
     """A sum is given up, and its bucket gets other memory."""
     own = DeviceStreams(DEVICE)
-    line = _Line(Doubling(), own)
+    line = Line(Doubling(), own)
     bucket = ones()
     own.record().synchronize()
     with unwaited(planted):

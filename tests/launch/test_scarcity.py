@@ -50,9 +50,10 @@ def test_what_there_is_no_room_for_is_tried_again_and_other_errors_are_not(capsy
     assert not is_scarce(PermissionError(errno.EACCES, ""))
 
 
-def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start):
+@pytest.mark.parametrize("shortages", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start, shortages):
     """Opens, spawns and sockets of the launcher fail in bursts of half a second, while its workers are killed."""
-    run = start(2, 2, *ENDLESS, "--tiny.scarce", "40")
+    run = start(2, 2, *ENDLESS, "--tiny.scarce", str(shortages))
     for group in range(2):
         run.wait_for("commit", group=group)
     done = run.run_dir / "scarce-faults"
@@ -67,7 +68,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
             f"group {group} to start again",
         )
     made = json.loads(done.read_text())
-    assert len(made) >= 40
+    assert len(made) >= shortages
     over = time.time()
     for group in range(2):
         run.wait_for("commit", after=over, group=group)

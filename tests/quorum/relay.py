@@ -5,14 +5,12 @@ import threading
 from contextlib import contextmanager, suppress
 
 from everstep import wire
-from everstep.quorum.heal import Fetch, HealError, Wanted, Whose
-
-ANYBODY = Whose()
+from everstep.quorum.heal import Fetch, HealError, Wanted
 
 
-def fetch(address, token, step, timeout, *, history=0, whose=ANYBODY, **of):
+def fetch(address, token, step, timeout, *, history=0, whose="", **of):
     """The state of a committed step, once it is here; see `Fetch`. Raises HealError."""
-    wanted = Wanted(step, history, whose, 0.9 * timeout.total_seconds())
+    wanted = Wanted(step, history, whose)
     found = Fetch(address, wanted, token, timeout, **of)
     found.join()
     if found.error:

@@ -19,9 +19,9 @@ from everstep import wire
 from everstep.launch.lighthouse import answers
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
+from everstep.quorum.request import NO_STATE, Request, encode, name_of
 from everstep.run.events import read_events
 from everstep.run.token import run_token
-from everstep.step.quorum import NO_STATE, Request, encode, name_of
 from forked import Forked
 
 SOON = timedelta(seconds=10)
@@ -83,7 +83,7 @@ def a_request(group, number=1, step=0):
 
 def quorum(group, number=1, unreached=()):
     said = encode(dataclasses.replace(a_request(group, number), unreached=unreached))
-    return {"op": "quorum", "replica": name_of(group, LIFE), "said": said, "timeout_s": 8.0}
+    return {"replica": name_of(group, LIFE), "said": said, "timeout_s": 8.0}
 
 
 def asks(member, group, number, timeout=SOON):
@@ -145,10 +145,9 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
 def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
     good = quorum(7)
     for message in (
-        {"op": "beat"},
-        {"op": "beat", "replica": 7},
-        {"op": "kill", "replica": good["replica"]},
-        good | {"op": "kill"},
+        {},
+        {"replica": 7},
+        {"replica": good["replica"], "op": "kill"},
         good | {"replica": name_of(8, LIFE)},
         good | {"said": "{}"},
         good | {"timeout_s": -1},

@@ -1,12 +1,9 @@
 """The heal transport between real processes: what arrives is what was sent, or there is one clear error."""
 
-import multiprocessing
+import contextlib
 import os
-import signal
 import threading
-import time
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,37 +62,6 @@ def test_concurrent_joiners_all_receive_it(server):
         assert_same(one, state)
 
 
-def test_a_joiner_that_asks_early_waits_for_the_step(server):
-    got = []
-    joiner = threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 8, SOON)))
-    server.serve(7, 0, a_state(7))
-    joiner.start()
-    time.sleep(0.05)  # lets the request arrive first; the assertion holds in either order
-    server.serve(8, 0, a_state(8))
-    joiner.join()
-    assert got[0].meta["seed"] == 8
-
-
-def test_a_step_that_is_over_is_refused(server):
-    server.serve(4, 0, a_state())
-    server.serve(5, 0, a_state())
-    with pytest.raises(HealError, match="step 4 is over here: step 5"):
-        fetch(server.address, TOKEN, 4, SOON)
-
-
-def test_a_step_that_never_comes_is_refused_with_the_last_one(server):
-    server.serve(4, 0, a_state())
-    with pytest.raises(HealError, match=r"step 6 was not opened here within .* the last was 4"):
-        fetch(server.address, TOKEN, 6, timedelta(seconds=0.3))
-
-
-def test_after_the_release_nobody_is_let_in(server):
-    server.serve(4, 0, a_state())
-    server.close()
-    with pytest.raises(HealError, match="its optimizer step has begun"):
-        fetch(server.address, TOKEN, 4, SOON)
-
-
 @pytest.mark.parametrize("at", [150, 400, 3_000, 700_000])
 def test_a_flipped_byte_is_noticed_wherever_it_is(server, at):
     """In a message or in a chunk, of tensors or of their headers."""
@@ -109,57 +75,6 @@ def test_a_flipped_byte_is_noticed_wherever_it_is(server, at):
     server.serve(1, 0, a_state())
     with relay(server.address, flip) as (address, _), pytest.raises(HealError):
         fetch(address, TOKEN, 1, timedelta(seconds=2))
-
-
-def _source(pipe, big):
-    server = Door("127.0.0.1", TOKEN, SOON)
-    server.serve(1, 0, a_state(big=big))
-    pipe.send(server.address)
-    signal.pause()
-
-
-@pytest.fixture
-def source_process():
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_source, args=(theirs, 100_000))
-    process.start()
-    yield process, ours.recv()
-    process.kill()
-    process.join()
-
-
-def test_a_source_killed_during_the_transfer_is_one_error(source_process):
-    process, address = source_process
-
-    def kill_halfway(data, total):
-        if total > 20_000_000:
-            os.kill(process.pid, signal.SIGKILL)  # more than once does no harm: it is not reaped before the end
-        return data
-
-    with (
-        relay(address, kill_halfway) as (through, _),
-        pytest.raises(HealError, match=r"closed the connection|broke"),
-    ):
-        fetch(through, TOKEN, 1, SOON)
-    process.join(10)
-    assert process.exitcode == -signal.SIGKILL
-
-
-def test_a_stopped_source_is_one_error_after_the_timeout(source_process):
-    process, address = source_process
-    stopped = threading.Event()
-
-    def stop_halfway(data, total):
-        if total > 20_000_000 and not stopped.is_set():
-            os.kill(process.pid, signal.SIGSTOP)
-            stopped.set()
-        return data
-
-    with (
-        relay(address, stop_halfway) as (through, _),
-        pytest.raises(HealError, match="was silent for 1 s"),
-    ):
-        fetch(through, TOKEN, 1, timedelta(seconds=1))
 
 
 def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(server):
@@ -187,13 +102,8 @@ def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(ser
     assert_same(got[0], before)
 
 
-def test_a_host_without_memory_for_a_copy_of_each_of_its_ranks_opens_nothing(server, monkeypatch):
-    state = a_state()
-    free = 12 * sum(tensor.nbytes for tensor in state.tensors.values())
-    monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=free)))
-    server.serve(1, 0, state)
-    assert fetch(server.address, TOKEN, 1, SOON)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    server.serve(2, 0, state)
+def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
+    monkeypatch.setattr(memory, "room_for", lambda nbytes: contextlib.nullcontext(nbytes < 1000))
+    server.serve(2, 0, a_state())
     with pytest.raises(HealError, match="no memory for a copy"):
         fetch(server.address, TOKEN, 2, SOON)

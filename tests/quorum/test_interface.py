@@ -60,11 +60,11 @@ def test_gloo_listens_there(address):
         "host = use_interface(sys.argv[1]).address\n"
         "import torch.distributed as dist\n"
         "from everstep.quorum.process_group import RankColumn\n"
+        "from everstep.quorum.process_group import Place\n"
         "wait = timedelta(seconds=20)\n"
         "store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)\n"
         "column = RankColumn('gloo', column=0, host=host, connect_timeout=wait, reduce_timeout=wait, token=bytes(32))\n"
-        "place = {'store': f'{host}:{store.port}', 'host': 0, 'rank': 0, 'peers': [column.address]}\n"
-        "column.connect(key='a', **place)\n"
+        "column.connect(Place('a', f'{host}:{store.port}', 0, 0, (column.address,)))\n"
         "print(column.address.rpartition(':')[0], column._lines[0].communicator._listens[0])\n"
         "column.close()\n"
     )

@@ -7,9 +7,7 @@ import time
 import pytest
 
 from everstep.quorum.membership import Membership
-from everstep.step.interfaces import QuorumUnavailable
-from everstep.step.quorum import decode
-from quorum.test_gate import BEATS_S, LIFE, SOON, Lighthouse, a_request, asks
+from quorum.test_gate import BEATS_S, LIFE, SOON, Lighthouse, asks
 
 FOUND_S = 5.0
 """From a new lighthouse's publication to a quorum of all groups there."""
@@ -46,44 +44,3 @@ def test_groups_leave_a_silent_lighthouse_for_the_one_that_is_published(lighthou
     assert time.monotonic() - begun < FOUND_S
     for member in members:
         member.leave()
-
-
-def test_a_quorum_of_a_lighthouse_that_is_not_the_published_one_any_more_is_none(lighthouses):
-    old, new = lighthouses
-    at = [old.address]
-    member = Membership(group=0, life=LIFE, token=old.token, find_lighthouse=lambda: at[0], heartbeat_timeout_s=BEATS_S)
-    other = old.ask(1)
-    time.sleep(BEATS_S * 2)
-
-    ask, moved = member._asking.ask, []
-
-    def ask_and_move(*said):
-        answer = ask(*said)
-        if not moved:
-            moved.append([decode(text).group for text in answer["members"]])
-            at[0] = new.address
-        return answer
-
-    member._asking.ask = ask_and_move
-    _, members = member.ask(a_request(0), 3 * SOON)
-    assert moved == [[0, 1]]
-    assert [found.group for found in members] == [0], "of the new one"
-    other.close()
-    member.leave()
-
-
-def test_one_that_poses_as_the_lighthouse_is_not_asked(lighthouses, tmp_path):
-    """Another user who took the port of one that died does not hold the token."""
-    (tmp_path / "other").mkdir()
-    impostor = Lighthouse(tmp_path / "other")
-    member = Membership(
-        group=0,
-        life=LIFE,
-        token=lighthouses[0].token,
-        find_lighthouse=lambda: impostor.address,
-        heartbeat_timeout_s=BEATS_S,
-    )
-    with pytest.raises(QuorumUnavailable, match="did not accept the run's token"):
-        asks(member, 0, 1, SOON / 5)
-    member.leave()
-    impostor.end()

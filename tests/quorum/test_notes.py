@@ -1,8 +1,6 @@
 """Notes between groups say who wrote them."""
 
-import pytest
-
-from everstep.quorum.notes import StrangerError, open_note, seal_note
+from everstep.quorum.notes import open_note, seal_note
 
 TOKEN, OTHER = bytes(range(32)), bytes(32)
 
@@ -19,5 +17,4 @@ def test_a_note_is_good_for_its_place_only():
         (TOKEN, b"5 of 2", sealed[:-1] + b"x"),
         (TOKEN, b"5 of 2s", sealed.replace(b"state", b"tate")),
     ]:
-        with pytest.raises(StrangerError):
-            open_note(token, place, note)
+        assert open_note(token, place, note) == b""

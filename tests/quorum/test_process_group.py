@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator, why_not
-from everstep.quorum.process_group import RankColumn, reach
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.process_group import Place, RankColumn, reach
 from everstep.quorum.watch import PeerWatch
-from everstep.step.interfaces import SumsBroken
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -40,16 +41,16 @@ def crosses():
         cross.close()
 
 
-def place(board, key, members):
-    """What members are told when they connect, but for their own places."""
-    return {"key": key, "store": f"{HOST}:{board.port}", "host": 0, "peers": [member.address for member in members]}
+def place(board, key, members, rank=0):
+    """Where one of them connects."""
+    return Place(key, f"{HOST}:{board.port}", 0, rank, tuple(member.address for member in members))
 
 
 def assert_they_add(board, key, *members):
     tensors = [torch.full((3,), 10.0**rank) for rank in range(len(members))]
 
     def _add(rank):
-        members[rank].connect(**place(board, key, members), rank=rank)
+        members[rank].connect(place(board, key, members, rank))
         return members[rank].total(tensors[rank], LONG)
 
     with ThreadPoolExecutor(len(members)) as pool:
@@ -69,7 +70,7 @@ def test_a_member_that_leaves_while_the_groups_connect_holds_nobody(board, cross
     leave.start()
     begin = time.monotonic()
     with pytest.raises(SumsBroken, match="a member left"):
-        cross.connect(**place(board, "halfway", [cross, halfway]), rank=0)
+        cross.connect(place(board, "halfway", [cross, halfway]))
     assert time.monotonic() - begin < LONG.total_seconds() / 2
     assert_they_add(board, "after-halfway", cross, crosses())
 
@@ -90,7 +91,7 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     monkeypatch.setattr(cross, "_make", Stuck)
     peer = PeerWatch(HOST, lambda _: None, TOKEN)
     with pytest.raises(SumsBroken, match="no answer in time"):
-        cross.connect(**place(board, "stuck", [cross, peer]), rank=0)
+        cross.connect(place(board, "stuck", [cross, peer]))
     monkeypatch.setattr(cross, "_make", Communicator)
     monkeypatch.setattr(cross, "_connect_timeout", LONG)
     assert_they_add(board, "after-stuck", cross, crosses())
@@ -109,10 +110,9 @@ def test_members_that_cannot_be_reached_are_named_until_they_answer(board, cross
         for key in ("first", "second"):
             assert not one.unreached()
             begin = time.monotonic()
-            told = place(board, f"{key} of four", [one, two, refuses]) | {"rank": 0}
-            told["peers"].append(drops)
+            told = place(board, f"{key} of four", [one, two, refuses])
             with pytest.raises(SumsBroken, match="could not connect"):
-                one.connect(**told)
+                one.connect(replace(told, peers=(*told.peers, drops)))
             assert time.monotonic() - begin < 1.5 * SHORT.total_seconds()
         assert one.unreached() == {refuses.address, drops}
         assert_they_add(board, "of two", one, two)
@@ -124,9 +124,8 @@ def test_members_that_cannot_be_reached_are_named_until_they_answer(board, cross
 def test_a_store_that_cannot_be_reached_is_its_groups(board, crosses):
     one, two = crosses(SHORT), crosses(SHORT)
     for key in ("a", "b"):
-        told = place(board, key, [two, one]) | {"store": f"{HOST}:9"}
         with pytest.raises(SumsBroken, match="could not connect"):
-            one.connect(**told, rank=1)
+            one.connect(replace(place(board, key, [two, one], rank=1), store=f"{HOST}:9"))
     assert one.unreached() == {two.address}
 
 
@@ -135,7 +134,7 @@ def test_a_member_that_does_not_come_to_the_store_in_time_is_named(board, crosse
     one, late = crosses(SHORT), crosses(SHORT)
     for key in ("late", "late again"):
         with pytest.raises(SumsBroken, match="could not connect"):
-            one.connect(**place(board, key, [one, late]), rank=0)
+            one.connect(place(board, key, [one, late]))
     assert one.unreached() == {late.address}
 
 

@@ -34,9 +34,9 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from everstep.data.plain import decode_states  # noqa: E402
+from everstep.quorum.request import Quorum  # noqa: E402
 from everstep.step import ledger  # noqa: E402
 from everstep.step.interfaces import Commit  # noqa: E402
-from everstep.step.quorum import Quorum  # noqa: E402
 from everstep.titan.data.streams import SlotStreams  # noqa: E402
 from everstep.titan.load import load_config  # noqa: E402
 from everstep.titan.trainer import EverstepTrainer  # noqa: E402

@@ -316,7 +316,6 @@ def _stray(world: World, life: Life, rank: Rank, size: float) -> bool:
     """Something that holds the token and is no group of this run asks the lighthouse now and then, for a while."""
     until = world.scheduler.now + 1.0 + 9.0 * size
     said = {
-        "op": "quorum",
         "replica": f"{rank.number}:stray",
         "said": STRAYS[int(size * len(STRAYS))],
         "timeout_s": 5.0,

@@ -107,7 +107,7 @@ class SimClock:
         self._scheduler = world.scheduler
 
     def now(self) -> float:
-        return self._scheduler.now
+        return self._scheduler.now + self._scheduler.check().clock_s
 
     def sleep(self, seconds: float) -> None:
         self._scheduler.sleep(seconds)

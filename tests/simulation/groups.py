@@ -7,12 +7,12 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from everstep.quorum.errors import GroupBroken
+from everstep.quorum.request import Member
 from everstep.step.attempt import Group as OwnGroup
-from everstep.step.attempt import Host, Peers, Rules
+from everstep.step.attempt import Host, Rules
 from everstep.step.driver import Driver, End
-from everstep.step.interfaces import GroupBroken
 from everstep.step.protocol import StepProtocol
-from everstep.step.quorum import Member
 from simulation import real
 from simulation.checks import Checks
 from simulation.files import DONE, STARTUP, Shared, SimClock, SimEvents, SimFiles
@@ -79,6 +79,8 @@ class Life:
         """Whether an audit found its parameters equal to the others' since it took over a state."""
         self.stayed = self.audits_passed = 0
         """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        self.saves = False
+        """Whether it writes a checkpoint, which may take longer than the others wait for it."""
         self.missed: set[int] = set()
         """Steps that others committed without it, one after the other, though nothing kept it from taking part."""
         self.able_since = NEVER
@@ -185,8 +187,8 @@ class Rank:
         files.beat(STARTUP, 0)
         world.scheduler.pause(*plan.startup_s)
         self.voice = Voice(world, self) if self.number == 0 else None
-        whose = real.heal.Whose("run", self.number)
-        self.door = real.heal.Door(life.host, TOKEN, timedelta(seconds=OPEN_PATIENCE_S), whose)
+        patience = timedelta(seconds=OPEN_PATIENCE_S)
+        self.door = real.heal.Door(life.host, TOKEN, patience, f"rank {self.number}")
         self.sums = real.process_group.RankColumn(
             "gloo",
             column=self.number,
@@ -197,20 +199,16 @@ class Rank:
             make=Communicator,
         )
         host = Host(SimClock(world), files, SimEvents(world, self))
+        ranks = GroupRanks(life.decisions, self.number, life.size)
         try:
             protocol = StepProtocol(
-                group=OwnGroup(
-                    life.group.id, life.name, life.store, GroupRanks(life.decisions, self.number, life.size)
-                ),
+                group=OwnGroup(life.group.id, life.name, life.store, ranks, self.voice, self.sums, self.door),
                 rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes, plan.audit_slots),
                 work=self.work,
                 reducer=self.work.reducer,
-                peers=Peers(self.voice, self.sums, self.door),
                 host=host,
             )
-            give_up = timedelta(seconds=3600)
-            driver = Driver(group=life.group.id, protocol=protocol, work=self.work, host=host, give_up=give_up)
-            end = driver.run()
+            end = Driver(protocol, self.work, host, timedelta(seconds=3600)).run()
         except GroupBroken as broken:
             world.note(self.name, "group broken", None, {"reason": str(broken)})
             world.scheduler.call_in(0.0, self.process.kill)

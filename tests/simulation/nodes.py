@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from everstep.step.quorum import Member, Request
+from everstep.quorum.request import Member, Request
 from simulation import real
-from simulation.lighthouse import Lighthouse, Options
+from simulation.lighthouse import Options
 from simulation.scheduler import Process
-from simulation.services import Inner
 
 if TYPE_CHECKING:
     from simulation.groups import Rank
@@ -45,9 +43,6 @@ class LighthouseNode:
 
     def _start(self) -> Process:
         process = Process(self.world.scheduler, self.host, self.host)
-        every_s = real.membership.beat_every_s(self.options.heartbeat_timeout_s)
-        options = replace(self.options, heartbeat_timeout_s=self.options.heartbeat_timeout_s + every_s)
-        process.inner = Inner(Lighthouse(options), process)
         process.on_death.append(partial(self.world.network.process_died, process))
         self.world.scheduler.spawn(process, self._serve)
         return process
@@ -55,7 +50,7 @@ class LighthouseNode:
     def _serve(self) -> None:
         options = self.options
         rules = real.gate.Rules(options.min_replicas, options.join_timeout_s, options.heartbeat_timeout_s)
-        real.gate.Gate(TOKEN, (self.host, PORT), "http://127.0.0.1:1", rules, lambda count, last: None)
+        real.gate.Gate(TOKEN, (self.host, PORT), rules, lambda count, last: None)
 
     def die(self) -> None:
         self.process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from everstep.step.interfaces import GroupBroken
+from everstep.quorum.errors import GroupBroken
 from simulation.scheduler import Signal
 
 if TYPE_CHECKING:

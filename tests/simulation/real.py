@@ -50,10 +50,15 @@ _LEAVES: dict[str, Any] = {
     "concurrent.futures": system.futures,
     "socket": network.socket,
     "selectors": network.selectors,
-    "torchft.coordination": SimpleNamespace(LighthouseClient=services.LighthouseClient),
+    "torchft.coordination": services,
     "everstep.wire.sealing": SimpleNamespace(TAG_BYTES=16, Sealer=Checked),
     "everstep.quorum.memory": network.memory,
 }
+_LEAVES |= {
+    name: importlib.import_module(name)
+    for name in ("everstep.quorum.errors", "everstep.quorum.request", "everstep.quorum.streams")
+}
+"""What the step protocol has in common with them is the same."""
 _loaded: dict[str, Any] = dict(_LEAVES)
 
 

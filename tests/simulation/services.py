@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from simulation.lighthouse import Announced, Lighthouse, Options
 from simulation.network import Flow, Network, Socket
 from simulation.scheduler import Process, Signal
 from simulation.system import HERE
 
 if TYPE_CHECKING:
     from simulation.judge import Contribution
-    from simulation.lighthouse import Announced, Lighthouse
 
 STORE_RETRY_S = (0.2, 1.0)
 
@@ -52,6 +52,20 @@ class Inner:
             return
         self.rules.tick(self.process.scheduler.now)
         self.look()
+
+
+class LighthouseServer:
+    """`torchft.coordination.LighthouseServer`, in the running process."""
+
+    def __init__(
+        self, *, bind: str, min_replicas: int, join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int
+    ) -> None:
+        process = HERE.process()
+        waits_s = (ms / 1000 for ms in (join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms))
+        process.inner = Inner(Lighthouse(Options(min_replicas, *waits_s)), process)
+
+    def address(self) -> str:
+        return "http://127.0.0.1:1"
 
 
 class LighthouseClient:

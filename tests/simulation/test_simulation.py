@@ -19,7 +19,7 @@ from everstep.step.driver import End
 from simulation.faults import KINDS, REFUSALS, Fault
 from simulation.files import SimFiles
 from simulation.judge import Contribution, Judge, State
-from simulation.scheduler import Process, Scheduler, Signal
+from simulation.scheduler import Process, Scheduler
 from simulation.world import Outcome, Settings, World, draw_plan, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -225,22 +225,6 @@ def test_a_killed_process_does_nothing_more() -> None:
     scheduler.run()
     assert done == []
     assert scheduler.now == 5.0
-
-
-def test_a_stopped_process_goes_on_later_and_a_wait_ends_in_time() -> None:
-    scheduler, seen = Scheduler("test"), []
-    process, never = Process(scheduler, "a"), Signal()
-
-    def work() -> None:
-        scheduler.sleep(1.0)
-        seen.append(scheduler.now)
-        seen.append(scheduler.wait(never, lambda: False, 2.0))
-        seen.append(scheduler.now)
-
-    scheduler.spawn(process, work)
-    scheduler.call_at(0.5, process.stop, 10.0)
-    scheduler.run()
-    assert seen == [10.5, False, 12.5]
 
 
 class _Commit:

@@ -84,6 +84,8 @@ class SimWork:
         self._bits = 0
         self.refuses: set[int] = set()
         self._given_up: set[tuple[int, int, int]] = set()
+        self._given_nothing: set[tuple[int, int]] = set()
+        """Steps and slots that hold nothing, as no group can compute them."""
         self.recomputed: set[int] = set()
         """Slots of this step that were given up and computed again since the last event `attempt`."""
 
@@ -115,7 +117,7 @@ class SimWork:
         self._bits = self._bits_of(step, slot, wrong)
         if (wrong and not plan.audit_slots) or (step, slot) in world.narrow:
             self.refuses.add(slot)
-        if life.checks.is_not_finite(self._computed, step, slot):
+        if life.checks.is_not_finite(self._computed, step, slot) and (step, slot) not in self._given_nothing:
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
@@ -154,6 +156,7 @@ class SimWork:
         if self._world.mostly_fit([member.group for member in self.rank.life.met if member.step == newest]):
             text = f"{self.rank.name} gives slots {list(slots)} of step {step} up"
             self._world.judge.violate("not finite anywhere", text)
+        self._given_nothing |= {(step, slot) for slot in slots}
 
     def results(self) -> SlotSums:
         slots = self._world.plan.slots
@@ -199,7 +202,7 @@ class SimWork:
 
     def serve(self) -> Any:
         self._world.scheduler.check()
-        return real.heal.HealState({"state": self._memory}, {"step": self.state.step})
+        return real.heal.HealState({"state": self._memory}, {"step": self.state.step, "history": self.state.history})
 
     def heal(self, healed: Any) -> None:
         state = State(*healed.tensors["state"][:4].tolist())
@@ -244,10 +247,11 @@ class SimWork:
             world.leaves(self.rank, commit)
 
     def _right(self, commit: Commit) -> list[Contribution]:
-        """What was summed. Where most groups are sick nothing wrong in it counts, nor where one is alone: nobody can
-        audit it, and what it refuses again and again passes."""
+        """What was summed. Where most groups are sick nothing wrong in it counts. Nor where one alone has the state:
+        nobody can audit it, and what it refuses twice passes (docs/attention.md)."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
-        counts = fit and (len(commit.able) > 1 or not (world.plan.audit_slots or commit.step in world.passed))
+        passes = world.plan.audit_slots or (commit.able[0], commit.step) in world.passed
+        counts = fit and (len(commit.able) > 1 or not passes)
         if world.all_counts.setdefault(commit.history, counts):  # on all ranks alike, whenever they come to it
             return self.reducer.total
         return [
@@ -257,12 +261,14 @@ class SimWork:
     def _save(self) -> None:
         world = self._world
         self._together("save", self.state.step)
+        self.rank.life.saves = True
         world.scheduler.pause(0.05, world.plan.save_s)
         world.save(self.rank, self.state)
         self._together("written", self.state.step)
         if self.rank.number == 0:
             world.saved(self.rank.life, self.state.step)
         self._together("saved", self.state.step)
+        self.rank.life.saves = False
 
     def checksum(self) -> int | None:
         every = self._world.plan.audit_every

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
+from everstep.quorum.errors import GroupBroken
+from everstep.quorum.request import read_quorum
 from everstep.step.driver import End
-from everstep.step.interfaces import Commit, GroupBroken, Timeouts
-from everstep.step.quorum import read_quorum
+from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
 from simulation.faults import KINDS, Fault, break_it, place
@@ -185,8 +186,8 @@ class World:
         """By history whether what is wrong in the commit counts."""
         self.narrow: set[tuple[int, int]] = set()
         """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
-        self.passed: set[int] = set()
-        """Steps of which a slot that was refused passed."""
+        self.passed: set[tuple[int, int]] = set()
+        """Groups, and steps of which they let a slot pass that was refused."""
         self.unfit: set[str] = set()
         """Starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
@@ -231,7 +232,7 @@ class World:
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
         if kind == "slot_accepted":
-            self.passed.add(step or 0)
+            self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
@@ -336,10 +337,10 @@ class World:
             life.audits_passed = 0
 
     def _judge_members(self, commit: Commit) -> None:
-        """Where nothing breaks, whoever has a state takes part in every step."""
+        """Where nothing breaks, whoever has a state and writes no checkpoint takes part in every step."""
         quiet_s = self.scheduler.now - self.last_fault
         for life in self.with_state():
-            if life.group.id in commit.groups or not life.group.wanted:
+            if life.group.id in commit.groups or not life.group.wanted or life.saves:
                 life.missed.clear()
             elif quiet_s > self.bound_s() and self.network.is_open():
                 life.missed.add(commit.step)

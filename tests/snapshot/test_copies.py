@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from everstep.quorum.streams import Streams
 from everstep.snapshot import buffer, copier, layout
 from everstep.snapshot.buffer import SnapshotError, cgroup_free_bytes
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout, State
 from everstep.snapshot.parity import Domains
-from everstep.step.streams import HostStreams
 from snapshot_cluster import Cluster, assert_is_step, file_of
 
 
@@ -129,7 +129,7 @@ def test_a_pipe_where_a_buffer_belongs_does_not_hold_up_a_trainer():
 def test_a_part_that_comes_from_a_device_is_staged_in_memory_that_need_not_be_page_locked(monkeypatch):
     """No device is here that locks pages: a state that says it is on one takes that path."""
     monkeypatch.setattr(State, "device", torch.device("meta"))
-    monkeypatch.setattr(copier, "streams_of", lambda device: HostStreams())
+    monkeypatch.setattr(copier, "streams_of", lambda device: Streams())
     with Cluster(3) as run:
         run.take(1, 2)
         run.kill_trainers()

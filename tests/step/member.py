@@ -19,18 +19,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.gate import Gate
 from everstep.quorum.gate import Rules as GateRules
 from everstep.quorum.heal import Door, HealState
 from everstep.quorum.interface import use_interface
-from everstep.quorum.lighthouse import Lighthouse
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.run.events import EventLog
 from everstep.step import ledger
-from everstep.step.attempt import Group, Host, Peers, Rules
+from everstep.step.attempt import Group, Host, Rules
 from everstep.step.driver import Driver
-from everstep.step.interfaces import Commit, SlotSums, SumsBroken, Timeouts
+from everstep.step.interfaces import Commit, SlotSums, Timeouts
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
 from everstep.titan.run_files import RankFiles
@@ -89,7 +90,7 @@ class ToyWork:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
         self.reducer = GradientReducer([self.param], 1 << 20)
-        self.step = self.history = 0
+        self.step = 0
         self.done: list[int] = []
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
@@ -134,7 +135,7 @@ class ToyWork:
     def heal(self, state: HealState) -> None:
         with torch.no_grad():
             self.param.copy_(state.tensors["param"])
-        self.step, self.history = state.meta["step"], state.meta["history"]
+        self.step = state.meta["step"]
 
     def apply(self, commit: Commit) -> None:
         self.reducer.assign(1.0)
@@ -142,7 +143,7 @@ class ToyWork:
             dist.all_reduce(torch.zeros(1))  # as clipping does
         with torch.no_grad():
             self.param += self.param.grad
-        self.step, self.history = commit.step, commit.history
+        self.step = commit.step
         self.connection.send(
             {
                 "step": commit.step,
@@ -242,8 +243,8 @@ def lighthouse(
     if namespace:
         enter(namespace)
     rules = GateRules(1, join_timeout_s, heartbeat_timeout_s)
-    found = Lighthouse(TOKEN, (host, port), rules, lambda count, last: None)
-    connection.send(int(found.gate.address.rpartition(":")[2]))
+    gate = Gate(TOKEN, (host, port), rules, lambda count, last: None)
+    connection.send(int(gate.address.rpartition(":")[2]))
     signal.pause()
 
 
@@ -299,14 +300,13 @@ def main(options: Options, connection: Connection) -> None:
     )
     around = Host(Monotonic(), files, events)
     protocol = StepProtocol(
-        group=Group(options.group, life, f"{host}:{store.port}", ranks),
+        group=Group(options.group, life, f"{host}:{store.port}", ranks, membership, column, door),
         rules=Rules(options.slots, "redistribute", timeouts),
         work=work,
         reducer=work.reducer,
-        peers=Peers(membership, column, door),
         host=around,
     )
-    driver = Driver(group=options.group, protocol=protocol, work=work, host=around, give_up=timeouts.give_up)
+    driver = Driver(protocol, work, around, timeouts.give_up)
     connection.send("ready")
     end = driver.run()
     connection.send(end.name)

@@ -24,19 +24,6 @@ def test_a_share_of_the_slots_is_drawn_alike_by_everybody(share):
     assert share in (0.0, 1.0) or drawn != [ledger.audited_slots(8, step, 100, share) for step in range(100)]
 
 
-@pytest.mark.parametrize("share", [0.01, 0.05])
-@pytest.mark.parametrize("wrong_every", [1, 100])
-def test_a_group_that_is_wrong_is_found_as_often_as_its_slots_are_drawn(share, wrong_every):
-    """Within n slots it is found with probability 1 - (1 - share)^n, of those that are wrong."""
-    slots, runs, wrong = 8, 400, 60
-    steps = wrong * wrong_every // slots + 1
-    found = 0
-    for seed in range(runs):
-        numbers = range(0, steps * slots, wrong_every)[:wrong]
-        found += any(n % slots in ledger.audited_slots(seed, n // slots, slots, share) for n in numbers)
-    assert found / runs == pytest.approx(1 - (1 - share) ** wrong, abs=0.09)
-
-
 def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone_with_that():
     audited = tuple(range(SLOTS))
     plan = ledger.plan([row(0), row(1), row(2, held=[0, 1])], SLOTS, audited=audited)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from everstep.quorum.errors import GroupBroken
 from everstep.step.decisions import Decisions
-from everstep.step.interfaces import GroupBroken
 
 
 class Ranks:
@@ -46,12 +46,6 @@ def test_texts_of_any_length_come_as_they_were_given(texts):
     with ThreadPoolExecutor(3) as pool:
         found = pool.map(lambda rank: Decisions(Rank(rank)).gather_bytes("text", texts[rank]), range(3))
         assert list(found) == [list(texts)] * 3
-
-
-def test_a_flag_counts_only_if_all_ranks_say_so():
-    assert Decisions(Ranks()).all_true("point", True)
-    assert not Decisions(Ranks()).all_true("point", False)
-    assert not Decisions(Ranks(lambda rank, words: [words[0] and rank != 2])).all_true("point", True)
 
 
 def test_a_rank_at_another_decision_ends_the_group():

@@ -18,13 +18,7 @@ def test_a_pause_comes_after_a_few_retries_and_grows_to_a_bound():
 def test_attempts_that_fail_at_once_are_not_repeated_in_a_busy_loop():
     slept, turns = [], [Turn.RETRY] * 30 + [Turn.CAUGHT_UP] + [Turn.RETRY] * FREE_RETRIES + [Turn.LEFT]
     clock = SimpleNamespace(now=lambda: sum(slept), sleep=slept.append)
-    driver = Driver(
-        group=0,
-        protocol=SimpleNamespace(attempt=lambda: turns.pop(0), leaving=False, decisions=None),
-        work=SimpleNamespace(goes_on=lambda: True),
-        host=Host(clock, None, None),
-        give_up=timedelta(seconds=1),
-    )
-    driver.run()
+    protocol = SimpleNamespace(attempt=lambda: turns.pop(0), leaving=False, decisions=None)
+    Driver(protocol, SimpleNamespace(goes_on=lambda: True), Host(clock, None, None), timedelta(seconds=1)).run()
     assert len(slept) == 30 - FREE_RETRIES, "no pause after the few retries that any loss of a group may take"
     assert 10 < sum(slept) < 30

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator
-from everstep.quorum.in_flight import InFlight
-from everstep.quorum.process_group import RankColumn
-from everstep.step.interfaces import SumsBroken
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.in_flight import Line
+from everstep.quorum.process_group import Place, RankColumn
+from everstep.quorum.streams import Streams
 from everstep.step.reduction import GradientReducer
-from everstep.step.streams import HostStreams
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.3)
 SIZES = [3, 500, 7, 1000]
@@ -77,8 +77,7 @@ def column():
     column = RankColumn("nccl", column=0, host="127.0.0.1", **waits, token=b"t" * 32, make=make)
 
     def again():
-        place = {"host": 0, "rank": 0, "peers": [column.address]}
-        column.connect(key=f"key-{len(made)}", store=f"127.0.0.1:{store.port}", **place)
+        column.connect(Place(f"key-{len(made)}", f"127.0.0.1:{store.port}", 0, 0, (column.address,)))
         return made[-1]
 
     column.again, column.sizes, column.store = again, sizes, f"127.0.0.1:{store.port}"
@@ -190,16 +189,15 @@ def test_control_goes_over_gloo_whatever_the_gradients_do(column):
 
 def test_a_sum_has_its_whole_timeout_from_the_end_of_the_one_before():
     """Buckets queue behind each other: a later one may have been asked for long before it can begin."""
-    in_flight, done = InFlight(HostStreams(), lambda: ""), threading.Event()
-    one = torch.zeros(1)
-    free = threading.Event()
-    free.set()
-    in_flight.finish(in_flight.add(LateWork(one, free, False), None, LONG))
-    second = in_flight.add(LateWork(one, done, False), None, LONG)
+    backend = LateBackend()
+    line, one = Line(backend, Streams()), torch.zeros(1)
+    line.finish(line.start(one, LONG))
+    backend.go_on.clear()
+    second = line.start(one, LONG)
     second.began -= 10 * LONG.total_seconds()
-    threading.Timer(0.1, done.set).start()
-    in_flight.finish(second)
-    in_flight.end()
+    threading.Timer(0.1, backend.go_on.set).start()
+    line.finish(second)
+    line.end()
 
 
 def test_what_a_backend_loads_first_is_loaded_before_others_wait(column):

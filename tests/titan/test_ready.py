@@ -1,9 +1,12 @@
 """A group is ready before the others begin to wait for it."""
 
+import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from everstep.titan.trainer import EverstepTrainer
 from watched import Watched, write_config
 
 DEADLINE_S = 400.0
@@ -40,6 +43,30 @@ def soon(run, found):
         assert time.monotonic() < end, run.said()
         time.sleep(0.1)
     return events
+
+
+def test_a_group_computes_and_connects_before_it_announces_itself():
+    """The short form: the order alone, of a trainer of which nothing else is there."""
+    done = []
+
+    class Trainer:
+        device, step, place = SimpleNamespace(type="cpu"), 0, SimpleNamespace(snapshots=None)
+        config = SimpleNamespace(
+            fault_tolerance=SimpleNamespace(enable=True, group_id=0),
+            compile=SimpleNamespace(enable=True),
+            profiler=SimpleNamespace(build=lambda **more: contextlib.nullcontext()),
+            dump_folder="",
+        )
+        files, events = SimpleNamespace(beat=lambda *said: None), SimpleNamespace(emit=lambda *said, **more: None)
+        metrics_processor = SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[0.0])
+        slots = SimpleNamespace(compute=lambda step, slot, whole: done.append("compute"))
+        work = SimpleNamespace(discard=lambda: done.append("discard"), unit=SimpleNamespace(reducer=None, shares=1))
+        participation = SimpleNamespace(warm=lambda: done.append("warm"), run=lambda *given: 1 / 0)
+        _compile = EverstepTrainer._compile
+
+    with pytest.raises(ZeroDivisionError):
+        EverstepTrainer.train(Trainer())
+    assert done == ["compute", "discard", "warm"]
 
 
 @pytest.mark.slow

@@ -4,16 +4,17 @@ torchft's lighthouse takes every replica in, and forms no quorum while a strange
 come. So it listens on loopback, and the gate listens where groups reach it. The gate speaks `everstep.wire`: nobody who
 does not prove to hold the run's token is heard. Each request is one message and is answered by one:
 
-    {"op": "beat", "replica": ID}                                      {}
-    {"op": "quorum", "replica": ID, "said": TEXT, "timeout_s": …}      {"quorum_id": …, "members": [TEXT, …]}
+    {"replica": ID}                                      {}
+    {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
-ID is the group's name and TEXT what it says of itself (`everstep.step.quorum`: `name_of`, `encode`). A request without
-a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
+ID is the group's name and TEXT what it says of itself (`everstep.quorum.request`: `name_of`, `encode`). A request
+without a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
 (`everstep.quorum.turns`). What groups say stays at the gate: torchft's lighthouse names all members in each of its
 answers, and would copy it once for each pair of members.
 """
 
 import math
+import os
 import threading
 import time
 import zlib
@@ -22,17 +23,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchft.coordination import LighthouseClient
+from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
-from everstep.quorum.membership import PURPOSE, Asked, Beat
+from everstep.quorum.membership import PURPOSE, Asked, beat_every_s
+from everstep.quorum.request import Request, decode, encode, group_of, read_quorum
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
-from everstep.step.quorum import Request, decode, encode, group_of, read_quorum
 
 HEARING = 1.5
 """For how many heartbeat timeouts nobody may ask after the gate has begun to hear groups: by then it has heard all that
 live, so that the first of them does not get a quorum of its own."""
+LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
 TELL_EVERY_S = 60.0
@@ -69,24 +71,33 @@ class Rules:
 
 
 class Gate:
-    """Admits members and passes their requests to a lighthouse, until `close`.
+    """torchft's lighthouse, in this process; admits members and passes their requests to it, until `close`.
 
     Args:
         token: of the run.
-        bind: (host, port) to listen on.
-        inner: `http://host:port` of the lighthouse.
-        rules: of the lighthouse.
+        bind: (host, port) to listen on; port 0 for a free one.
+        rules: when there is a quorum.
         tell: called now and then with how many strangers were refused, and where the last one came from.
 
     Raises:
         GateError: the lighthouse is not there, or `bind` cannot be listened on.
     """
 
-    def __init__(
-        self, token: bytes, bind: tuple[str, int], inner: str, rules: Rules, tell: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], None]) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
         self._refused, self._told = 0, -math.inf
+        # The lighthouse and each of its clients have a runtime of their own. Set before there is any: their threads
+        # read the environment, which must not move under them.
+        os.environ["TOKIO_WORKER_THREADS"] = "1"
+        late_s = beat_every_s(rules.heartbeat_timeout_s)  # by so much later may a silent group be noticed
+        self._inner = LighthouseServer(
+            bind=f"{LOOPBACK}:0",
+            min_replicas=rules.min_groups,
+            join_timeout_ms=round(rules.join_timeout_s * 1000),
+            quorum_tick_ms=QUORUM_TICK_MS,
+            heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
+        )
+        inner = f"http://{LOOPBACK}:{self._inner.address().rstrip('/').rpartition(':')[2]}"
         try:
             self._beats, *self._clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
         except Exception as error:  # the Rust client raises several unrelated types
@@ -115,8 +126,9 @@ class Gate:
         """`host:port` where groups reach it."""
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the lighthouse."""
         self._server.shut()
+        self._inner.shutdown()
 
     def _refuse(self, what: str) -> None:
         self._refused += 1
@@ -128,20 +140,19 @@ class Gate:
         while True:
             message = channel.receive_frame()
             try:
-                if message.get("op") == "beat":
-                    beat = typed.parse(Beat, message)
-                    self._hear(beat.replica)
-                    if self._is_newest(beat.replica):
-                        self._beat(beat.replica)
-                    channel.send_frame({})
-                else:
-                    asked = typed.parse(Asked, message)
-                    request = decode(asked.said)
-                    if asked.op != "quorum" or asked.replica != request.name:
-                        raise ValueError("it is of another replica, or of another kind")
-                    channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
+                asked = typed.parse(Asked, message)
+                request = decode(asked.said) if asked.said else None
+                if request is not None and asked.replica != request.name:
+                    raise ValueError("it is of another replica")
             except ValueError as error:
                 raise wire.RefusedError(f"the request is not understood: {error}") from error
+            self._hear(asked.replica)
+            if request is not None:
+                channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
+            else:
+                if self._is_newest(asked.replica):
+                    self._beat(asked.replica)
+                channel.send_frame({})
 
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
@@ -170,7 +181,6 @@ class Gate:
             self.lost.set()
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
-        self._hear(asked.replica)
         if not self._is_newest(asked.replica):
             return {"failed": "another start of this group counts now"}
         until = time.monotonic() + asked.timeout_s

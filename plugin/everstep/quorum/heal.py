@@ -11,28 +11,23 @@ about; the source compares before it opens anything, the joiner compares the ans
 the next one begins anew.
 """
 
+import contextlib
 import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from everstep import wire
 from everstep.quorum import memory
+from everstep.quorum.streams import Streams, streams_of
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
-from everstep.step.streams import Streams, streams_of
 
 PURPOSE = "heal"
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
-}
-"""By name, what a tensor may be made of."""
 HOST = torch.device("cpu")
 STAGING_BYTES = 4 << 20
 """Of page-locked memory, for a copy."""
@@ -73,6 +68,7 @@ class _Copy(threading.Thread):
         super().__init__(name="heal copy", daemon=True)
         self._sources = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in state.tensors.values()]
         self._blobs = list(map(memoryview, state.blobs.values()))
+        self.nbytes = sum(map(len, self._sources)) + sum(map(len, self._blobs))
         self._streams, self._ready = streams, streams.record()
         on_device = any(source.device != HOST for source in self._sources)
         self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if on_device else None
@@ -82,11 +78,13 @@ class _Copy(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._streams.of_sums():
+            with memory.room_for(self.nbytes) as has_room, self._streams.of_sums():
+                if not has_room:
+                    raise MemoryError("this host has no memory for a copy")
                 self._streams.wait(self._ready)
                 copies = [_memory_of(self._on_host(source)) for source in self._sources]
             self._pieces = wire.Pieces(copies + self._blobs)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, OSError) as error:
             self._error = str(error)
         self._sources.clear()
 
@@ -111,22 +109,12 @@ class _Copy(threading.Thread):
 
 
 @dataclass(frozen=True)
-class Whose:
-    """Of which run, of which rank of a group, and how laid out over a group's ranks a state is."""
-
-    run: str = ""
-    rank: int = 0
-    layout: str = ""
-
-
-@dataclass(frozen=True)
 class Wanted:
-    """What a joiner asks for, on each of its connections."""
+    """What a joiner asks for. `whose`: of which run and rank, and how laid out over a group's ranks."""
 
     step: int
     history: int
-    whose: Whose
-    patience_s: Annotated[float, typed.Within(0, 1e6)]
+    whose: str
 
 
 @dataclass(frozen=True)
@@ -135,22 +123,21 @@ class _Schema:
 
     step: int
     history: int
-    whose: Whose
+    whose: str
     tensors: list[tuple[str, str, list[Count]]]
     blobs: list[tuple[str, Count]]
     meta: dict[str, Any]
     size: Count
 
 
-def _schema(step: int, history: int, whose: Whose, state: HealState, size: int) -> _Schema:
+def _schema(step: int, history: int, whose: str, state: HealState, size: int) -> _Schema:
     tensors = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in state.tensors.items()]
     blobs = [(n, len(b)) for n, b in state.blobs.items()]
     return _Schema(step, history, whose, tensors, blobs, state.meta, size)
 
 
 class Door:
-    """Implements `everstep.step.interfaces.HealDoor` for one rank: serves its state to joiners, by threads of its own,
-    and fetches another's.
+    """How states reach joiners, of one rank: serves its state to them, by threads of its own, and fetches another's.
 
     A request for a step that is not open yet waits for `serve`; one for a step that is over is refused. So a
     joiner and its source need not agree on who is ready first.
@@ -162,7 +149,7 @@ class Door:
         whose: which state is served here and wanted from others.
     """
 
-    def __init__(self, host: str, token: bytes, timeout: timedelta, whose: Whose = Whose()) -> None:
+    def __init__(self, host: str, token: bytes, timeout: timedelta, whose: str = "") -> None:
         self._token, self._timeout, self._whose = token, timeout, whose
         self._changed = threading.Condition()
         self._step, self._history = -1, 0
@@ -175,18 +162,15 @@ class Door:
 
     def serve(self, step: int, history: int, state: HealState) -> None:
         """Open a copy of `state` to joiners as that after committed step `step`, which came about by `history`, until
-        `close`. Where the host has no memory for a copy they see a HealError."""
+        `close`. If the host has no memory for a copy they see a HealError."""
         if self._open is not None and (self._step, self._history) == (step, history):
             return
         self.close()
-        state.meta["history"] = history
-        size = sum(tensor.nbytes for tensor in state.tensors.values()) + sum(map(len, state.blobs.values()))
-        schema = _schema(step, history, self._whose, state, size)
         device = next((tensor.device for tensor in state.tensors.values() if tensor.device != HOST), HOST)
-        copy = _Copy(state, streams_of(device)) if memory.has_room(size) else None
+        copy = _Copy(state, streams_of(device))
         with self._changed:
             self._step, self._history = step, history
-            self._open = (copy, schema) if copy is not None else None
+            self._open = copy, _schema(step, history, self._whose, state, copy.nbytes)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -197,10 +181,8 @@ class Door:
             copying[0].join()
 
     def fetch(self, address: str, step: int, history: int) -> "Fetch":
-        """See `HealDoor.fetch`."""
-        # A little less than our own patience, so that the source's reason arrives before we give up.
-        wanted = Wanted(step, history, self._whose, 0.9 * self._timeout.total_seconds())
-        return Fetch(address, wanted, self._token, self._timeout)
+        """Begin to take over the state after `step` of `history` from the rank at `address`."""
+        return Fetch(address, Wanted(step, history, self._whose), self._token, self._timeout)
 
     def shutdown(self) -> None:
         """Cut every joiner off and stop listening."""
@@ -220,7 +202,8 @@ class Door:
             raise wire.RefusedError(f"the request is not understood: {error}") from error
         if wanted.whose != self._whose:
             raise wire.RefusedError(f"here is {self._whose}; {wanted} was asked for")
-        patience_s = min(wanted.patience_s, self._timeout.total_seconds())
+        # A little less than the joiner's patience, so that the reason arrives before it gives up.
+        patience_s = 0.9 * self._timeout.total_seconds()
         with self._changed:
             if not self._changed.wait_for(lambda: self._step >= wanted.step, patience_s):
                 raise wire.RefusedError(
@@ -229,8 +212,7 @@ class Door:
             if self._step != wanted.step:
                 raise wire.RefusedError(f"step {wanted.step} is over here: step {self._step} was opened since")
             if self._open is None:
-                why = "its optimizer step has begun, or this host has no memory for a copy"
-                raise wire.RefusedError(f"step {wanted.step} is not open here: {why}")
+                raise wire.RefusedError(f"step {wanted.step} is not open here: its optimizer step has begun")
             if self._history != wanted.history:
                 raise wire.RefusedError(
                     f"step {wanted.step} came about here by history {self._history}, {wanted.history} was asked for"
@@ -239,7 +221,7 @@ class Door:
 
 
 class Fetch(threading.Thread):
-    """Implements `everstep.step.interfaces.Fetch`: a thread of its own receives the state, every byte authenticated.
+    """Another group's state on its way here: a thread of its own receives it, every byte authenticated.
 
     Args:
         address: of the source's `Door`.
@@ -259,6 +241,7 @@ class Fetch(threading.Thread):
         self._address, self._wanted, self._token, self._timeout = address, wanted, token, timeout
         self._state: HealState | None = None
         self.error = ""
+        """Why it failed for good; empty while it is under way or done."""
         self.took_s = 0.0
         self.nbytes = 0
         """Of the state's tensors; 0 until the source has said."""
@@ -275,16 +258,13 @@ class Fetch(threading.Thread):
             self.took_s, self._state = time.monotonic() - begun, state
 
     def state(self) -> HealState | None:
-        """See `Fetch.state`."""
+        """The state, once all of it is here and verified; None before."""
         return self._state
 
-    def has_room(self) -> bool:
-        """See `Fetch.has_room`. The sums of a step are never larger than the state."""
-        return memory.has_room(self.nbytes)
-
-    def cancel(self) -> None:
-        """See `Fetch.cancel`: what still arrives is not used."""
-        self._state = None
+    def room(self) -> contextlib.AbstractContextManager[bool]:
+        """Whether this host has memory for the sums of another step, which are copied in the context. They are never
+        larger than the state."""
+        return memory.room_for(self.nbytes)
 
     def _receive(self) -> HealState:
         """The whole state.
@@ -311,29 +291,22 @@ class Fetch(threading.Thread):
 
     def _compare(self, schema: _Schema) -> None:
         """See that the answer is what was asked for. Raises HealError."""
-        wanted = self._wanted
-        offered = (schema.step, schema.history, schema.whose)
-        asked = (wanted.step, wanted.history, wanted.whose)
-        for what, theirs, ours in zip(("step", "history", "state of"), offered, asked, strict=True):
-            if theirs != ours:
-                raise HealError(f"it offers {what} {theirs}, not {ours}")
+        offered = Wanted(schema.step, schema.history, schema.whose)
+        if offered != self._wanted:
+            raise HealError(f"it offers {offered}, not {self._wanted}")
 
 
 def _room(schema: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:
     """Buffers for a schema. Raises HealError."""
     tensors: dict[str, torch.Tensor] = {}
     for name, dtype_name, shape in schema:
-        dtype = DTYPES.get(dtype_name)
-        if dtype is None or name in tensors:
+        dtype = vars(torch).get(dtype_name)
+        if not isinstance(dtype, torch.dtype) or name in tensors:
             raise HealError(f"'{name}' has the unknown dtype {dtype_name}, or comes twice")
-        tensors[name] = _fresh(name, dtype, shape)
+        if math.prod(shape) * dtype.itemsize >= 1 << 63:
+            raise HealError(f"'{name}' has the impossible shape {shape}")
+        try:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, MemoryError) as error:
+            raise HealError(f"there is no memory for '{name}' of shape {shape}: {error}".splitlines()[0]) from error
     return tensors
-
-
-def _fresh(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    if math.prod(shape) * dtype.itemsize >= 1 << 63:
-        raise HealError(f"'{name}' has the impossible shape {shape}")
-    try:
-        return torch.empty(shape, dtype=dtype)
-    except (RuntimeError, MemoryError) as error:
-        raise HealError(f"there is no memory for '{name}' of shape {shape}: {error}".splitlines()[0]) from error

@@ -1,4 +1,4 @@
-"""Sums under way, and the thread that waits for them.
+"""A communicator, its sums under way, and the thread that waits for them.
 
 Some works say when they are complete, some only return from `wait`, and one that a dead peer was part of may do
 neither. So a thread of its own waits for the works of a process group, one after the other in the order in which they
@@ -12,12 +12,14 @@ complete or aborted. Nobody but this thread waits for the event, so the one that
 import queue
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from everstep.step.interfaces import SumsBroken
-from everstep.step.streams import Event, Streams
+import torch
+
+from everstep.quorum.communicator import Communicator
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.streams import Event, Streams
 
 LATE_S = 0.5
 """A backend gives up a sum at its timeout itself; one that has not by then, and so long after, is given up."""
@@ -26,7 +28,7 @@ LATE_S = 0.5
 class Sum:
     """One sum under way. `ended`: nothing reads or writes its tensor on its behalf any more."""
 
-    def __init__(self, among: "InFlight", work: Any, event: Event | None, timeout: timedelta) -> None:
+    def __init__(self, among: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
         self.among, self.work, self.event = among, work, event
         self.began, self.timeout_s = time.monotonic(), timeout.total_seconds()
         self.ended_at = 0.0
@@ -37,29 +39,34 @@ class Sum:
         return self.ended_at > 0
 
 
-class InFlight:
-    """The sums of one process group.
+class Line:
+    """The sums of one communicator.
 
     Args:
         streams: of the device that the sums run on.
-        error: says why sums of this process group that ended are not to be believed; empty where they are.
     """
 
-    def __init__(self, streams: Streams, error: Callable[[], str]) -> None:
-        self._streams, self._error = streams, error
+    def __init__(self, communicator: Communicator, streams: Streams) -> None:
+        self.communicator, self._streams = communicator, streams
         self._news = threading.Condition()
         self._queue: queue.SimpleQueue[Sum | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last_ended = 0.0
         self._broken = False
-        self.pending = 0
+        self._pending = 0
         """Sums that have not ended."""
 
-    def add(self, work: Any, event: Event | None, timeout: timedelta) -> Sum:
-        """Wait for a sum that has begun."""
-        one = Sum(self, work, event, timeout)
+    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
+        """Begin to sum in place, after what the current stream was given so far. Raises what the backend does."""
+        ready, on_device = self._streams.record(), self.communicator.on_device
+        # A device's backend counts from here on, and carries out one after the other.
+        waits = timeout * (1 + self._pending) if on_device else timeout
+        with self._streams.of_sums():
+            self._streams.wait(ready)
+            work = self.communicator.allreduce(tensor, waits)
+            one = Sum(self, work, self._streams.record() if on_device else None, timeout)
         with self._news:
-            self.pending += 1
+            self._pending += 1
         self._queue.put(one)
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, name="sums", daemon=True)
@@ -84,12 +91,19 @@ class InFlight:
         if one.error:
             raise SumsBroken(one.error)
 
+    def warm(self, timeout: timedelta) -> None:
+        """Carry out a first sum, of nothing: a backend of a device connects its members, and loads its kernels, in the
+        call that begins it, which returns when all of them have come. Raises SumsBroken, or what the backend does."""
+        device = torch.accelerator.current_accelerator(check_available=True)
+        self.finish(self.start(torch.zeros(1, device=device), timeout))
+
     def end(self) -> None:
         """The process group is broken: nobody waits for its sums any more."""
         with self._news:
             self._broken = True
             self._news.notify_all()
         self._queue.put(None)
+        self.communicator.abort()  # last: a sum that the abort ends is not to look complete
 
     @property
     def idle(self) -> bool:
@@ -102,7 +116,7 @@ class InFlight:
             with self._news:
                 one.error, one.work = error, None
                 one.ended_at = self._last_ended = time.monotonic()
-                self.pending -= 1
+                self._pending -= 1
                 self._news.notify_all()
 
     def _wait_for(self, one: Sum) -> str:
@@ -121,7 +135,7 @@ class InFlight:
                 one.event.synchronize()  # a work that raised may still run on the device
         except Exception as raised:  # noqa: BLE001 - a device that is lost says so here
             error = error or first_line(raised)
-        return error or self._error()
+        return error or self.communicator.error()
 
 
 def first_line(error: Exception) -> str:

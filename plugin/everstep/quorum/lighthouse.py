@@ -11,63 +11,24 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from torchft.coordination import LighthouseServer
-
 from everstep.quorum.gate import Gate, GateError, Rules
-from everstep.quorum.membership import beat_every_s
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import collect_stops
 from everstep.run.token import run_token
 from everstep.wire import parse_address
 
-QUORUM_TICK_MS = 50
-LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
-
-
-class Lighthouse:
-    """torchft's lighthouse, in this process, and its gate.
-
-    Args:
-        token: of the run.
-        bind: (host, port) that the gate listens on; port 0 for a free one.
-        rules: when there is a quorum.
-        tell: as of the gate.
-
-    Raises:
-        GateError: the port is taken, or torchft's lighthouse ended.
-    """
-
-    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], None]) -> None:
-        # The server and each of the gate's clients have a runtime of their own. Set before there is any: their threads
-        # read the environment, which must not move under them.
-        os.environ["TOKIO_WORKER_THREADS"] = "1"
-        late_s = beat_every_s(rules.heartbeat_timeout_s)  # by so much later may a silent group be noticed
-        self._inner = LighthouseServer(
-            bind=f"{LOOPBACK}:0",
-            min_replicas=rules.min_groups,
-            join_timeout_ms=round(rules.join_timeout_s * 1000),
-            quorum_tick_ms=QUORUM_TICK_MS,
-            heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
-        )
-        port = self._inner.address().rstrip("/").rpartition(":")[2]
-        self.gate = Gate(token, bind, f"http://{LOOPBACK}:{port}", rules, tell)
-
-    def close(self) -> None:
-        """End both."""
-        self.gate.close()
-        self._inner.shutdown()
 
 
 def serve(options: argparse.Namespace) -> None:
     """Run a lighthouse as `main`'s options say until one of STOPS. Prints its address.
 
     Raises:
-        GateError: as of `Lighthouse`.
+        GateError: as of `Gate`, or torchft's lighthouse ended.
         ValueError: there is no token that can be trusted in the run directory, or `bind` is no address.
         WireError: the same of `bind`.
     """
@@ -81,13 +42,13 @@ def serve(options: argparse.Namespace) -> None:
 
     stops = collect_stops()
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
-    lighthouse = Lighthouse(token, place, rules, tell)
+    gate = Gate(token, place, rules, tell)
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     while not stops:
         time.sleep(LOOK_EVERY_S)
-        if lighthouse.gate.lost.is_set():
+        if gate.lost.is_set():
             raise GateError("torchft's lighthouse has gone from behind its gate")
-    lighthouse.close()
+    gate.close()
 
 
 def main(args: Sequence[str] | None = None) -> int:

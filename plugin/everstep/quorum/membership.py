@@ -17,9 +17,9 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from everstep import wire
+from everstep.quorum.errors import QuorumUnavailable
+from everstep.quorum.request import Member, Request, decode, encode, name_of
 from everstep.run import typed
-from everstep.step.interfaces import QuorumUnavailable
-from everstep.step.quorum import Member, Request, decode, encode, name_of
 
 PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.25, 4
@@ -28,21 +28,12 @@ ASK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A member lives."""
-
-    op: str
-    replica: str
-
-
-@dataclass(frozen=True)
 class Asked:
-    """A member asks for the next quorum. `said`: what it says of itself."""
+    """A member lives, and with `said`, what it says of itself, asks for the next quorum."""
 
-    op: str
     replica: str
-    said: str
-    timeout_s: Annotated[float, typed.Within(0.001, 86400.0)]
+    said: str = ""
+    timeout_s: Annotated[float, typed.Within(0.001, 86400.0)] = 1.0
 
 
 def beat_every_s(heartbeat_timeout_s: float) -> float:
@@ -125,7 +116,8 @@ class Membership:
         return self._find_lighthouse() or self._asking.address  # the file cannot be read at the moment
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        """See `everstep.step.interfaces.Membership`."""
+        """The next quorum: torchft's id, and what its members say of themselves. Raises QuorumUnavailable: none came in
+        time, or what came is not for this request."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -137,7 +129,7 @@ class Membership:
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Member]]:
         # A little less than our own patience, so that the reason arrives before we give up.
-        asked = Asked("quorum", self._replica, encode(request), max(0.001, 0.95 * timeout_s))
+        asked = Asked(self._replica, encode(request), max(0.001, 0.95 * timeout_s))
         address = self._published()
         try:
             answer = self._asking.ask(address, asdict(asked), timedelta(seconds=timeout_s))
@@ -156,7 +148,7 @@ class Membership:
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
-        heard, beat = time.monotonic(), asdict(Beat("beat", self._replica))
+        heard, beat = time.monotonic(), asdict(Asked(self._replica))
         while not self._left.wait(self._every_s):
             address = self._published()
             try:

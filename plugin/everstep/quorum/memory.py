@@ -1,15 +1,57 @@
-"""Whether a host has memory for copies, also when all ranks of a group ask at the same moment."""
+"""A host's free memory, shared by all processes of a user on it: one that makes a copy claims what that needs, so that
+not all of them see the same free bytes and take them at once."""
 
+import contextlib
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
+CLAIMS = Path(f"/dev/shm/everstep-{os.getuid()}.claims")
+"""A file for each claim, as long as what is claimed, and locked by its process until that ends."""
 FACTOR = 1.5
-"""Free host memory, in sizes of what all ranks of a group here are to copy, that a copy needs."""
+"""Free host memory, in sizes of what is to be copied, that a copy needs."""
 
 
-def has_room(nbytes: int) -> bool:
-    """Whether this host has memory for a copy of so many bytes for each rank of this group on it. Each asks for all of
-    them, so that not all see the same free bytes and take them at once."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return psutil.virtual_memory().available > FACTOR * ranks * nbytes
+@contextlib.contextmanager
+def room_for(nbytes: int) -> Iterator[bool]:
+    """Whether this host has memory for a copy of so many bytes, besides what others have claimed. The copy is made in
+    the context, at whose end it shows in the free memory."""
+    with contextlib.ExitStack() as claim:
+        try:
+            has_room = claim.enter_context(_claim(nbytes))
+        except OSError:  # nothing can be written there, so nobody claims anything
+            has_room = _fits(nbytes, 0)
+        yield has_room
+
+
+def _fits(nbytes: int, taken: int) -> bool:
+    return psutil.virtual_memory().available - taken > FACTOR * nbytes
+
+
+@contextlib.contextmanager
+def _claim(nbytes: int) -> Iterator[bool]:
+    CLAIMS.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=CLAIMS) as mine:
+        with open(CLAIMS / "turn", "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(mine, fcntl.LOCK_EX)
+            taken = sum(map(_claimed, CLAIMS.iterdir()))
+            has_room = _fits(nbytes, taken)
+            if has_room:
+                mine.truncate(nbytes)
+        yield has_room
+
+
+def _claimed(path: Path) -> int:
+    """What a claim says; one whose process has ended is removed."""
+    with contextlib.suppress(FileNotFoundError), open(path) as claim:  # given back meanwhile
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.fstat(claim.fileno()).st_size
+        path.unlink()
+    return 0

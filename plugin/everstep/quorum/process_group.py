@@ -8,12 +8,11 @@ the two connected.
 """
 
 import hashlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -21,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator
-from everstep.quorum.in_flight import InFlight, Sum, first_line
-from everstep.quorum.notes import StrangerError, open_note, seal_note
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.in_flight import Line, Sum, first_line
+from everstep.quorum.notes import open_note, seal_note
 from everstep.quorum.reach import Reach
+from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerLost, PeerWatch
-from everstep.step.interfaces import SumsBroken
-from everstep.step.streams import HostStreams, Streams
 
 CONNECT_POLL_S = 0.01
 UNHEARD = 3
@@ -35,40 +34,33 @@ STORES_KEPT = 4
 PROTOCOL, GRADIENTS = 0, -1
 """Which line of a column."""
 
-logger = logging.getLogger(__name__)
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank connects with those of its column.
 
-class _Line:
-    """A communicator and its sums under way."""
+    Attributes:
+        key: of their process group; never used before.
+        store: `host:port` of a TCPStore that all of them reach.
+        host: place of the member whose store it is.
+        rank: this rank's place.
+        peers: by place, the `RankColumn.address` of each.
+    """
 
-    def __init__(self, communicator: Communicator, streams: Streams) -> None:
-        self.communicator, self.streams = communicator, streams
-        self.in_flight = InFlight(streams, communicator.error)
+    key: str
+    store: str
+    host: int
+    rank: int
+    peers: tuple[str, ...]
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
-        ready = self.streams.record()
-        # A device's backend counts from here on, and carries out one after the other.
-        waits = timeout * (1 + self.in_flight.pending) if self.communicator.on_device else timeout
-        with self.streams.of_sums():
-            self.streams.wait(ready)
-            work = self.communicator.allreduce(tensor, waits)
-            event = self.streams.record() if self.communicator.on_device else None
-        return self.in_flight.add(work, event, timeout)
-
-    def warm(self, timeout: timedelta) -> None:
-        """Carry out a first sum, of nothing: a backend of a device connects its members, and loads its kernels, in the
-        call that begins it, which returns when all of them have come. Raises SumsBroken, or what the backend does."""
-        device = torch.accelerator.current_accelerator(check_available=True)
-        self.in_flight.finish(self.start(torch.zeros(1, device=device), timeout))
-
-    def end(self) -> None:
-        # In this order: a sum that the abort ends is not to look complete.
-        self.in_flight.end()
-        self.communicator.abort()
+    @property
+    def others(self) -> dict[int, str]:
+        """The other members' addresses, by their places."""
+        return {place: address for place, address in enumerate(self.peers) if place != self.rank}
 
 
 class RankColumn:
-    """Implements `everstep.step.interfaces.Sums` for rank r of every group of a quorum.
+    """Collectives between rank r of every group of a quorum (a rank column).
 
     Args:
         backend: of the gradients, "gloo" or "nccl".
@@ -94,11 +86,11 @@ class RankColumn:
         make: Callable[..., Communicator] = Communicator,
     ) -> None:
         self._backend, self._column = backend, column
-        self._streams, self._make = streams or HostStreams(), make
+        self._streams, self._make = streams or Streams(), make
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         """For what the protocol exchanges, and last for gradients; the same one where both go over Gloo."""
-        self._broken: list[_Line] = []
+        self._broken: list[Line] = []
         self._stores: dict[str, dist.TCPStore] = {}
         """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
@@ -106,7 +98,7 @@ class RankColumn:
         self._watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
         self.address = self._watch.address
         """`host:port` that the other members of the column reach this rank under."""
-        self._reach = Reach(connect_timeout)
+        self._reach = Reach(token, connect_timeout)
         self._key = b""
         self._rank = 0
         self._token, self._place = token, b""
@@ -120,29 +112,17 @@ class RankColumn:
         return self.size > 0
 
     def unreached(self) -> frozenset[str]:
-        """See `Sums.unreached`."""
+        """Addresses of ranks that could not be connected to lately."""
         return self._reach.missing()
 
-    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
-        """Build the process groups anew.
-
-        Args:
-            key: of the quorum; never used before.
-            store: `host:port` of a TCPStore that all members reach.
-            host: place of the group whose store it is.
-            rank: place of this group in the quorum.
-            peers: by place, the members' addresses; among them this rank's own.
-
-        Raises:
-            SumsBroken: some member did not arrive in time.
-        """
+    def connect(self, place: Place) -> None:
+        """Build the process groups anew. Raises SumsBroken: some member did not come in time."""
         self.abort()
-        others = {peer: address for peer, address in enumerate(peers) if peer != rank}
-        place = _Place(f"everstep/{key}/{self._column}", rank, others, store, host)
+        place = replace(place, key=f"everstep/{place.key}/{self._column}")
         # Taken, so that one that a thread was left behind with is not used again.
-        reached = self._stores.pop(store, None)
+        reached = self._stores.pop(place.store, None)
         building = _Building(place, self._new_lines, self._watch, self._connect_timeout, reached)
-        self._key = place.key
+        self._key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
         # for a device's first sum.
@@ -151,16 +131,16 @@ class RankColumn:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
         if lines:
-            self._keep_store(store, building.reached)
-            self._reach.reached(others.values())
+            self._keep_store(place.store, building.reached)
+            self._reach.reached(place.others.values())
             with self._lock:
-                self._lines, self._rank, self.size = lines, rank, len(peers)
-            self._place, self._gathered = place.key, 0
+                self._lines, self._rank, self.size = lines, place.rank, len(place.peers)
+            self._place, self._gathered = building.key, 0
         lost = not self._key
         if lost or not lines:
             self.abort()
             if not lost:  # a member that leaves knows better why
-                self._reach.failed(others[peer] for peer in building.unreached)
+                self._reach.failed(place.peers[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
@@ -180,7 +160,7 @@ class RankColumn:
         key = os.urandom(32)
         self._keep_store(store, reach(store, timeout))
         board = dist.PrefixStore(f"everstep/warm/{key.hex()}", self._stores[store])
-        line = _Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
+        line = Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
         line.communicator.connect(key)
         line.warm(timeout)
         line.end()
@@ -191,17 +171,9 @@ class RankColumn:
             if len(self._stores) > STORES_KEPT:
                 del self._stores[next(iter(self._stores))]  # the one not used for longest
 
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
-        """Start to sum `tensor` in place over the groups, over the gradients' backend, after what the current stream
-        was given so far.
-
-        Raises:
-            SumsBroken: the process group is broken already.
-        """
-        return self.start_on(GRADIENTS, tensor, timeout)
-
-    def start_on(self, which: int, tensor: torch.Tensor, timeout: timedelta) -> Sum:
-        """Start a sum for `PROTOCOL` or of `GRADIENTS`. Raises SumsBroken."""
+    def start(self, tensor: torch.Tensor, timeout: timedelta, which: int = GRADIENTS) -> Sum:
+        """Begin to sum in place what is in `tensor` once the current stream has done what it was given so far. `which`:
+        what it is a sum for, PROTOCOL or GRADIENTS. Raises SumsBroken."""
         with self._lock:
             lines = self._lines
         if not lines:
@@ -223,19 +195,19 @@ class RankColumn:
             raise
 
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        """See `Sums.total`."""
+        """Sum of a float64 or int64 tensor on CPU over the groups. Raises SumsBroken."""
         total = values.clone()
-        self.finish(self.start_on(PROTOCOL, total, timeout))
+        self.finish(self.start(total, timeout, PROTOCOL))
         return total
 
     def gather(self, words: Sequence[int]) -> list[list[int]]:
-        """See `Sums.gather`."""
+        """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
         matrix = torch.zeros(self._members(), len(words), dtype=torch.int64)
         matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
         return self.total(matrix, self._reduce_timeout).tolist()
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """See `Sums.gather_bytes`; empty for a group in whose place somebody else gave something."""
+        """What every group gave, in rank order; empty if somebody else gave it. Raises SumsBroken."""
         self._gathered += 1
         members, place = self._members(), self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
@@ -249,7 +221,9 @@ class RankColumn:
         # Where one group has something all others have zeros: no sum carries.
         everything = self.total(words, self._reduce_timeout).view(torch.uint8)
         parts = everything[: sum(sizes)].split(sizes)
-        return [self._open(place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)]
+        return [
+            open_note(self._token, place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)
+        ]
 
     def _members(self) -> int:
         """How many there are; the watch may notice a loss at any moment. Raises SumsBroken after one."""
@@ -257,13 +231,6 @@ class RankColumn:
         if not size:
             raise SumsBroken("not connected")
         return size
-
-    def _open(self, place: bytes, sealed: bytes) -> bytes:
-        try:
-            return open_note(self._token, place, sealed)
-        except StrangerError as error:
-            logger.warning("%s", error)
-            return b""
 
     def abort(self) -> None:
         """Break the process groups: every pending sum fails, here and at once on the peers."""
@@ -282,16 +249,16 @@ class RankColumn:
     def _line_count(self) -> int:
         return 1 if self._backend == "gloo" else 2
 
-    def _new_lines(self, store: dist.Store, rank: int, size: int) -> list[_Line]:
+    def _new_lines(self, store: dist.Store, rank: int, size: int) -> list[Line]:
         """Not connected yet."""
 
-        def line(backend: str, streams: Streams) -> _Line:
+        def line(backend: str, streams: Streams) -> Line:
             made = self._make(backend, dist.PrefixStore(backend, store), rank, size, self._connect_timeout)
-            return _Line(made, streams)
+            return Line(made, streams)
 
         if self._backend == "gloo":
             return [line("gloo", self._streams)]
-        return [line("gloo", HostStreams()), line(self._backend, self._streams)]
+        return [line("gloo", Streams()), line(self._backend, self._streams)]
 
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
@@ -306,7 +273,7 @@ class RankColumn:
         for line in broken:
             line.end()
         with self._lock:
-            self._broken = [line for line in [*self._broken, *broken] if not line.in_flight.idle]
+            self._broken = [line for line in [*self._broken, *broken] if not line.idle]
 
 
 def reach(store: str, timeout: timedelta) -> dist.TCPStore:
@@ -315,48 +282,26 @@ def reach(store: str, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank connects.
-
-    Attributes:
-        name: of the process group.
-        rank: its place in it.
-        others: the other members' addresses, by their places.
-        store: address of the store that they meet at.
-        host: place of the member whose store it is.
-    """
-
-    name: str
-    rank: int
-    others: Mapping[int, str]
-    store: str
-    host: int
-
-    @property
-    def key(self) -> bytes:
-        return hashlib.blake2b(self.name.encode(), digest_size=32).digest()
-
-
 class _Building(threading.Thread):
     """Connects lines. Whoever started it may go on without it: what it has connected by then is broken again."""
 
     def __init__(
         self,
-        place: _Place,
-        make: Callable[[dist.Store, int, int], list[_Line]],
+        place: Place,
+        make: Callable[[dist.Store, int, int], list[Line]],
         watch: PeerWatch,
         timeout: timedelta,
         reached: dist.TCPStore | None,
     ) -> None:
         super().__init__(name="connect", daemon=True)
         self._place, self._make, self._watch, self._timeout = place, make, watch, timeout
+        self.key = hashlib.blake2b(place.key.encode(), digest_size=32).digest()
         self.reached = reached
         self.unreached: frozenset[int] = frozenset()
         """Places of the members that have not been reached so far, or were found not to be reachable."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._left_behind = False
         self._built = False
         self._error = "no answer in time"
@@ -378,7 +323,7 @@ class _Building(threading.Thread):
     def _connect(self) -> None:
         place = self._place
         try:
-            self._watch.begin(place.key, place.others, self._timeout)
+            self._watch.begin(self.key, place.others, self._timeout)
         except PeerLost as lost:
             self.unreached = lost.places
             raise
@@ -387,18 +332,18 @@ class _Building(threading.Thread):
             self.unreached = frozenset({place.host} - {place.rank})
             self.reached = reach(place.store, self._timeout)
             self.unreached = frozenset()
-        board = dist.PrefixStore(place.name, self.reached)
-        self._lines = self._make(board, place.rank, 1 + len(place.others))
+        board = dist.PrefixStore(place.key, self.reached)
+        self._lines = self._make(board, place.rank, len(place.peers))
         for number, line in enumerate(self._lines):
             try:
-                line.communicator.connect(place.key + bytes([number]))
+                line.communicator.connect(self.key + bytes([number]))
                 if line.communicator.on_device:  # else the first gradient's hook would wait for the slowest group
                     line.warm(self._timeout)
             except Exception:
                 self.unreached = line.communicator.unreached() - {place.rank}
                 raise
 
-    def take(self) -> tuple[list[_Line], str]:
+    def take(self) -> tuple[list[Line], str]:
         """What is connected, or nothing and why; from here on nothing is connected any more."""
         with self._lock:
             self._left_behind = True

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.step.interfaces import GroupBroken
+from everstep.quorum.errors import GroupBroken
 
 
 class GroupRanks:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from everstep import wire
+from everstep.quorum.watch import PURPOSE
 
 FAILURES = 2
 """So often in a row connecting to a peer must fail before it counts: a busy one may be late once."""
@@ -21,11 +22,12 @@ class Reach:
     """Keeps account of peers by the addresses of their watches, for one rank.
 
     Args:
-        timeout: for one answer of a peer.
+        token: of the run.
+        timeout: for one connection to a peer.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, token: bytes, timeout: timedelta) -> None:
+        self._token, self._timeout = token, timeout
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         """How often in a row connecting to a peer failed."""
@@ -62,9 +64,17 @@ class Reach:
     def _ask(self, address: str, wait_s: float) -> None:
         """Until the peer answers, or is gone for good."""
         forgotten = time.monotonic() + FORGOTTEN_S
-        while not self._closed.wait(wait_s) and not wire.answers(address, self._timeout):
+        while not self._closed.wait(wait_s) and not self._connects(address):
             wait_s = LOOK_S
             if time.monotonic() > forgotten:
                 break
         with self._lock:
             self._missing.discard(address)
+
+    def _connects(self, address: str) -> bool:
+        """Whether all of a connection can be made: a slow link may carry a part of it in time, and never the whole."""
+        try:
+            wire.connect(address, self._token, self._timeout, purpose=PURPOSE).close()
+        except wire.WireError:
+            return False
+        return True

@@ -6,18 +6,16 @@ to every other member for as long as a process group lasts. The kernel closes it
 peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond. The kernel
 also asks now and then whether the peer's kernel is there (TCP keepalive), since a host that loses power tells nobody.
 
-Only members are let in: a connection proves the run's token and names its process group before it is kept, and is given
-up when its other side closes it.
+Only members are let in: a connection proves the run's token and names its process group before it is kept.
 """
 
 import contextlib
 import selectors
 import socket
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 
 from everstep import wire
@@ -49,19 +47,6 @@ class PeerLost(ConnectionError):
         self.places = frozenset(places)
 
 
-@dataclass(slots=True)
-class _Peers:
-    """The members of one process group, as far as they are watched.
-
-    Attributes:
-        connections: those made to them, by their place.
-        lost: whether any has been lost.
-    """
-
-    connections: dict[int, socket.socket]
-    lost: bool = False
-
-
 class PeerWatch:
     """Both ends of the connections of one rank.
 
@@ -82,8 +67,10 @@ class PeerWatch:
         self._on_loss, self._token = on_loss, token
         self._ask_every_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
         self._lock = threading.Lock()
-        self._accepted: dict[bytes, list[socket.socket]] = {}
-        self._watched: dict[bytes, _Peers] = {}
+        self._connections: defaultdict[bytes, list[socket.socket]] = defaultdict(list)
+        """By process group, to and from its other members."""
+        self._watched: set[bytes] = set()
+        """Process groups that this rank has connected for, and that have lost nobody."""
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -125,28 +112,31 @@ class PeerWatch:
                 for connection in connections.values():
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
-            self._watched[key] = _Peers(connections)
-            for place, connection in connections.items():
+            self._watched.add(key)
+            for connection in connections.values():
                 connection.setblocking(False)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._ask_every_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._ask_every_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES)
-                self._selector.register(connection, selectors.EVENT_READ, (key, place))
+                self._keep(key, connection)
         self._wake()
 
     def end(self, key: bytes) -> None:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
         with self._lock:
             self._over.append(key)
-            self._drop(self._accepted.pop(key, []))
-            if peers := self._watched.pop(key, None):
-                self._drop(peers.connections.values())
+            self._watched.discard(key)
+            self._drop(self._connections.pop(key, ()))
         self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed meanwhile
             self._wake_write.send(b"+")
+
+    def _keep(self, key: bytes, connection: socket.socket) -> None:
+        self._connections[key].append(connection)
+        self._selector.register(connection, selectors.EVENT_READ, key)
 
     def _drop(self, connections: Iterable[socket.socket]) -> None:
         for connection in connections:
@@ -160,12 +150,9 @@ class PeerWatch:
         self._door.close()
         with self._lock:
             self._closed = True
-            for peers in self._watched.values():
-                self._drop(peers.connections.values())
-            for accepted in self._accepted.values():
-                self._drop(accepted)
-            self._watched.clear()
-            self._accepted.clear()
+            for connections in self._connections.values():
+                self._drop(connections)
+            self._connections.clear()
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -176,9 +163,7 @@ class PeerWatch:
             if self._closed or key in self._over:
                 member.close()
                 return
-            connection = member.detach()
-            self._accepted.setdefault(key, []).append(connection)
-            self._selector.register(connection, selectors.EVENT_READ, (key, None))
+            self._keep(key, member.detach())
         self._wake()
 
     def _watch(self) -> None:
@@ -195,30 +180,21 @@ class PeerWatch:
             self._wake_read.recv(4096)
             return
         # Peers say nothing until they are lost.
-        key, place = ready.data
+        key, connection = ready.data, ready.fileobj
         with self._lock:
-            if place is None:
-                self._forget(key, ready.fileobj)
+            left = self._connections.get(key, [])
+            if connection not in left:
                 return
-            peers = self._watched.get(key)
-            connection = peers.connections.pop(place, None) if peers is not None else None
-            if peers is None or connection is None:
-                return
+            left.remove(connection)
             self._drop([connection])
-            if peers.lost:
+            if not left:
+                del self._connections[key]
+            if key not in self._watched:  # it has left before this rank came
                 return
-            peers.lost = True
+            self._watched.remove(key)
         timer = threading.Timer(GRACE_S, self._lose, (key,))
         timer.daemon = True
         timer.start()
-
-    def _forget(self, key: bytes, connection: object) -> None:
-        """The member that made this connection has closed it; that it is lost is told by the one to it."""
-        left = self._accepted.get(key, [])
-        self._drop([c for c in left if c is connection])
-        self._accepted[key] = [c for c in left if c is not connection]
-        if not self._accepted[key]:
-            del self._accepted[key]
 
     def _lose(self, key: bytes) -> None:
         self.end(key)

@@ -1,5 +1,5 @@
 """What the environment says of GPUs to processes that have not imported PyTorch; what computes on one has
-`everstep.step.streams`."""
+`everstep.quorum.streams`."""
 
 import os
 

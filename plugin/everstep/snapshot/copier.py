@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from everstep.quorum.streams import Event, Streams, streams_of
 from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment
@@ -20,7 +21,6 @@ from everstep.snapshot.layout import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
-from everstep.step.streams import Event, Streams, streams_of
 
 KEEPER_SILENT_S = 5.0
 RETRY_S = 30.0

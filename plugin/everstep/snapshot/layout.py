@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import xxhash
 
+from everstep.quorum.streams import Event, Streams
 from everstep.snapshot import parity
 from everstep.snapshot.buffer import CHUNK_BYTES, as_table, chunk_digests, chunks
 from everstep.snapshot.header import topology_of
 from everstep.snapshot.parity import ALIGNMENT, part_bounds
-from everstep.step.streams import Event, Streams
 
 
 @dataclass(frozen=True)

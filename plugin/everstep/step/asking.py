@@ -1,12 +1,12 @@
 """How a group asks for its next quorum: rank 0 asks the lighthouse, and all ranks learn the same from it."""
 
-from collections.abc import Callable
-
+from everstep.quorum.errors import QuorumUnavailable
+from everstep.quorum.membership import Membership
+from everstep.quorum.request import Answer, Member, Quorum, Request, read_quorum
 from everstep.step import ledger
-from everstep.step.attempt import Group, Host, Peers, State, Turn
+from everstep.step.attempt import Group, Host, State, Turn
 from everstep.step.decisions import Decisions
-from everstep.step.interfaces import Membership, QuorumUnavailable, Timeouts
-from everstep.step.quorum import Answer, Member, Quorum, Request, read_quorum
+from everstep.step.interfaces import Timeouts
 
 ASK_AGAIN_S = 0.2
 """A quorum that cannot be used is not asked for again sooner."""
@@ -17,24 +17,20 @@ class Asker:
 
     Args:
         group: this rank's.
-        peers: the other groups.
         decisions: of the group.
         host: of this rank.
         timeouts: the protocol's.
-        too_late: whether the others ended the run, as far as rank 0 sees.
     """
 
     def __init__(
         self,
         group: Group,
-        peers: Peers,
         decisions: Decisions,
         host: Host,
         timeouts: Timeouts,
-        too_late: Callable[[], bool],
     ) -> None:
-        self._group, self._peers, self._decisions, self._host = group, peers, decisions, host
-        self._timeouts, self._too_late = timeouts, too_late
+        self._group, self._decisions, self._host = group, decisions, host
+        self._timeouts, self._finished_before = timeouts, host.files.finished_step()
         self._doors: tuple[str, ...] = ()
         self._watches: tuple[str, ...] = ()
         self._met: tuple[Member, ...] = ()
@@ -45,8 +41,8 @@ class Asker:
     def ask(
         self, state: State, follows: State, *, finishing: bool, connected: str, brief: bool
     ) -> Quorum | Turn | None:
-        """The next quorum, the same on all ranks of the group; None when there is none now; TOO_LATE if the others
-        ended the run meanwhile. Decisions of the group.
+        """The next quorum, the same on all ranks of the group; None when there is none now; FENCED or TOO_LATE if this
+        start of the group is not to go on. Decisions of the group.
 
         Args:
             state, follows: what the group has, and what it will have once it has caught up.
@@ -55,11 +51,12 @@ class Asker:
             brief: whether to wait no longer than for a group that lives and does not ask.
         """
         self._asked += 1
-        if self._asked == 1:
-            self._doors = self._addresses("doors", self._peers.door.address)
-            self._watches = self._addresses("watches", self._peers.sums.address)
-        begun, unreached, said = self._host.clock.now(), self._agree_on_unreached(), b""
-        if self._peers.membership is not None:
+        if not self._doors:
+            mine = f"{self._group.door.address} {self._group.sums.address}"
+            said = self._decisions.gather_bytes("addresses", mine.encode())
+            self._doors, self._watches = zip(*(each.decode().split() for each in said), strict=True)
+        begun, unreached, told = self._host.clock.now(), self._agree_on_unreached(), b""
+        if self._group.membership is not None:
             request = Request(
                 group=self._group.id,
                 life=self._group.life,
@@ -75,14 +72,14 @@ class Asker:
                 watches=self._watches,
                 unreached=unreached,
             )
-            said = self._ask_lighthouse(self._peers.membership, request, brief).encode()
-        answer = Answer.decode(self._decisions.first("quorum", said))
+            told = self._ask_lighthouse(self._group.membership, request, brief).encode()
+        answer = Answer.decode(self._decisions.first("quorum", told))
         step, events = state.step + 1, self._host.events
         if answer.reason:
             waited_s = round(self._host.clock.now() - begun, 3)
             events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
-        if answer.too_late:
-            return Turn.TOO_LATE
+        if answer.over:
+            return Turn[answer.over]
         if answer.reason:
             return None
         self._met = answer.members
@@ -90,13 +87,9 @@ class Asker:
         self._tell_left_out(quorum)
         return quorum
 
-    def _addresses(self, what: str, mine: str) -> tuple[str, ...]:
-        """An address of each rank of this group, by rank."""
-        return tuple(address.decode() for address in self._decisions.gather_bytes(what, mine.encode()))
-
     def _agree_on_unreached(self) -> tuple[str, ...]:
         """Names of those that asked for the last quorum and that some rank of this group does not reach."""
-        rank, missing = self._decisions.rank, self._peers.sums.unreached()
+        rank, missing = self._decisions.rank, self._group.sums.unreached()
         mine = frozenset(place for place, member in enumerate(self._met) if member.watches[rank] in missing)
         said = self._decisions.gather("unreached", ledger.pack(mine, len(self._met)))
         places = frozenset().union(*(ledger.unpack(words, len(self._met)) for words in said))
@@ -104,6 +97,8 @@ class Asker:
 
     def _ask_lighthouse(self, membership: Membership, request: Request, brief: bool) -> Answer:
         """Rank 0's question and its answer."""
+        if over := self._over(request.step):
+            return Answer(over)
         clock, timeouts = self._host.clock, self._timeouts
         begun = clock.now()
         quorum_id, members, reason = 0, [], ""
@@ -116,8 +111,22 @@ class Asker:
         except (QuorumUnavailable, ValueError) as error:
             clock.sleep(max(0.0, begun + ASK_AGAIN_S - clock.now()))
             reason = str(error)
-        # Since rank 0 looked at the beginning, another rank may have stood still for longer than the run went on.
-        return Answer(self._too_late(), reason, quorum_id, () if reason else tuple(members))
+        # Meanwhile another rank may have stood still for longer than the run went on.
+        return Answer(self._over(request.step), reason, quorum_id, () if reason else tuple(members))
+
+    def _over(self, step: int) -> str:
+        """Which turn says that this start of the group, with the state after `step`, is not to go on; empty if it is.
+
+        It is too late if the others ended the run, while this group was busy, with a later state. A group that left
+        alone has ended nothing for those that were not asked to.
+        """
+        files = self._host.files
+        if files.fenced():
+            return Turn.FENCED.name
+        finished = files.finished_step()
+        if finished == self._finished_before or step >= finished:
+            return ""
+        return Turn.TOO_LATE.name if files.asked_to_leave() or files.ended_for_all() else ""
 
     def _tell_left_out(self, quorum: Quorum) -> None:
         """When others are left out than before, the first of those that are not says so."""

@@ -5,20 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from everstep.quorum.heal import Door, Fetch
+from everstep.quorum.membership import Membership
+from everstep.quorum.process_group import RankColumn
+from everstep.quorum.request import NO_STATE, Quorum
+from everstep.run.events import EventLog
 from everstep.step import ledger
-from everstep.step.interfaces import (
-    Clock,
-    Commit,
-    Events,
-    Fetch,
-    HealDoor,
-    Membership,
-    Ranks,
-    RunFiles,
-    Sums,
-    Timeouts,
-)
-from everstep.step.quorum import NO_STATE, Quorum
+from everstep.step.interfaces import Clock, Commit, Ranks, RunFiles, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +23,18 @@ class Group:
         life: differs after every start of the group; the same on all its ranks.
         store: `host:port` of a TCPStore of this group that other groups reach.
         ranks: the group's own collectives.
+        membership: rank 0's voice at the lighthouse; None on the other ranks.
+        sums: collectives over the rank column.
+        door: where joiners heal from.
     """
 
     id: int
     life: str
     store: str
     ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """How a rank reaches the other groups.
-
-    Attributes:
-        membership: rank 0's voice at the lighthouse; None on the other ranks.
-        sums: collectives over the rank column.
-        door: where joiners heal from.
-    """
-
     membership: Membership | None
-    sums: Sums
-    door: HealDoor
+    sums: RankColumn
+    door: Door
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +43,7 @@ class Host:
 
     clock: Clock
     files: RunFiles
-    events: Events
+    events: EventLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +83,10 @@ class Turn(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What one rank brings to an attempt. What the run directory says to all ranks alike, rank 0 looks for.
-    All but step, history and `slot_us` (`ledger.Row`) are flags, 0 or 1."""
+    """What one rank brings to an attempt. All but step, history and `slot_us` (`ledger.Row`) are flags, 0 or 1."""
 
     step: int
     history: int
-    fenced: int
-    too_late: int
     asked_to_leave: int
     gives_up: int
     lost_peers: int
@@ -126,21 +107,6 @@ NOTHING = State(NO_STATE, 0)
 
 
 @dataclass(slots=True)
-class Audit:
-    """What audits made of this group's state.
-
-    Attributes:
-        checksum: of the state, while an audit of it is due.
-        differs: an audit named it: the group ends, starts again and heals.
-        proven: an audit agreed with it since it was last taken over.
-    """
-
-    checksum: int | None = None
-    differs: bool = False
-    proven: bool = False
-
-
-@dataclass(slots=True)
 class Healing:
     """A state on its way here, from group `source`, and the commits made since. `full`: a commit could not be kept."""
 
@@ -152,9 +118,10 @@ class Healing:
 
     def keep(self, commit: Commit, copy_sums: Callable[[], Any]) -> None:
         """Keep a commit with a copy of its sums, unless this host has no memory for that: then this healing is over."""
-        self.full = self.full or not self.fetch.has_room()
-        if not self.full:
-            self.commits.append((commit, copy_sums()))
+        with self.fetch.room() as has_room:
+            self.full = self.full or not has_room
+            if not self.full:
+                self.commits.append((commit, copy_sums()))
 
     @property
     def error(self) -> str:

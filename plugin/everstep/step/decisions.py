@@ -8,7 +8,8 @@ it: ranks that are not at the same decision end the group instead of pairing wha
 import zlib
 from collections.abc import Sequence
 
-from everstep.step.interfaces import GroupBroken, Ranks
+from everstep.quorum.errors import GroupBroken
+from everstep.step.interfaces import Ranks
 
 WORD = 7
 """Bytes in an int64 word that never touches its sign."""

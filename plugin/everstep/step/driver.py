@@ -7,10 +7,10 @@ writes the last checkpoint and the others stand by until it is there. All of it 
 import enum
 from datetime import timedelta
 
+from everstep.quorum.request import NO_STATE, Quorum
 from everstep.step.attempt import Host, Turn
 from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
-from everstep.step.quorum import NO_STATE, Quorum
 
 STATE_POLL_S = 1.0
 """Between two looks whether a group that has a state comes back."""
@@ -33,27 +33,21 @@ class End(enum.Enum):
     FENCED = "another start of this group counts now"
 
 
+ENDS = {Turn.LEFT: End.LEFT, Turn.FENCED: End.FENCED, Turn.TOO_LATE: End.COMPLETE}
+
+
 class Driver:
     """Runs a group to its end.
 
     Args:
-        group: this group's id.
         protocol: makes the steps.
         work: the trainer.
         host: of this rank.
         give_up: longest wait for the other groups at the end of the run.
     """
 
-    def __init__(
-        self,
-        *,
-        group: int,
-        protocol: StepProtocol,
-        work: Work,
-        host: Host,
-        give_up: timedelta,
-    ) -> None:
-        self._group, self._protocol, self._work, self._give_up = group, protocol, work, give_up
+    def __init__(self, protocol: StepProtocol, work: Work, host: Host, give_up: timedelta) -> None:
+        self._protocol, self._work, self._give_up = protocol, work, give_up
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self._decisions = protocol.decisions
 
@@ -82,14 +76,10 @@ class Driver:
                 case Quorum():
                     if end := self._find_state(turn):
                         return end
-                case Turn.LEFT:
-                    return End.LEFT
-                case Turn.FENCED:
-                    return End.FENCED
+                case Turn.LEFT | Turn.FENCED | Turn.TOO_LATE:
+                    return ENDS[turn]
                 case Turn.OUT_OF_DATA | Turn.OVER:
                     break
-                case Turn.TOO_LATE:
-                    return End.COMPLETE
                 case Turn.RETRY:
                     if pause := pause_s(retries):
                         self._clock.sleep(pause)
@@ -131,26 +121,22 @@ class Driver:
         step, begun = self._protocol.step, self._clock.now()
         while True:
             in_time = self._clock.now() - begun < self._give_up.total_seconds()
-            fenced = self._decisions.rank == 0 and self._files.fenced()
-            said = self._decisions.gather("finish", [int(in_time), int(fenced)])
-            if any(fenced for _, fenced in said):
-                return End.FENCED
-            if not all(in_time for in_time, _ in said):
+            if not self._decisions.all_true("finish", in_time):
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
             quorum = self._protocol.meet(finishing=True, brief=saved)
             if isinstance(quorum, Turn):
-                return End.COMPLETE
+                return ENDS[quorum]
             # One rank may see the marker that another group writes just now, and another rank not yet.
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):
                 return End.COMPLETE
             if quorum is None or not quorum.able:
                 continue
-            if self._group not in quorum.able:
+            if self._protocol.group not in quorum.able:
                 return End.COMPLETE  # others went on, and have a newer state to save
             met = True
-            if quorum.able[0] == self._group and not saved:
+            if quorum.able[0] == self._protocol.group and not saved:
                 self._files.beat("checkpoint", step)
                 self._work.save_last()
                 some_leave = self._protocol.leaving and self._work.goes_on()

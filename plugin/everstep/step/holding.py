@@ -15,11 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from everstep.quorum.errors import GroupBroken
 from everstep.step import ledger
 from everstep.step.attempt import NOTHING, Attempt, Host, State
 from everstep.step.decisions import Decisions
-from everstep.step.interfaces import GroupBroken, OutOfData, Reducer, Work
+from everstep.step.interfaces import OutOfData, Work
 from everstep.step.pace import Pace
+from everstep.step.reduction import GradientReducer
 
 FINDINGS = "attention findings that were not repaired"
 OTHER_BITS = "two groups computed other bits of one slot"
@@ -81,7 +83,9 @@ class Holding:
         group: this group's id.
     """
 
-    def __init__(self, work: Work, reducer: Reducer, decisions: Decisions, host: Host, slots: int, group: int) -> None:
+    def __init__(
+        self, work: Work, reducer: GradientReducer, decisions: Decisions, host: Host, slots: int, group: int
+    ) -> None:
         self._group = group
         self._work, self._reducer, self._decisions, self._slots = work, reducer, decisions, slots
         self._clock, self._files, self._events = host.clock, host.files, host.events

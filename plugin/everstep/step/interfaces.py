@@ -1,8 +1,8 @@
 """What the step protocol needs from the world, and the values that pass between the two.
 
-The protocol has no clock, thread, socket, process or file of its own: what acts comes in through these interfaces, so
-that a simulation can stand in for all of it. The real ones live in `everstep.quorum` (Membership, Sums, HealDoor,
-Ranks) and `everstep.titan` (Work, RunFiles).
+The protocol has no clock, thread, socket, process or file of its own: what acts is given to it, by `everstep.quorum`
+(how it reaches other groups and ranks) and by `everstep.titan` (Work, RunFiles). A simulation stands in for the trainer
+and the files, and runs the rest as it is, over a network and clocks of its own.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,19 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from everstep.step.quorum import Member, Quorum, Request
-
-
-class SumsBroken(RuntimeError):
-    """A collective between groups did not complete: a member died, hung or could not be reached."""
-
-
-class QuorumUnavailable(RuntimeError):
-    """No quorum now: too few groups, or no lighthouse. Asking again later may succeed."""
-
-
-class GroupBroken(RuntimeError):
-    """A collective of this group's ranks failed or did not pair: the group ends, starts again and heals."""
+from everstep.quorum.request import Quorum
 
 
 class OutOfData(Exception):
@@ -130,120 +118,6 @@ class Ranks(Protocol):
         """What rank 0 gave. Raises GroupBroken."""
 
 
-class Membership(Protocol):
-    """This group's voice at the lighthouse; rank 0 of the group has it."""
-
-    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        """The next quorum: torchft's id, and the members in the order of their group ids.
-
-        Raises:
-            QuorumUnavailable: none came in time, or what came is not for this request.
-        """
-
-    def leave(self) -> None:
-        """Stop the heartbeats; the other groups go on without this one."""
-
-
-class Sums(Protocol):
-    """Collectives between rank r of every group of a quorum (a rank column)."""
-
-    address: str
-    """Where the other members of the column reach this rank."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    def connect(self, *, key: str, store: str, host: int, rank: int, peers: Sequence[str]) -> None:
-        """Build the process group anew between the ranks at the addresses `peers`, over the store of the member at
-        place `host`; `key` was never used before. Raises SumsBroken."""
-
-    def unreached(self) -> frozenset[str]:
-        """Addresses of ranks that could not be connected to lately."""
-
-    def abort(self) -> None:
-        """Break the process group: every pending sum fails, here and at once on the peers."""
-
-    def gather(self, words: Sequence[int]) -> list[list[int]]:
-        """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
-
-    def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        """Sum of a float64 vector on CPU over the groups. Raises SumsBroken."""
-
-    def start(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
-        """Begin to sum in place what is in `tensor` once the current stream has done what it was given so far. The
-        sum's `ended` says whether nothing reads or writes the tensor on its behalf any more. Raises SumsBroken."""
-
-    def finish(self, one: Any) -> None:
-        """Wait for a sum that was started. Raises SumsBroken."""
-
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """What every group gave, in rank order. Raises SumsBroken."""
-
-
-class Reducer(Protocol):
-    """Gradient sums over the groups; `everstep.step.reduction.GradientReducer` is the real one."""
-
-    def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None: ...
-
-    def begin_slot(self, *, last: bool) -> None: ...
-
-    def end_slot(self) -> None: ...
-
-    def forget(self) -> None:
-        """Forget what was taken from `param.grad` when slots ended; what is there still is the trainer's."""
-
-    def finish(self) -> None:
-        """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
-
-    def finite(self) -> bool:
-        """Whether the finished sums are: no NaN, no INF, and nothing whose norm may overflow."""
-        ...
-
-    def own_finite(self) -> bool:
-        """Whether this group's own part is, by so much that sums of such parts are `finite`."""
-        ...
-
-    def stash(self) -> Any:
-        """A copy of the finished sums."""
-
-    def unstash(self, stashed: Any) -> None:
-        """Make a copy the finished sums again."""
-
-
-class Fetch(Protocol):
-    """Another group's state on its way here."""
-
-    error: str
-    """Why it failed for good; empty while it is under way or done."""
-
-    took_s: float
-    nbytes: int
-
-    def state(self) -> Any | None:
-        """The state, once all of it is here and verified; None before."""
-
-    def has_room(self) -> bool:
-        """Whether this host has memory for the sums of another step."""
-        ...
-
-    def cancel(self) -> None: ...
-
-
-class HealDoor(Protocol):
-    """How states reach joiners, of one rank."""
-
-    address: str
-
-    def serve(self, step: int, history: int, state: Any) -> None:
-        """Open a copy of this rank's state after `step` to joiners, until `close`."""
-
-    def close(self) -> None:
-        """The state is about to change: nobody new is let in. Waits for no joiner."""
-
-    def fetch(self, address: str, step: int, history: int) -> Fetch:
-        """Begin to take over the state after `step` of `history` from the rank at `address`."""
-
-
 class Work(Protocol):
     """The trainer. Every call but `serve` is taken by all ranks of the group."""
 
@@ -336,7 +210,3 @@ class RunFiles(Protocol):
 
     def is_over(self) -> bool:
         """Whether the run has done all its steps already."""
-
-
-class Events(Protocol):
-    def emit(self, kind: str, step: int | None = None, **fields: Any) -> Any: ...

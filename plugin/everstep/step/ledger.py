@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
+from everstep.quorum.request import Quorum
 from everstep.step.interfaces import SlotSums
-from everstep.step.quorum import Quorum
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
@@ -143,7 +143,6 @@ class Plan:
         shares: group id → slots it computes, in order, those of `doubted` first; every group that computes has an
             entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
-        differing: groups whose parameters the audit found different; they compute nothing and heal.
         doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
         accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
         not_finite: those of them whose gradients are not finite on any group that was asked.
@@ -154,7 +153,6 @@ class Plan:
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
-    differing: frozenset[int]
     doubted: frozenset[int] = frozenset()
     accepted: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
@@ -169,7 +167,7 @@ class Plan:
         return {group: self.paces[group] * (len(share) + audits[group]) for group, share in self.shares.items()}
 
 
-NO_PLAN = Plan({}, frozenset(), frozenset())
+NO_PLAN = Plan({}, frozenset())
 
 
 def plan(
@@ -193,8 +191,7 @@ def plan(
     Returns:
         the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
     """
-    differing = differing_groups(rows)
-    able = sorted((row for row in rows if row.computes and row.group not in differing), key=lambda row: row.group)
+    able = sorted((row for row in rows if row.computes), key=lambda row: row.group)
     drops = _conflicting(able)
     holders = {slot: row.group for row in able if row.group not in drops for slot in row.held}
     missing = [slot for slot in range(slots) if slot not in holders]
@@ -221,7 +218,7 @@ def plan(
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
     owners = holders | {slot: group for group, share in shares.items() for slot in share}
     auditors = _auditors(audited, owners, able)
-    return Plan(shares, drops, differing, doubted, accepted, not_finite, audited, auditors, pace)
+    return Plan(shares, drops, doubted, accepted, not_finite, audited, auditors, pace)
 
 
 def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:

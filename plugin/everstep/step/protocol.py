@@ -4,7 +4,7 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
 
 1. begin: all ranks are at the same step of the same history; who is asked to leave; whether the healed state is here.
 2. quorum: rank 0 asks the lighthouse, the others learn from it who the members are. From that alone follows who has
-   the state that counts, and who takes it over from whom (`everstep.step.quorum`).
+   the state that counts, and who takes it over from whom (`everstep.quorum.request`).
 3. connect: a process group between the members, built anew if they changed or the last one broke.
 4. rows: who holds and refused what, in which quorum, at which step of which history. Then the plan (`ledger.plan`).
 5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients
@@ -21,28 +21,28 @@ Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
+from everstep.quorum.errors import GroupBroken, SumsBroken
+from everstep.quorum.process_group import Place
+from everstep.quorum.request import NO_STATE, Quorum
 from everstep.step import ledger
 from everstep.step.asking import Asker
 from everstep.step.attempt import (
     NOTHING,
     Attempt,
-    Audit,
     Beginning,
     Group,
     Healing,
     Host,
-    Peers,
     Rules,
     State,
     Turn,
 )
 from everstep.step.decisions import Decisions
 from everstep.step.holding import OTHER_BITS, Holding
-from everstep.step.interfaces import Commit, GroupBroken, Reducer, SumsBroken, Work
-from everstep.step.quorum import NO_STATE, Quorum
+from everstep.step.interfaces import Commit, Work
+from everstep.step.reduction import GradientReducer
 
 T = TypeVar("T")
 
@@ -62,22 +62,23 @@ class StepProtocol:
         group: this rank's.
         rules: of the run.
         work, reducer: the trainer's side.
-        peers: the other groups.
         host: of this rank.
     """
 
-    def __init__(self, *, group: Group, rules: Rules, work: Work, reducer: Reducer, peers: Peers, host: Host) -> None:
-        self._group, self._rules, self._work, self._reducer = group.id, rules, work, reducer
-        self._sums, self._door = peers.sums, peers.door
+    def __init__(self, *, group: Group, rules: Rules, work: Work, reducer: GradientReducer, host: Host) -> None:
+        self.group, self._rules, self._work, self._reducer = group.id, rules, work, reducer
+        self._sums, self._door = group.sums, group.door
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.decisions = Decisions(group.ranks)
-        self._asker = Asker(group, peers, self.decisions, host, rules.timeouts, self._is_too_late)
+        self._asker = Asker(group, self.decisions, host, rules.timeouts)
         self._holding = Holding(work, reducer, self.decisions, host, rules.slots, group.id)
         self.state = NOTHING
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
-        self._audit = Audit()
-        self._finished_before = host.files.finished_step()
+        self._checksum: int | None = None
+        """Of the state, while an audit of it is due."""
+        self._proven = False
+        """Whether an audit has agreed with the state since it was last taken over."""
         self._healing: Healing | None = None
         self._connected: Quorum | None = None
         """The quorum of the process group that this rank is in."""
@@ -96,20 +97,17 @@ class StepProtocol:
 
     def restored(self, step: int, history: int) -> None:
         """The caller loaded the state after `step` (0: a fresh start)."""
-        self._stop_healing()
-        self._have(State(step, history))
-        self._audit.checksum = self._work.checksum()
+        self._healing = None
+        self._have(State(step, history), self._work.checksum())
 
     def apply(self, commit: Commit) -> None:
         """The optimizer step of a commit, on all ranks of the group."""
         self._door.close()
         self._work.apply(commit)
-        self._have(State(commit.step, commit.history))
-        self._audit.checksum = self._work.checksum()
+        self._have(State(commit.step, commit.history), self._work.checksum())
 
-    def _have(self, state: State) -> None:
-        self.state = state
-        self._audit = Audit(proven=self._audit.proven)
+    def _have(self, state: State, checksum: int | None) -> None:
+        self.state, self._checksum = state, checksum
         self._holding.start(state)
         self._has_progressed()
 
@@ -122,8 +120,8 @@ class StepProtocol:
         self._door.close()
         self._healing = None
         self._work.heal(healing.fetch.state())
-        self._have(healing.state)
-        self._audit = Audit()
+        self._have(healing.state, None)
+        self._proven = False
         self._events.emit(
             "heal",
             healing.state.step + 1,
@@ -136,11 +134,6 @@ class StepProtocol:
         for commit, sums in healing.commits:
             self._reducer.unstash(sums)
             self.apply(commit)
-
-    def _stop_healing(self) -> None:
-        if self._healing is not None:
-            self._healing.fetch.cancel()
-            self._healing = None
 
     # An attempt
 
@@ -164,8 +157,8 @@ class StepProtocol:
         if met.step == NO_STATE:
             return met
         if met.is_finishing():
-            return Turn.OVER if self._group in met.able else Turn.RETRY
-        if self._group in met.left_out:
+            return Turn.OVER if self.group in met.able else Turn.RETRY
+        if self.group in met.left_out:
             self._disconnect()
             self._progress = self._clock.now()  # the others go on, and have named this group
             return Turn.LEFT if self.leaving else Turn.RETRY
@@ -188,7 +181,7 @@ class StepProtocol:
         )
         held.computed.clear()
         held.recomputed.clear()
-        if isinstance(outcome, Commit) and self._group not in attempt.plan.shares:
+        if isinstance(outcome, Commit) and self.group not in attempt.plan.shares:
             self._follow(outcome)
             return Turn.FOLLOWED
         return outcome
@@ -203,7 +196,7 @@ class StepProtocol:
         except AttemptFailed as failed:
             return Turn.RETRY, str(failed)
         if tally.exhausted:
-            has_state = self._group in attempt.plan.shares
+            has_state = self.group in attempt.plan.shares
             return Turn.OUT_OF_DATA if has_state else Turn.TOO_LATE, "the data ended"
         return self._commit(attempt, tally), ""
 
@@ -211,19 +204,15 @@ class StepProtocol:
         """Settle what all ranks begin with; what the attempt came to where it ends here.
 
         Raises:
-            GroupBroken: the ranks have different states, or an audit has named this group.
+            GroupBroken: the ranks have different states.
             GaveUp: no commit for too long.
         """
-        if self._audit.differs:
-            raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
         self._files.beat("quorum", self.step + 1)
-        healing, speaks = self._healing, self.decisions.rank == 0
+        healing = self._healing
         waited_s = self._clock.now() - self._progress
         mine = Beginning(
             step=self.state.step,
             history=self.state.history,
-            fenced=speaks and self._files.fenced(),
-            too_late=speaks and self._is_too_late(),
             asked_to_leave=self._files.asked_to_leave(),
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
             lost_peers=self._connected is not None and not self._sums.connected,
@@ -234,10 +223,6 @@ class StepProtocol:
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
-        if any(rank.fenced for rank in ranks):
-            return Turn.FENCED
-        if any(rank.too_late for rank in ranks):
-            return Turn.TOO_LATE
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         self.leaving = any(rank.asked_to_leave for rank in ranks)
@@ -250,16 +235,8 @@ class StepProtocol:
         if healing is not None and any(rank.heal_failed for rank in ranks):
             step, reason = healing.state.step + 1, healing.error
             self._events.emit("heal_failed", step, source_group=healing.source, reason=reason)
-            self._stop_healing()
+            self._healing = None
         return None
-
-    def _is_too_late(self) -> bool:
-        """Whether the others ended the run, while this group was busy, with a later state than it has. A group that
-        left alone has ended nothing for those that were not asked to."""
-        finished = self._files.finished_step()
-        if finished == self._finished_before or not NO_STATE < self.step < finished:
-            return False
-        return self._files.asked_to_leave() or self._files.ended_for_all()
 
     def meet(self, *, finishing: bool = False, brief: bool = False) -> Quorum | Turn | None:
         """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
@@ -270,20 +247,19 @@ class StepProtocol:
     def _take_sides(self, attempt: Attempt) -> None:
         """Compute on, or begin to heal; and open the state to those who heal from here."""
         quorum = attempt.quorum
-        if self._group in quorum.able:
-            self._stop_healing()
+        if self.group in quorum.able:
+            self._healing = None
             if self._holding.held.base != attempt.base:
                 self._holding.start(attempt.base)
         else:
             self._holding.drop()
-        if self._group in quorum.sources:
-            self._heal_from(quorum.sources[self._group], attempt)
-        if self._group in quorum.sources.values():
+        if self.group in quorum.sources:
+            self._heal_from(quorum.sources[self.group], attempt)
+        if self.group in quorum.sources.values():
             self._door.serve(quorum.step, quorum.history, self._work.serve())
 
     def _heal_from(self, source: int, attempt: Attempt) -> None:
         quorum = attempt.quorum
-        self._stop_healing()
         self._files.beat("heal", attempt.step)
         if self.step > NO_STATE:
             self._events.emit(
@@ -317,10 +293,9 @@ class StepProtocol:
             return
         self._disconnect()
         self._files.beat("connect", quorum.step + 1)
-        host, peers = quorum.host(), [member.watches[self.decisions.rank] for member in quorum.members]
-        place = {"host": quorum.rank(host.group), "rank": quorum.rank(self._group)}
-        connect = partial(self._sums.connect, key=quorum.key, store=host.store, **place, peers=peers)
-        self._with_peers("connect", connect)
+        host, peers = quorum.host(), tuple(member.watches[self.decisions.rank] for member in quorum.members)
+        place = Place(quorum.key, host.store, quorum.rank(host.group), quorum.rank(self.group), peers)
+        self._with_peers("connect", lambda: self._sums.connect(place))
         self._connected = quorum
 
     def _exchange_rows(self, attempt: Attempt) -> None:
@@ -342,19 +317,19 @@ class StepProtocol:
         self._heed_audit(attempt)
         self._tell_pace(attempt)
         self._holding.heed(attempt.plan, attempt.step)
-        if self._group in attempt.plan.drops:
+        if self.group in attempt.plan.drops:
             self._holding.drop()
 
     def _row(self, quorum: Quorum) -> ledger.Row:
-        computes, held = self._group in quorum.able, self._holding.held
+        computes, held = self.group in quorum.able, self._holding.held
         return ledger.Row(
-            group=self._group,
+            group=self.group,
             quorum=ledger.quorum_word(quorum.key),
             step=self.state.step,
             history=self.state.history,
             computes=computes,
-            checksum=self._audit.checksum if computes else None,
-            proven=self._audit.proven,
+            checksum=self._checksum if computes else None,
+            proven=self._proven,
             slot_us=self._slot_us,
             held=frozenset(held.slots),
             refused=frozenset(held.refused),
@@ -370,34 +345,27 @@ class StepProtocol:
         return rows
 
     def _heed_audit(self, attempt: Attempt) -> None:
-        """Draw this group's conclusions from the checksums in the rows."""
-        differing = attempt.plan.differing
-        checksum = self._audit.checksum
-        if checksum is not None and self._group in attempt.quorum.able:
-            self._events.emit(
-                "audit",
-                self.step,
-                checksum=f"{checksum:016x}",
-                agreed=not differing,
-                differing=sorted(differing),
-            )
-            self._audit.proven = self._group not in differing
-        if self._group in differing:
-            self._audit.differs = True
-            self._holding.drop()
+        """Draw this group's conclusions from the checksums in the rows. Raises GroupBroken: most groups have others."""
+        differing = ledger.differing_groups(attempt.rows)
+        if self._checksum is not None and self.group in attempt.quorum.able:
+            self._proven = self.group not in differing
+            told = {"agreed": not differing, "differing": sorted(differing)}
+            self._events.emit("audit", self.step, checksum=f"{self._checksum:016x}", **told)
+        if self.group in differing:
+            raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
         if self._healing is not None and self._healing.source in differing:
-            self._stop_healing()
+            self._healing = None
 
     def _tell_pace(self, attempt: Attempt) -> None:
         """Say when this group has become slow, and when it is not any more."""
-        pace = attempt.plan.paces.get(self._group, 1.0)
+        pace = attempt.plan.paces.get(self.group, 1.0)
         if (pace > 1.0) != self._is_slow:
             self._is_slow = pace > 1.0
             self._events.emit("straggler", attempt.step, pace=pace)
 
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
-        share, begun = attempt.plan.shares.get(self._group, ()), self._clock.now()
+        share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
         self._reducer.begin(self._sums, self._patience(share, attempt.plan), attempt.step)
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
@@ -406,13 +374,13 @@ class StepProtocol:
         """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
         group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
         timeouts, slot_s = self._rules.timeouts, self._holding.pace.slot_s
-        ahead = max(plan.loads.values(), default=0) - plan.loads.get(self._group, 0)
+        ahead = max(plan.loads.values(), default=0) - plan.loads.get(self.group, 0)
         longest = max(timeouts.compute, timeouts.reduce)
         if ahead == 0:
             return timeouts.reduce
         if not share or slot_s is None:
             return longest
-        of_fastest_s = slot_s / plan.paces[self._group]
+        of_fastest_s = slot_s / plan.paces[self.group]
         return min(timeouts.reduce + 2 * ahead * timedelta(seconds=of_fastest_s), longest)
 
     def _sum(self, attempt: Attempt) -> ledger.Tally:
@@ -431,7 +399,7 @@ class StepProtocol:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")
         mine = ledger.Tally.of(
-            self._group,
+            self.group,
             frozenset(self._holding.held.slots),
             results,
             leaving=self.leaving,
@@ -476,7 +444,7 @@ class StepProtocol:
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held = attempt.quorum, self._holding.held
         owners = tuple(tally.owner(slot) for slot in range(self._rules.slots))
-        faults = ledger.at_fault(self._group, attempt.rows, held.asked, owners)
+        faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         return Commit(
             step=attempt.step,
             history=ledger.extend(quorum.history, attempt.step, quorum.key),

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from everstep.quorum.errors import SumsBroken
+from everstep.quorum.process_group import RankColumn
+from everstep.quorum.streams import Event, Streams
 from everstep.step import exact
-from everstep.step.interfaces import Sums, SumsBroken
-from everstep.step.streams import Event, HostStreams, Streams
 
 LARGEST = 1e10
 """Of an element of a sum, as ATTNChecker (arXiv 2410.11720) has it for near-INF. The squares of 10^12 such elements
@@ -164,7 +165,7 @@ class GradientReducer:
         exact_slots: int = 0,
         fragments: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._streams = streams or HostStreams()
+        self._streams = streams or Streams()
         self._is_exact = exact_slots > 0
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
         every: list[torch.Tensor] = list(params)
@@ -175,7 +176,7 @@ class GradientReducer:
         self._given_up: list[tuple[Any, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
-        self._sums: Sums | None = None
+        self._sums: RankColumn | None = None
         self._timeout = timedelta(0)
         self._started = 0
         self._armed = self._counted = self._last = False
@@ -189,7 +190,7 @@ class GradientReducer:
     def _buckets(self) -> list[_Bucket]:
         return self._fragments[self._now]
 
-    def begin(self, sums: Sums, timeout: timedelta, step: int = 0) -> None:
+    def begin(self, sums: RankColumn, timeout: timedelta, step: int = 0) -> None:
         """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._now = (step - 1) % len(self._fragments)
@@ -231,7 +232,7 @@ class GradientReducer:
         self._counted, self._armed = True, False
 
     def forget(self) -> None:
-        """See `everstep.step.interfaces.Reducer`."""
+        """Forget what was taken from `param.grad` when slots ended; what is there still is the trainer's."""
         for bucket in self._buckets:
             bucket.forget()
 
@@ -253,12 +254,12 @@ class GradientReducer:
             raise error
 
     def finite(self) -> bool:
-        """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
+        """Whether the finished sums are: no NaN, INF, and nothing whose norm may overflow. A host synchronisation."""
         most = exact.MOST if self._is_exact else LARGEST
         return all_within(most, (bucket.memory.flat for bucket in self._buckets))
 
     def own_finite(self) -> bool:
-        """See `everstep.step.interfaces.Reducer`. A host synchronisation."""
+        """Whether this group's own part is, by so much that sums of such parts are `finite`. A host synchronisation."""
         if self._is_exact:
             return all_within(exact.MOST, (bucket.held.flat for bucket in self._buckets if bucket.held is not None))
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)

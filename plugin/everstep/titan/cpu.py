@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
-from everstep.step.streams import WITH_ATTENTION_KERNELS
+from everstep.quorum.streams import WITH_ATTENTION_KERNELS
 from everstep.titan import private
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

@@ -7,16 +7,17 @@ from datetime import timedelta
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.quorum.heal import Door, Whose
+from everstep.quorum.heal import Door
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
+from everstep.quorum.streams import Streams
 from everstep.run.address import published_address
-from everstep.step.attempt import Group, Host, Peers, Rules
+from everstep.step.attempt import Group, Host, Rules
 from everstep.step.driver import Driver, End
-from everstep.step.interfaces import Reducer, Timeouts, Work
+from everstep.step.interfaces import Timeouts, Work
 from everstep.step.protocol import StepProtocol
-from everstep.step.streams import Streams
+from everstep.step.reduction import GradientReducer
 from everstep.titan.place import RunPlace
 
 OF_STALL = 0.8
@@ -47,7 +48,7 @@ class Participation:
         streams: of its device.
     """
 
-    def __init__(self, config: Any, place: RunPlace, whose: Whose, streams: Streams) -> None:
+    def __init__(self, config: Any, place: RunPlace, whose: str, streams: Streams) -> None:
         self._config, self._place = config, place
         self._ft: FaultTolerance = config.fault_tolerance
         ft = self._ft
@@ -79,7 +80,7 @@ class Participation:
         """Load what the sums over the groups need, before anybody waits for this group."""
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
-    def run(self, work: Work, reducer: Reducer, shares: int) -> End:
+    def run(self, work: Work, reducer: GradientReducer, shares: int) -> End:
         """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
         end. `shares`: of how many a commit is made."""
         driver = self._join(work, reducer, shares)
@@ -91,7 +92,7 @@ class Participation:
             self._membership.leave()
         self.door.shutdown()
 
-    def _join(self, work: Work, reducer: Reducer, shares: int) -> Driver:
+    def _join(self, work: Work, reducer: GradientReducer, shares: int) -> Driver:
         ft, semi, place = self._ft, self._config.semi_sync, self._place
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -112,7 +113,7 @@ class Participation:
         )
         host = Host(HostClock(), place.files, place.events)
         protocol = StepProtocol(
-            group=Group(ft.group_id, self.life, self._store, self._ranks),
+            group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(
                 shares,
                 ft.on_loss,
@@ -123,7 +124,6 @@ class Participation:
             ),
             work=work,
             reducer=reducer,
-            peers=Peers(self._membership, self.column, self.door),
             host=host,
         )
-        return Driver(group=ft.group_id, protocol=protocol, work=work, host=host, give_up=give_up)
+        return Driver(protocol, work, host, give_up)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from everstep.quorum.heal import HealState
+from everstep.quorum.request import Quorum
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.buffer import SnapshotError
@@ -24,7 +25,6 @@ from everstep.snapshot.recovery import recover
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.step.interfaces import Commit
-from everstep.step.quorum import Quorum
 from everstep.titan.group import gather_json, least_in_group
 
 AGREED_SNAPSHOTS = "agreed_snapshots"

@@ -16,7 +16,7 @@ from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
-from everstep.quorum.heal import Whose
+from everstep.quorum.streams import streams_of
 from everstep.run.beats import DONE, STARTUP
 from everstep.run.exits import FENCED_EXIT
 from everstep.semi.section import SemiSync
@@ -26,7 +26,6 @@ from everstep.snapshot.segment import run_id
 from everstep.step.driver import End
 from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
-from everstep.step.streams import streams_of
 from everstep.titan import attention, cpu, exactness, private
 from everstep.titan.checkpoints import RunCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
@@ -116,14 +115,15 @@ class EverstepTrainer(titan.Trainer):
         self.source = self.slots.source
         self.streams = streams_of(self.device)
         degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
-        whose = Whose(run_id(place.token), dist.get_rank(), f"{dist.get_world_size()} ranks, {', '.join(degrees)}")
+        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        whose = f"{rank} in run {run_id(place.token)}, {', '.join(degrees)}"
         self.participation = Participation(config, place, whose, self.streams)
         self.column = self.participation.column
         self.disk = DiskCheckpoints(self.checkpointer, config.checkpoint, self, place.events, place.files)
         live = LiveTensors(self.model_parts, self.optimizers)
         unit: Steps | Rounds
         if config.semi_sync.enabled:
-            unit = self._rounds(live, f"{run_id(place.token)} {asdict(whose)}")
+            unit = self._rounds(live, whose)
             state = TrainingState(live, self.lr_schedulers, self.disk.counters, unit.state.named)
         else:
             unit = self._steps()

@@ -16,11 +16,11 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger as sl
 
 from everstep.quorum.heal import HealState
+from everstep.quorum.request import Quorum
 from everstep.run.data_start import began_after
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.quorum import Quorum
 from everstep.step.reduction import GradientReducer
 from everstep.titan import exactness
 from everstep.titan.checkpoint_names import DATALOADER

@@ -17,16 +17,19 @@ class Event(Protocol):
         """Block the calling thread until the work before this point has ended."""
 
 
-class Streams(Protocol):
-    """Queues of work on one device. A thread has a current one, which what it calls goes to."""
+class Streams:
+    """Queues of work on one device. A thread has a current one, which what it calls goes to. These are a CPU's: a call
+    returns when its work is done."""
 
     def current(self) -> Hashable:
         """The calling thread's current stream."""
+        return None
 
     def record(self) -> Event | None:
         """The point after all that the current stream was given so far; None where work is done when a call returns."""
+        return None
 
-    def wait(self, event: Event | None) -> None:
+    def wait(self, event: Any) -> None:
         """What the current stream is given from now on begins after `event`. Does not block the calling thread."""
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -34,28 +37,10 @@ class Streams(Protocol):
 
     def of_sums(self) -> contextlib.AbstractContextManager[object]:
         """Makes the stream of the sums the current one."""
-
-
-class HostStreams:
-    """Of a CPU: a call returns when its work is done."""
-
-    def current(self) -> Hashable:
-        return None
-
-    def record(self) -> Event | None:
-        return None
-
-    def wait(self, event: Event | None) -> None:
-        pass
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def of_sums(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Of an accelerator, with a stream of its own for sums. Tested on the stand-in of tests/device, not on a GPU.
 
     Args:
@@ -92,4 +77,4 @@ class DeviceStreams:
 
 def streams_of(device: torch.device) -> Streams:
     """Those of a device."""
-    return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

@@ -1,0 +1,54 @@
+"""A host's free memory is shared by all processes that make copies."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from everstep.quorum import memory
+
+CLAIM = """
+import sys
+from pathlib import Path
+from everstep.quorum import memory
+memory.CLAIMS = Path(sys.argv[1])
+with memory.room_for(1000) as has_room:
+    print(has_room, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def free(tmp_path, monkeypatch):
+    """Says how much is free, and claims are in a directory of the test."""
+    free = SimpleNamespace(available=4000)
+    monkeypatch.setattr(memory, "CLAIMS", tmp_path / "claims")
+    monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: free))
+    return free
+
+
+def has_room(nbytes):
+    with memory.room_for(nbytes) as answer:
+        return answer
+
+
+def test_what_another_process_claims_is_not_free_until_its_copy_is_made_or_it_ends(free):
+    command = [sys.executable, "-c", CLAIM, memory.CLAIMS]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "True\n"
+    assert [has_room(nbytes) for nbytes in (1999, 2000)] == [True, False], "a copy needs half as much again"
+    with memory.room_for(1000) as mine:
+        assert mine
+        assert not has_room(1400), "of all claims, this process's among them"
+    other.kill()
+    other.wait()
+    assert has_room(2600)
+    free.available = 3900
+    assert not has_room(2600)
+
+
+def test_where_no_claims_can_be_written_the_free_memory_counts(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(memory, "CLAIMS", tmp_path / "file")
+    assert [has_room(nbytes) for nbytes in (2600, 2700)] == [True, False]
