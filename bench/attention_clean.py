@@ -3,9 +3,9 @@
     python bench/attention_clean.py --cases 10000
 
 A case is one layer's attention with its projections, forward and backward, every check on: one token or runs of tokens
-repeated, padding whose loss does not count, with rotary embedding or none, causal, in windows or in documents, with
-sinks, with outlier channels, flat and sharp scores, 1 to 8 heads of keys with 1 to 4 of queries each, gradients from 1
-to 1e-12, in bf16, fp32 and fp16, by PyTorch's kernel, the emulated one or as matrices.
+repeated, two values, mostly zeros, padding whose loss does not count, with rotary embedding or none, causal, full, in
+windows or in documents, with sinks, with outlier channels, flat and sharp scores, 1 to 8 heads of keys with 1 to 4 of
+queries each, gradients from 1 to 1e-12, in bf16, fp32 and fp16, by PyTorch's kernel, the emulated one or as matrices.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 def tokens(draw: random.Random, length: int, dim: int) -> torch.Tensor:
     """What the norm before an attention gives it (1, L, D)."""
     x = torch.randn(1, length, dim)
-    style = draw.choice(("text", "one token", "runs", "padding"))
+    style = draw.choice(("text", "one token", "runs", "padding", "two values", "sparse"))
     if style == "one token":
         first = draw.choice((1, 4, 16))
         x[:, first:] = x[:, first : first + 1]
@@ -46,6 +46,10 @@ def tokens(draw: random.Random, length: int, dim: int) -> torch.Tensor:
         x = x[:, torch.arange(length) // draw.choice((3, 16, 50))]
     if style == "padding":
         x[:, length // 2 :] = torch.randn(dim)
+    if style == "two values":
+        x = torch.where(x > 0.3, 1.3, -0.7)
+    if style == "sparse":
+        x = torch.where(torch.rand(x.shape) < 0.95, 0.0, x)
     if draw.random() < 0.3:
         x[..., torch.randperm(dim)[:3]] *= torch.tensor([300.0, 50.0, 10.0])
     return F.rms_norm(x, (dim,))
@@ -70,9 +74,14 @@ def case(seed: int) -> tuple[str, list[dict]]:
     dtype, kernel, kv_heads = draw.choice(DTYPES), draw.choice(KERNELS), draw.choice((1, 2, 4, 8))
     heads, head, length = kv_heads * draw.choice((1, 2, 4)), draw.choice((16, 64)), draw.choice((64, 100, 200))
     documents = (torch.arange(length) // draw.choice((7, 40))).view(1, -1)
-    masks = {"causal": Visible(), "window": Visible(window=draw.choice((3, 30))), "documents": Visible(True, None)}
+    masks = {
+        "causal": Visible(),
+        "documents": Visible(documents=documents),
+        "full": Visible(causal=False),
+        "window": Visible(window=draw.choice((3, 30))),
+    }
     mask = "causal" if kernel == "flash" else draw.choice(sorted(masks))
-    visible = Visible(documents=documents) if mask == "documents" else masks[mask]
+    visible = masks[mask]
     dim, rope, sinks = 128, draw.random() < 0.5, kernel == "matrices" and draw.random() < 0.5
     sharp = draw.choice((1.0, 1.0, 4.0, 1 / 30))
     x = tokens(draw, length, dim).to(dtype).requires_grad_()
@@ -86,6 +95,7 @@ def case(seed: int) -> tuple[str, list[dict]]:
 
     checks = Checks(AttentionCheck(enable=True, frequency=1.0, mode=draw.choice(("detect", "correct"))))
     of_qkv, of_inner, of_out = (checks.guard(0, name, ()) for name in ("wqkv", "inner", "wo"))
+    of_inner.narrow = kernel in ("flash", "matrices")
     checks.begin(1, 0)
     parts = linear.linear(x, wqkv, None, of_qkv, linear.WeightSums()).unflatten(-1, (-1, head))
     q, k, v = parts.split((heads, kv_heads, kv_heads), 2)

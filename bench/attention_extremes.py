@@ -68,6 +68,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
         self.first, self.second = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
         self.guards = [checks.guard(layer, name, ()) for name in ("wqkv", "inner", "wo")]
+        self.guards[1].narrow = True
         self.sums = [linear.WeightSums(), linear.WeightSums()]
         self.hook: Any = untouched
 

@@ -86,10 +86,12 @@ class Flash(torch.autograd.Function):
 
 
 def flash(hook: Hook = untouched, *, causal: bool = True, block: int = 64, scale: float | None = None):
-    """A kernel as `fused.attention` takes it: q (B, L, N, H), k, v (B, L, N_kv, ·) to the context and lse (B, L, N)."""
+    """A kernel as `fused.attention` takes it: q (B, L, N, H), k, v (B, L, N_kv, ·) to the context and lse (B, L, N).
+    Values of another width than keys have tiles of another size, as a tuned kernel's would."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return Flash.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal, block, hook)
+        tile = block if v.shape[-1] == k.shape[-1] else block // 2
+        return Flash.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal, tile, hook)
 
     return attend
 

@@ -96,6 +96,7 @@ class Campaign:
         self.dtype, self.draw = dtype, random.Random(seed)
         self.checks = Checks(AttentionCheck(enable=True, frequency=1.0, mode="detect"))
         self.guard = self.checks.guard(0, "inner", fused.RESULTS)
+        self.guard.narrow = True
         self.guard.kernel = lambda mask, scale, with_lse: flash()
         self.graph = torch.compile(self._watched, backend="aot_eager", fullgraph=True) if in_graph else None
         self.rows: list[dict] = []

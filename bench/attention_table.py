@@ -55,6 +55,7 @@ class Layer:
         self.path, self.checks = path, Checks(AttentionCheck(enable=True, frequency=1.0))
         self.shot = self.checks.injector = OneShot()
         self.guards = [self.checks.guard(0, name, ()) for name in ("wqkv", "inner", "wo")]
+        self.guards[1].narrow = True
         self.x = torch.randn(1, LENGTH, DIM).to(dtype).requires_grad_()
         self.wqkv = (torch.randn((HEADS + 2 * KV_HEADS) * HEAD, DIM) / 8).to(dtype).requires_grad_()
         self.wo = (torch.randn(DIM, HEADS * HEAD) / 8).to(dtype).requires_grad_()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention.cases import attention_case
 from everstep.attention import explicit
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible, documents_of
@@ -66,14 +65,6 @@ def test_checks_change_no_bit(bench, dtype, mask):
     assert not findings
 
 
-def test_lse_is_the_log_of_the_row_sums():
-    q, k, v, _ = operands()
-    _, lse = explicit.attention(q, k, v, Visible())
-    scores = torch.einsum("blngh,bmnh->bngml", q.unflatten(2, (2, 2)), k).transpose(-1, -2) / 4
-    scores = scores.masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), -torch.inf)
-    torch.testing.assert_close(lse, scores.logsumexp(-1).flatten(1, 2).transpose(1, 2))
-
-
 def test_a_row_that_sees_nothing_is_zero_and_harms_no_gradient(bench):
     args = operands()
     nothing = Visible(causal=False, mod=lambda b, h, i, j: (i >= j) & (i != 7))
@@ -85,36 +76,19 @@ def test_a_row_that_sees_nothing_is_zero_and_harms_no_gradient(bench):
 
 
 @pytest.mark.parametrize("section", explicit.RESULTS)
-@pytest.mark.parametrize("kind", ["nan", "inf", "near-inf", "scale"])
+@pytest.mark.parametrize("kind", ["nan", "inf", "near-inf", "scale", "row", "tile"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_element_is_repaired_wherever_it_is(bench, section, kind, dtype):
+def test_a_wrong_element_row_or_tile_is_repaired_wherever_it_is(bench, section, kind, dtype):
     args = operands(dtype)
     clean = computed(*args, Visible(causal=False))
     for place in (0.03, 0.5, 0.97):
-        got, refused, findings = bench.run(
-            lambda guard: computed(*args, Visible(causal=False), guard), section, Fault(kind, place)
-        )
+        fault = Fault(kind, place, magnitude=-500.0)
+        got, refused, findings = bench.run(lambda g: computed(*args, Visible(causal=False), g), section, fault)
         for a, b in zip(got, clean, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3 if dtype == torch.float32 else 2e-2, atol=1e-4)
         assert not refused
         assert findings[0]["section"] == section
         assert findings[0]["action"] in ("corrected", "recomputed")
-
-
-@pytest.mark.parametrize("section", ["scores", "context", "dp", "dq"])
-@pytest.mark.parametrize("kind", ["row", "tile"])
-def test_whole_rows_and_tiles_are_repaired(bench, section, kind):
-    args = operands()
-    clean = computed(*args, Visible(causal=False))
-    got, refused, findings = bench.run(
-        lambda guard: computed(*args, Visible(causal=False), guard),
-        section,
-        Fault(kind, 0.3, magnitude=-50.0),
-    )
-    for a, b in zip(got, clean, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    assert not refused
-    assert findings
 
 
 @pytest.mark.parametrize("section", ["dv", "dk", "dq", "context"])
@@ -145,20 +119,14 @@ def test_a_lost_key_refuses_its_slot_at_any_rate_if_the_step_is_small(make_bench
     assert bench.run(lambda guard: computed(*args, Visible(), guard))[1:] == (False, [])
 
 
-def test_one_value_in_all_of_an_aligned_tile_does_not_cancel():
-    for width in (2, 4, 8, 16, 32, 64):
-        sums = explicit._key_weights(4096, torch.zeros(())).view(-1, width).sum(-1)
-        assert (sums.abs() < 1e-6).float().mean() < 0.01, width
-
-
 @pytest.mark.parametrize("result", ["dk", "dv"])
-@pytest.mark.parametrize("place", [0.07, 0.087, 0.21, 0.34, 0.56, 0.78, 0.91])
+@pytest.mark.parametrize("place", [0.07, 0.21, 0.56, 0.91])
 def test_a_tile_of_one_value_where_nothing_is_seen_is_found(bench, result, place):
     """Keys outside a block's documents have no gradient there."""
-    case = attention_case("explicit", 256, 2, "block", 32, torch.float32, "normal", 1)
-    outputs, refused, findings = bench.run(case.run, result, Fault("tile", place, magnitude=1567.5))
-    clean, _, _ = bench.run(case.run)
+    args, blocks = operands(length=256, head=32), Visible(causal=False, mod=lambda b, h, i, j: i // 16 == j // 16)
+    fault = Fault("tile", place, magnitude=1567.5)
+    got, refused, findings = bench.run(lambda guard: computed(*args, blocks, guard), result, fault)
     assert findings
     if not refused:
-        for output, right in zip(outputs, clean, strict=True):
+        for output, right in zip(got, computed(*args, blocks), strict=True):
             torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-4)

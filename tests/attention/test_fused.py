@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from attention.cases import STYLES, attention_case
-from attention.cases import sdpa as sdpa_under
+from attention_clean import sdpa as sdpa_under
 from attention_flash import flash
 from everstep.attention import explicit, fused
-from everstep.attention.identities import agreement_deviation, backward_deviation
+from everstep.attention.identities import agreement_deviation, backward_deviation, probing_values
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
 
@@ -69,27 +68,6 @@ def test_an_out_transform_that_uses_lse_is_part_of_the_identities(bench):
     assert not findings
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("style", STYLES)
-def test_no_alarm_on_unfriendly_data(bench, dtype, style):
-    """Rows of P, and of dS, whose terms are alike are rounded alike; query heads of a group are stored one by one."""
-    for seed, (length, groups, mask) in enumerate(
-        [
-            (256, 1, "causal"),
-            (256, 8, "causal"),
-            (256, 8, "full"),
-            (128, 4, "full"),
-            (100, 2, "document"),
-            (16, 8, "full"),
-        ]
-    ):
-        case = attention_case("fused", length, groups, mask, 32, dtype, style, seed)
-        outputs, refused, findings = bench.run(case.run)
-        if all(output.isfinite().all() for output in outputs):
-            assert not refused, case.name
-            assert not findings, case.name
-
-
 @pytest.mark.parametrize(
     ("section", "runs"),
     [({}, 2), ({"frequency": 0.0}, 1)],
@@ -108,21 +86,26 @@ def test_how_often_a_clean_forward_runs(make_bench, section, dtype, runs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_in_another_order_agree_and_a_wrong_score_does_not(dtype):
-    """The same attention by another kernel, in another order of sums, is what a nondeterministic one may return."""
-    q, k, v, _ = (x.detach() for x in operands(torch.float32, length=200))
-    exact, lse = with_lse(q, k, v)
-    out, again = exact.to(dtype), sdpa(q, k, v)[0].to(dtype)
-    assert not agreement_deviation(out, lse, again, lse.clone(), v).bad().any()
-    other_tiles = (
-        flash(block=64)(q.to(dtype), k.to(dtype), v.to(dtype))[0],
-        flash(block=128)(q.to(dtype), k.to(dtype), v.to(dtype))[0],
-    )
-    assert not agreement_deviation(other_tiles[0], None, other_tiles[1], None, v).bad().any()
-    hit = lse.clone()
-    hit[1, 77, 2] += 1e-3
-    assert agreement_deviation(out, lse, again, hit, v).bad().any(-1).nonzero().tolist() == [[1, 2]]
-    again[0, 150, 1] *= 1.05 if dtype == torch.float32 else 1.5
-    assert agreement_deviation(out, lse, again, lse, v).bad().any(-1).nonzero().tolist() == [[0, 1]]
+    """The same attention in other tiles, and on fewer columns, is what a second run may be."""
+    q, k, v, _ = (x.detach().to(dtype) for x in operands(torch.float32, length=200))
+    out, lse = flash(block=64)(q, k, v)
+    for columns in (8, 16, 24):
+        again, lse_again = flash(block=128)(q, k, probing_values(v, columns))
+        assert again.shape[-1] == columns
+
+        def bad(out, lse, again=again, lse_again=lse_again):
+            found = agreement_deviation(q, k, out, lse, again, lse_again, 0.25).bad()
+            return [where.nonzero().tolist() for where in found.split(4, -1)]
+
+        assert bad(out, lse) == [[], []]
+        assert bad(out, None, lse_again=None) == [[]]
+        hit = lse.clone()
+        hit[1, 77, 2] += 1e-3
+        assert bad(out, hit) == [[], [[1, 77, 2]]]
+        hit = out.clone()
+        hit[0, 150, 1] *= 1.05 if dtype == torch.float32 else 1.5
+        hit[1, 50, 3, 7] += 1.0
+        assert bad(hit, lse) == [[[0, 150, 1], [1, 50, 3]], []]
 
 
 @pytest.mark.parametrize("hit", ["dq", "dk", "dv"])

@@ -4,17 +4,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention.cases import sdpa as sdpa_under
+from attention_clean import case, sdpa
 from everstep.attention import explicit, fused
 from everstep.attention.identities import backward_deviation
 from everstep.attention.linear import WeightSums, linear
 from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
 
-sdpa = sdpa_under(Visible())
+
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_healthy_attention_raises_no_alarm(first):
+    """Drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers, any scale."""
+    for seed in range(first, first + 50):
+        what, findings = case(seed)
+        assert not findings, (seed, what)
 
 
-@pytest.mark.parametrize("smallness", [1e-18, 1e-20, 1e-22, 1e-23, 1e-24, 1e-30, 1e-38, 1e-42])
+@pytest.mark.parametrize("smallness", [1e-18, 1e-22, 1e-24, 1e-38, 1e-42])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_too_small_to_be_squared_raise_no_alarm(bench, smallness, dtype):
     x = torch.randn(64, 64).to(dtype).requires_grad_()
@@ -32,8 +38,8 @@ def test_gradients_too_small_to_be_squared_raise_no_alarm(bench, smallness, dtyp
 
 
 @pytest.mark.parametrize("path", ["explicit", "fused"])
-@pytest.mark.parametrize("sharpness", [8.0, 30.0, 100.0])
-@pytest.mark.parametrize("smallness", [1.0, 1e-12, 1e-23, 1e-30])
+@pytest.mark.parametrize("sharpness", [8.0, 100.0])
+@pytest.mark.parametrize("smallness", [1.0, 1e-23, 1e-30])
 def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, path, sharpness, smallness):
     """Scores in the hundreds: P is 0 and 1, dS is a denormal, and so are dQ, dK and what the projections are given."""
     x = torch.randn(1, 96, 64, requires_grad=True)
@@ -49,7 +55,7 @@ def test_a_saturated_softmax_and_vanishing_gradients_raise_no_alarm(bench, path,
         if path == "explicit":
             out, _ = explicit.attention(q, k, v, Visible(), guard=guard)
         else:
-            out, _ = fused.attention(sdpa, q, k, v, scale=None, guard=guard)
+            out, _ = fused.attention(sdpa(Visible()), q, k, v, scale=None, guard=guard)
         return torch.autograd.grad(out.flatten(2), (x, w), dy)
 
     _, refused, findings = bench.run(compute)
@@ -72,28 +78,6 @@ def test_a_kernel_that_adds_up_gradients_in_bf16_stays_within_its_bounds(seed):
     assert (found.residual.abs() / found.bound).max() < 0.8
     once = backward_deviation(*given, wide_sums=True)
     assert (once.bound < 0.8 * found.bound).any(), "what a kernel is held to that rounds its sums once"
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("first", [1, 4, 16])
-@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("causal", [True, False])
-def test_one_token_repeated_in_a_layer_without_positions_raises_no_alarm(groups, first, noise, causal):
-    """Padding, a run of blanks: rows of P, of dS and of what is stored are rounded alike in bf16."""
-    for seed in range(3):
-        draw = torch.Generator().manual_seed(seed)
-        x = torch.randn(1, 200, 256, generator=draw)
-        x[:, first:] = x[:, first : first + 1]
-        heads = (8, 8 // groups, 8 // groups)
-        w = torch.randn(sum(heads) * 64, 256, generator=draw) / 16
-        inputs = [t.unflatten(-1, (-1, 64)) for t in (x @ w.t()).bfloat16().split([64 * n for n in heads], -1)]
-        q, k, v = (t.detach().requires_grad_() for t in inputs)
-        d_out = torch.randn(1, 1, 8, 64, generator=draw) + noise * torch.randn(1, 200, 8, 64, generator=draw)
-        by_head = [t.transpose(1, 2) for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*by_head, is_causal=causal, enable_gqa=True).transpose(1, 2)
-        grads = torch.autograd.grad(out, (q, k, v), d_out.bfloat16())
-        operands = (x.detach() for x in (q, k, v, out))
-        assert backward_deviation(*operands, d_out.bfloat16(), *grads, None, None, 1 / 8).worst() <= 1
 
 
 STYLES = ("normal", "offset", "constant", "sorted", "ramp", "blocks", "outliers", "massive", "documents", "heavy")

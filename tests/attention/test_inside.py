@@ -28,9 +28,9 @@ def test_the_emulated_kernel_computes_attention(groups, causal):
 
 @pytest.fixture(scope="module")
 def campaigns():
-    """400 faults in bf16, 200 in each of fp16 and fp32; one to four tiles of 64 a side; all styles of data."""
+    """200 faults in bf16, 100 in each of fp16 and fp32; one to four tiles of 64 a side; all styles of data."""
     made = {}
-    for dtype, turns in ((torch.bfloat16, 16), (torch.float16, 8), (torch.float32, 8)):
+    for dtype, turns in ((torch.bfloat16, 8), (torch.float16, 4), (torch.float32, 4)):
         made[dtype] = Campaign(dtype, seed=5)
         for turn in range(turns):
             style = ("normal", "trained", "sharp", "flat")[turn % 4]
@@ -38,31 +38,22 @@ def campaigns():
     return made
 
 
-def test_no_clean_run_raises_an_alarm(campaigns):
-    assert [campaign.alarms for campaign in campaigns.values()] == [0, 0, 0]
-    assert sum(campaign.clean for campaign in campaigns.values()) == 32
-
-
-def test_no_extreme_error_passes_wherever_it_is(campaigns):
-    for campaign in campaigns.values():
-        found, harmful = campaign.found("norm", kind="extreme")
-        assert found == harmful
-        assert harmful >= 40
-
-
-def test_of_the_others_that_harm_97_percent_are_found(campaigns):
+def test_every_extreme_is_found_and_97_percent_of_the_others_that_harm(campaigns):
     for dtype, campaign in campaigns.items():
+        assert campaign.clean >= 4
+        assert campaign.alarms == 0
+        found, harmful = campaign.found("norm", kind="extreme")
+        assert found == harmful >= 15
         found, harmful = campaign.found("norm")
-        assert harmful >= 100
+        assert harmful >= 45
         assert found >= (1.0 if dtype == torch.float32 else 0.97) * harmful, (dtype, found, harmful)
 
 
-@pytest.mark.parametrize("length", [1024, 2048])
-def test_a_saved_lse_of_infinity_is_seen_at_every_length(length):
+def test_a_saved_lse_of_infinity_is_seen_in_a_long_row():
     """Its row of P is 0 and of dQ, too: one row's share is missing from sums over all rows."""
-    campaign = Campaign(torch.bfloat16, seed=length)
-    inputs = operands("normal", length, 2, 2, 64, torch.bfloat16, 1)
-    for place in (0.01, 0.3, 0.6, 0.99):
+    campaign = Campaign(torch.bfloat16)
+    inputs = operands("normal", 2048, 2, 2, 64, torch.bfloat16, 1)
+    for place in (0.01, 0.99):
         _, found = campaign._run(inputs, Strike("saved lse", 0, Fault("inf", place)))
         assert found, place
     assert not campaign._run(inputs, untouched)[1]

@@ -1,11 +1,9 @@
 """How much memory checks take."""
 
-import pytest
 import torch
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from everstep.attention import explicit, fused, linear
+from everstep.attention import explicit
 from everstep.attention.masks import Visible
 
 
@@ -41,33 +39,3 @@ def test_memory_of_the_explicit_path_grows_with_the_length(bench):
     assert not bench.checks.refused()
     assert long < 2.5 * short
     assert long < 0.4 * 4 * 2048**2 * 4
-
-
-def test_a_rate_of_zero_takes_no_memory(make_bench):
-    """The products alone: what a check would keep or make is not there."""
-    x, w, dy = (
-        torch.randn(512, 256, requires_grad=True),
-        torch.randn(256, 256, requires_grad=True),
-        torch.randn(512, 256),
-    )
-
-    def sdpa(q, k, v):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-
-    def projected(guard):
-        y = F.linear(x, w) if guard is None else linear.linear(x, w, None, guard, linear.WeightSums())
-        torch.autograd.grad(y, (x, w), dy)
-
-    def watched(guard):
-        if guard is None:
-            return attended(256, sdpa)()
-        kernel = lambda q, k, v: (sdpa(q, k, v), None)  # noqa: E731
-        return attended(256, lambda q, k, v: fused.attention(kernel, q, k, v, scale=None, guard=guard)[0])()
-
-    off, on = make_bench(frequency=0.0), make_bench(frequency=1.0)
-    on.checks.begin(1, 0)
-    for run in (projected, watched):
-        run(None)
-        stock = peak_bytes(lambda run=run: run(None))
-        assert peak_bytes(lambda run=run: run(off.guard)) == pytest.approx(stock, rel=0.01)
-        assert peak_bytes(lambda run=run: run(on.guard)) > 1.002 * stock

@@ -177,6 +177,8 @@ class Guard:
         """This guard's number, which stands for it in a compiled graph."""
         self.kept: Any = None
         """What an operator keeps from call to call."""
+        self.narrow = False
+        """Whether this attention's kernel takes values of fewer columns than keys have."""
         self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
         """This attention's kernel outside of a graph, a `fused.Attend`, by what tells its mask, its scale and whether
         it hands out lse; of an attention in a compiled model."""
@@ -226,12 +228,12 @@ class Guard:
     def look_for_extremes(self, section: str, result: torch.Tensor) -> None:
         """Refuse the slot if an element of a projection's result is INF, NaN or near-INF; in every call, at any rate.
         What the backward makes ends in gradients, of which the step protocol asks the same."""
-        with torch.no_grad(), unseen_by_checkpointing():
+        with unseen_by_checkpointing():
             self.report(section, _largest(result.detach()), "refused", bound=EXTREME)
 
     def look_at_scores(self, section: str, lse: torch.Tensor | None) -> None:
         """The same of a kernel's scores, by the logarithms of the rows' sums of exponentials where it hands them out: a
         row that sees nothing has -INF."""
         if lse is not None:
-            with torch.no_grad(), unseen_by_checkpointing():
+            with unseen_by_checkpointing():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)

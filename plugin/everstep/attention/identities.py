@@ -6,7 +6,6 @@ head, query heads of a group added up:
     Σ_j dV_j = Σ_i dO_i                      rows of P sum to 1 (rows that see nothing left out)
     Σ_j dK_j = scale · Σ_i dlse_i Q_i        rows of dS sum to dlse, which is 0 where lse has no gradient
     Σ_i (Q_i·s) dQ_i = Σ_j (dK_j·s) K_j      for any s, as dQᵀ Q = Kᵀ dK: both are Σ_ij dS_ij q_i k_jᵀ, turned
-    |dV_j|, |dK_j|, |dQ_i|                   at most what |dO|, |V|, |Q| and |K| allow
 
 They compare the backward, which makes S again, with the O and lse that the forward left. They cost one or two passes
 over each (L, H) tensor, and no change to the kernel. They detect; they do not say which element is wrong.
@@ -14,7 +13,7 @@ over each (L, H) tensor, and no change to the kernel. They detect; they do not s
 What they cannot see: let the forward lose key j from row i, as a score that becomes -inf does, and let p be the weight
 that key should have. Σ dV - Σ dO is then p/(1-p)·dO_i, one row's share of a sum over all rows, beside the rounding of P
 and dV to the kernel's dtype: bf16's hides p of several percent. No sum of O(L·H) terms is finer. The forward is
-therefore run twice and compared (`agreement_deviation`).
+therefore run twice, the second time on a few sums of V's columns, and compared (`agreement_deviation`).
 
 The bounds follow the data. A kernel rounds P and dS to its dtype before it multiplies them, and rounds what it stores.
 Such errors are independent, and their sums grow with Euclidean norms, as long as rows differ. Rows that are nearly
@@ -28,7 +27,7 @@ import torch
 
 from . import product
 from .findings import Deviation
-from .roundoff import accumulator, growth, operand_roundoff, underflow, unit_roundoff, vanishing
+from .roundoff import accumulator, growth, norms, operand_roundoff, underflow, unit_roundoff, vanishing
 
 ALIKE = 1 / 16
 """Rows, or scores, that differ by less than this share may be rounded alike in bf16."""
@@ -41,42 +40,77 @@ ISOTROPIC, ONE_WAY = 0.4, 2.4
 """The same for the norm over all columns of a head: where the rows point every way, which averages over columns, and
 where all point one way, as one channel or a common offset has it. Between the two by `_concentration`."""
 
-DK = 0.68
+DK = 0.52
 """All of this for dK, whose estimate is the sum of three roundings, each at its largest."""
 
-PROBES, PROBED = 4, 4.0
+SUMS = 15
+"""Sums of a row of V, and of O, by which two runs of a forward are compared."""
+
+OF_P, OF_O = 3.0, 8.0
+"""By how many units of the kernel's dtype they may differ: of what P makes of V's rows, and of themselves."""
+
+PROBES, PROBED = 4, 3.2
 """How many s there are, of signs without a pattern; the same factor for the norm of one column over all of them."""
 
 
-def agreement_deviation(
-    out: torch.Tensor, lse: torch.Tensor | None, again: torch.Tensor, lse_again: torch.Tensor | None, v: torch.Tensor
-) -> Deviation:
-    """How far two runs of one forward differ beyond the order of their sums; residual (B, N, H_v [+ 1]).
+def probing_values(v: torch.Tensor, columns: int) -> torch.Tensor:
+    """What a second run of a kernel takes in place of V (B, L, N_kv, H_v): (B, L, N_kv, columns).
 
-    Each element of O may differ by two units of its own last place, by what sums of L terms in another order may,
-    and by the rounding of P, which other tiles round at another scale: P's rows sum to 1, so that this is at most
-    2 u max |V| in a column. lse knows the first two alone. Runs of one deterministic kernel differ by nothing.
+    Sums of each row under signs, then the root of their mean square, which P turns into what its rounding can do; 0 in
+    columns beyond SUMS + 1.
+    """
+    sums = _signed_sums(v)[..., : columns - 1]
+    size = sums.square().mean(-1, keepdim=True).sqrt()
+    return torch.nn.functional.pad(torch.cat([sums, size], -1), (0, columns - 1 - sums.shape[-1])).to(v.dtype)
+
+
+def _signed_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the rows of x (..., H) under signs, in the accumulator dtype (..., SUMS); none beyond x's largest."""
+    acc = accumulator(x.dtype)
+    # A power of two, by which nothing is rounded, keeps what fp16 is given within its range.
+    signs = product.signs(x.shape[-1], x.dtype, x.device)[:, :SUMS] * 2.0 ** -math.ceil(math.log2(x.shape[-1]))
+    if x.dtype == acc or x.device.type == "cpu":
+        return x.to(acc) @ signs.to(acc)
+    return product.narrow_product(x.flatten(0, -2), signs, acc).unflatten(0, x.shape[:-1])
+
+
+def agreement_deviation(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    again: torch.Tensor,
+    lse_again: torch.Tensor | None,
+    scale: float,
+) -> Deviation:
+    """How far two runs of one forward differ beyond rounding; residual (B, L, N [· 2]).
+
+    The second run had `probing_values` for V: the same P, so that it must give the same sums of O's rows. Both runs may
+    round P at scales of their own and add up their terms, and those of scores, in another order; O is rounded, and so
+    is what stood for V.
 
     Args:
-        out, again: (B, L, N, H_v).
+        q: (B, L, N, H). k: (B, L, N_kv, H). out: (B, L, N, H_v). again: (B, L, N, columns).
         lse, lse_again: (B, L, N), or None.
-        v: (B, L, N_kv, H_v).
     """
     acc = accumulator(out.dtype)
-    groups = out.shape[2] // v.shape[2]
-    a, b = out.to(acc), again.to(acc)
-    own = 4 * unit_roundoff(out.dtype) * torch.minimum(a.abs(), b.abs())
-    size = v.abs().amax(1).to(acc).repeat_interleave(groups, 1)
-    order = growth(v.shape[1], out.dtype)
-    rounded = 2 * unit_roundoff(out.dtype) if out.dtype != acc else 0.0
-    bound = (order + rounded) * size + torch.finfo(out.dtype).tiny
-    found = Deviation(((a - b).abs() - own).amax(1).clamp_min(0), bound)
+    seen = _signed_sums(out)
+    count = min(seen.shape[-1], again.shape[-1] - 1)
+    expected, size = again[..., :count].to(acc), again[..., count].to(acc)
+    unit = max(unit_roundoff(out.dtype) if out.dtype != acc else 0.0, operand_roundoff(out.dtype, out.device))
+    order = growth(again.shape[1], out.dtype)
+    own = expected.square().mean(-1).sqrt()
+    if out.dtype == acc:  # beside a narrow unit what scores are off by is nothing
+        k_most = norms(k, -1).amax(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
+        order = order + 8 * unit_roundoff(acc) * (1 + scale * norms(q, -1).amax(1, keepdim=True) * k_most)
+    bound = (OF_P * unit + order) * size + OF_O * unit * own + 2 * vanishing(out.dtype) + torch.finfo(acc).tiny
+    found = Deviation((seen[..., :count] - expected).abs().amax(-1), bound)
     if lse is None or lse_again is None:
         return found
     same = lse == lse_again
-    apart = torch.where(same, torch.zeros_like(lse), lse - lse_again).abs().amax(1).unsqueeze(-1)
-    largest = 1 + torch.where(lse_again.isfinite(), lse_again, torch.zeros_like(lse)).abs().amax(1).unsqueeze(-1)
-    return joined(found, Deviation(apart, order * largest))
+    apart = torch.where(same, torch.zeros_like(lse), lse - lse_again).abs()
+    largest = 1 + torch.where(lse_again.isfinite(), lse_again, torch.zeros_like(lse)).abs().amax(1, keepdim=True)
+    return joined(found, Deviation(apart, (order * largest).expand_as(apart)))
 
 
 def joined(*parts: Deviation) -> Deviation:
@@ -93,10 +127,11 @@ def kernel_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
     """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
-    added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well."""
+    added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well, twice as many as there are for
+    partial sums larger than their end."""
     blocks = 1.0
     if like.device.type == "cpu" and like.dtype != accumulator(like.dtype):
-        blocks = length / (256 if length >= 768 else 64 if length >= 192 else 32)
+        blocks = 2 * length / (256 if length >= 768 else 64 if length >= 192 else 32)
     return max(1.0, blocks + 1) + (groups / 2 if groups > 1 else 0.0)
 
 
@@ -179,8 +214,7 @@ def backward_deviation(
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
-    Columns of Σ dV - Σ dO and their norm, and the longest dV_j; with plain scores the norm of Σ dK, columns of the
-    probes' sums, the longest dK_j and dQ_i.
+    Columns of Σ dV - Σ dO and their norm; with plain scores the norm of Σ dK and columns of the probes' sums.
 
     Args:
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
@@ -237,7 +271,6 @@ def backward_deviation(
             COLUMN if dtype == acc else COLUMN_NARROW,
             _of_norm(dv, common),
         ),
-        _largest(d_values, most_v),
     ]
     if plain_scores:
         d_queries, d_keys = _Rows(dq, n_kv), _Rows(dk, n_kv)
@@ -282,8 +315,6 @@ def backward_deviation(
                 norm(probed - _probed(d_keys, of_keys), dim=-2),
                 math.sqrt(PROBES) * (PROBED * of_probes + cancelled) + alike_terms,
             ),
-            _largest(d_keys, most_k),
-            _largest(d_queries, most_q),
         ]
     # What squares lose below the least normal number, and values of the narrow dtype do.
     lost = unit * underflow(count * (key_dim + value_dim), dtype) + count * vanishing(dtype)
@@ -321,8 +352,3 @@ def _columns(
         torch.cat([residual, norm(residual, dim=-1, keepdim=True)], -1),
         torch.cat([column * sigma + 2 * shared, of_all], -1),
     )
-
-
-def _largest(rows: _Rows, most: torch.Tensor) -> Deviation:
-    """The longest row of a gradient against the most there can be (B, N_kv, 1)."""
-    return Deviation(rows.longest(), 1.01 * most)

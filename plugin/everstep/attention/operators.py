@@ -108,7 +108,7 @@ def _run_again(
 ) -> None:
     guard = guard_of(ticket)
     if guard.checked and guard.kernel is not None:
-        compare_forward(guard, guard.kernel(mask, scale, lse is not None), (q, k, v), out, lse)
+        compare_forward(guard, guard.kernel(mask, scale, lse is not None), (q, k, v), out, lse, scale)
 
 
 @_operator("watch_backward", lambda *_: None)
@@ -148,9 +148,9 @@ class _Touched(torch.autograd.Function):
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ticket, injecting, with_lse, scale, plain_scores, wide_sums):
+    def forward(ctx, q, k, v, ticket, injecting, with_lse, uses_lse, scale, plain_scores, wide_sums):
         ctx.save_for_backward(q, k, v)
-        ctx.ticket, ctx.injecting, ctx.with_lse = ticket, injecting, with_lse
+        ctx.ticket, ctx.injecting, ctx.with_lse, ctx.uses_lse = ticket, injecting, with_lse, uses_lse
         ctx.known = scale, plain_scores, wide_sums
         return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
@@ -162,9 +162,9 @@ class _Inputs(torch.autograd.Function):
             dq = _touch(dq, ctx.ticket, "dq", True)
             dk = _touch(dk, ctx.ticket, "dk", True)
             dv = _touch(dv, ctx.ticket, "dv", True)
-        of_lse = (lse, d_lse) if ctx.with_lse else (None, None)
+        of_lse = lse if ctx.with_lse else None, d_lse if ctx.uses_lse else None
         _watch_backward(q, k, v, dq, dk, dv, d_out, out, *of_lse, ctx.ticket, *ctx.known)
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, *(None,) * 7
 
 
 class _Output(torch.autograd.Function):
@@ -191,13 +191,14 @@ def attention(
     plain_scores: bool = True,
     wide_sums: bool = False,
     hands_out_lse: bool = False,
+    uses_lse: bool = False,
     mask: torch.Tensor | None = None,
     twice: bool = True,
 ) -> tuple[torch.Tensor, Any]:
     """`fused.attention` for a graph. The kernel is run again outside of it, by the guard's `kernel`.
 
     Args:
-        hands_out_lse: whether `attend` returns one.
+        hands_out_lse: whether `attend` returns one. uses_lse: whether the model computes with it.
         mask: what tells `kernel` the mask by; None: there is none.
         twice: whether `kernel` computes what `attend` does.
     """
@@ -206,7 +207,8 @@ def attention(
     watched = torch.is_grad_enabled()
     link: list[torch.Tensor] = []
     if watched:
-        q, k, v, *link = _Inputs.apply(q, k, v, ticket, injecting, hands_out_lse, scale, plain_scores, wide_sums)
+        of_lse = hands_out_lse, uses_lse
+        q, k, v, *link = _Inputs.apply(q, k, v, ticket, injecting, *of_lse, scale, plain_scores, wide_sums)
     out, lse = attend(q, k, v)
     if lse is not None:
         _look_at_scores(lse.detach(), ticket)

@@ -3,7 +3,7 @@
 `tests/attention/test_private.py` says which of them a release has taken away.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,4 +20,5 @@ def unseen_by_checkpointing() -> AbstractContextManager:
     It replays the n-th product of the first forward as the n-th of the second. A repair adds products to one
     of the two only, and every later product would be given another's result.
     """
-    return _disable_current_modes()
+    # Entered for each check: without a mode to disable it is for nothing, and takes as long as a small sum.
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

@@ -56,7 +56,7 @@ class AttentionCheck:
     """Share of slots in which a layer is checked, forward and backward: 0.0 to 1.0, or `adaptive`: as many as
     `max_overhead` allows."""
 
-    max_overhead: float = 0.0125
+    max_overhead: float = 0.01
     """For frequency = "adaptive": the most that sampled checks take, as a share of what slots take without them,
     measured on the device. What is looked at in every slot comes on top: 0.2 to 0.7 % on an H100, as counted."""
 

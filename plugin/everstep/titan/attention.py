@@ -96,6 +96,8 @@ class _CheckedInner:
     """Whether the stock forward gives lse to an `out_transform`; `asked`: where the model has one, at a price."""
     wide_sums: ClassVar[bool] = False
     """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
+    narrow: ClassVar[bool] = False
+    """Whether the kernel takes values of fewer columns than keys have; its second run then takes half as long."""
     reads: ClassVar[torch.dtype | None] = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
@@ -158,7 +160,8 @@ class _CheckedInner:
         if torch.compiler.is_compiling():
             known["mask"] = _told_by(kwargs.get("attention_masks"))
             known["twice"] = plain and kwargs.get("is_causal", True)
-            out, lse = operators.attention(attend, q, k, v, hands_out_lse=with_lse, **known)
+            known |= {"hands_out_lse": with_lse, "uses_lse": out_transform is not None}
+            out, lse = operators.attention(attend, q, k, v, **known)
         else:
             out, lse = fused.attention(attend, q, k, v, **known)
         out = out.to(q_BLNH.dtype)
@@ -168,7 +171,7 @@ class _CheckedInner:
 class CheckedFlexAttention(_CheckedInner, FlexAttention):
     """FlexAttention, watched, or replaced by attention as matrices."""
 
-    wide_sums = True
+    wide_sums = narrow = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -186,7 +189,7 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
 class CheckedMatrixFlexAttention(CheckedFlexAttention, MatrixFlexAttention):
     """FlexAttention on a CPU, watched, or replaced by attention as matrices."""
 
-    wide_sums = False
+    wide_sums = narrow = False
     hands_out_lse = "asked"
 
     @dataclass(kw_only=True, slots=True)
@@ -460,7 +463,7 @@ def attach(
                     number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
                 if isinstance(module, _CheckedInner):
-                    module.guard.kernel = module.kernel
+                    module.guard.kernel, module.guard.narrow = module.kernel, module.narrow
                     inner += 1
     if not inner:
         raise ValueError(
