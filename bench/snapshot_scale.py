@@ -30,7 +30,7 @@ from everstep.snapshot.buffer import chunk_digests, root_of
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code, Domains, part_bounds
-from everstep.snapshot.restore import pack_own, read_padded
+from everstep.snapshot.restore import pack_own
 from everstep.snapshot.segment import run_id
 
 STEP = 7
@@ -58,7 +58,7 @@ class Light:
         self._run, self._groups, self._ranks = run, groups, ranks
         self._bytes, self._group = state_bytes, group
         held = [self._held(kind, rank)[0] for rank in range(ranks) for kind in ("data", "parity")]
-        listed = [{"header": header.to_json(), "sound": True} for header in held]
+        listed = [header.to_json() for header in held]
         # Encoded once: each keeper has a host of its own, and here nine hundred share two cores with who asks.
         self._inventory = wire.encoded({"buffers": listed})
         self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
@@ -106,8 +106,7 @@ def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: in
     header = Header(
         run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, history=1, members=members, parity=1,
         parity_group=mine, topology=layout.topology(rank, ranks), state_bytes=layout.size, part=part,
-        sequence=1, taken_at=1.0, payload_bytes=len(payload),
-        sections={"part": (0, size), "own": (size, size + len(own)), "layout": (size + len(own), len(payload))},
+        sequence=1, payload_bytes=len(payload), last_section=size + len(own),
         root=root_of(chunk_digests(payload.data)),
     )  # fmt: skip
     return header, payload
@@ -126,7 +125,8 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
     for giver in code.columns(stripe):
         shard = parity.aligned_bytes(length)
         at = code.stripes_of(giver).index(stripe) * length
-        read_padded(wire.Pieces([parts[giver][1].data]), at, shard)
+        piece = parts[giver][1][at : at + length]
+        shard[: len(piece)], shard[len(piece) :] = piece, 0
         shards.append(shard)
     out = parity.aligned_bytes(length)
     parity.combine([[1] * len(shards)], shards, [out])
@@ -136,7 +136,7 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
     values: dict[str, Any] = {
         **own.__dict__, "kind": "parity", "part": (0, 0),
         "roots": roots,
-        "sections": {"shards": (0, length), "covers": (length, len(payload))}, "payload_bytes": len(payload),
+        "last_section": length, "payload_bytes": len(payload),
         "root": root_of(chunk_digests(payload.data)),
     }  # fmt: skip
     values.pop("identity", None)
@@ -180,13 +180,11 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
             path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, os.getpid(), "", 1.0).__dict__))
-        topologies = [_flat(r, state_bytes)[0].topology(r, ranks) for r in range(ranks)]
-        share = lambda value: topologies if isinstance(value, str) else [value]  # noqa: E731
         began, used = time.monotonic(), time.process_time()
         # As rank 0 decides for its group and fetches its own state; the other ranks fetch at the same time elsewhere.
         found = recovery.recover(
             run_dir, group=groups - 1, rank=0, ranks=ranks, layout=_flat(0, state_bytes)[0], disk_step=None,
-            timeout=TIMEOUT, patience=PATIENCE, share=share,
+            timeout=TIMEOUT, patience=PATIENCE,
         )  # fmt: skip
         took, used = time.monotonic() - began, time.process_time() - used
         assert found.restored is not None, found.decision.reasons

@@ -45,7 +45,9 @@ COMMANDS = {
     "report": Command("compute what a run did from its events", "commands.report", "Report", "report"),
     "same": Command("compare two runs to the bit", "commands.same", "Same", "same"),
     "replay": Command("compute a step again and compare its bits", "commands.replay", "Replay", "replay"),
-    "snapshots": Command("show what a run holds in host memory", "commands.snapshots", "Snapshots", "snapshots"),
+    "snapshots": Command(
+        "show what a start would restore from host memory", "commands.snapshots", "Snapshots", "snapshots"
+    ),
     "pack": Command("make a token file from text", "commands.pack", "Pack", "pack"),
     "submit": Command("start a run on a Slurm cluster", "commands.cluster", "Submit", "submit", "sbatch"),
     "agent": Command(

@@ -1,18 +1,25 @@
-"""Chained deaths: all trainers, hosts, keepers, frozen members, starts with more or fewer groups, one after the other.
+"""Chained deaths: all trainers, hosts, keepers, also in a restore, members that stand still or are slow, starts with
+more or fewer groups, one after the other.
 
 python chain.py DEATHS SEED
 """
 
 import contextlib
-import os
 import random
-import signal
 import sys
+import threading
 import time
 from collections import Counter
 
-from everstep.snapshot import peers
-from snapshot_cluster import Cluster, assert_is_step, state_of
+from snapshot_cluster import Cluster, assert_is_step, slowed, state_of
+
+CODING_S = 2.0
+KINDS = {
+    "trainers": None, "host": None, "hosts": None, "keepers": None, "keepers while it restores": None,
+    "a keeper stands still": (10_000.0, 0.05), "a keeper is slow": (0.7, 0.02),
+    "a keeper stands still for the deadline": (CODING_S, 10_000.0),
+}  # fmt: skip
+"""What happens before or while everything dies; to a keeper, for how long it is stopped and goes on, in turn."""
 
 
 class Chain:
@@ -31,18 +38,18 @@ class Chain:
         self.kinds: Counter[str] = Counter()
 
     def run(self, deaths: int) -> None:
-        with Cluster(self._most, parity=self._parity, coding_timeout_s=2.0, interval=2) as run:
+        with Cluster(self._most, parity=self._parity, coding_timeout_s=CODING_S, interval=2) as run:
             self._take_steps(run)
             for number in range(deaths):
                 self._die(run, number)
                 self._take_steps(run)
 
-    def _take_steps(self, run: Cluster) -> None:
+    def _take_steps(self, run: Cluster, settle: bool | None = None) -> None:
         """Some commits, with the keepers' work done between them or not; the newest that is said to be protected."""
         for _ in range(self._chance.randint(2, 9)):
             self.step += 1
-            settle = self._chance.random() < 0.7
-            run.commit(self.step, members=run.groups, history=self.history, scale=self._scale, settle=settle)
+            waits = self._chance.random() < 0.7 if settle is None else settle
+            run.commit(self.step, members=run.groups, history=self.history, scale=self._scale, settle=waits)
             time.sleep(self._chance.choice((0.0, 0.01, 0.05)))
         said = [step for _, kind, step, _ in run.events if kind == "snapshot_protected"]
         self.protected = max([self.protected, *said])
@@ -50,11 +57,12 @@ class Chain:
 
     def _die(self, run: Cluster, number: int) -> None:
         chance = self._chance
-        kind = chance.choice(("trainers", "host", "hosts", "keepers", "frozen"))
-        frozen = self._freeze(run) if kind == "frozen" else None
-        if frozen is not None:
-            self._take_steps(run)
-        run.kill_trainers()
+        kind = chance.choice(list(KINDS))
+        with contextlib.ExitStack() as stack:
+            if duty := KINDS[kind]:
+                stack.enter_context(slowed(run, chance.choice(run.groups), *duty))
+                self._take_steps(run, settle=kind == "a keeper is slow")
+            run.kill_trainers()
         lost: list[int] = []
         if kind in ("host", "hosts"):
             count = 1 if kind == "host" else min(self._parity, len(run.groups) - 1)
@@ -62,18 +70,27 @@ class Chain:
             for group in lost:
                 run.lose_host(group)
         killed = list(lost)
-        if kind == "keepers":
+        if kind.startswith("keepers"):
             killed = chance.sample(run.groups, chance.randint(1, len(run.groups)))
+        if kind == "keepers":
             for group in killed:
                 run.kill_keeper(group)
-        if frozen is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(frozen, signal.SIGCONT)
         alive = [group for group in range(self._most) if group not in lost]
         for group in alive:  # a host that comes back looks for what it held
             run.start_keeper(group)
         run.tensors = dict.fromkeys(range(self._most), state_of(1, 0, self._scale).tensors)
-        found = run.recover(group=chance.randrange(self._most), patience_s=60)
+
+        def kill_and_start() -> None:
+            time.sleep(chance.random() * 0.05)
+            for group in killed:
+                run.kill_keeper(group)
+                run.start_keeper(group)
+
+        beside = threading.Thread(target=kill_and_start if kind == "keepers while it restores" else lambda: None)
+        starter = chance.randrange(self._most)
+        beside.start()
+        found = run.recover(group=starter, patience_s=60)
+        beside.join()
         told = (self._seed, number, kind, lost, killed, found.decision.step, self.protected, found.decision.reasons)
         assert found.decision.step >= self.protected, told
         if found.restored is None:
@@ -94,12 +111,6 @@ class Chain:
         else:
             for group in run.groups:
                 run.start_copier(group)
-
-    def _freeze(self, run: Cluster) -> int:
-        places = {place.group: place for place in peers.read_places(run.run_dir)}
-        pid = places[self._chance.choice(run.groups)].pid
-        os.kill(pid, signal.SIGSTOP)
-        return pid
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class Site:
         want = self.states[restored.step]
         assert np.array_equal(restored.flat, self.flat[restored.step]), "other bytes"
         assert (restored.meta, restored.blobs, restored.history) == (want.meta, want.blobs, 1)
-        assert Layout.from_json(restored.layout) == self.layout
+        assert restored.layout == self.layout
 
     def restore_files(self, changed: set[Path]) -> None:
         for path in changed:
@@ -244,7 +244,7 @@ def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
     end = HEADER_BYTES + header.payload_bytes
     if root_of(chunk_digests(memoryview(data[HEADER_BYTES:end]))) != header.root:
         return [path]  # checksums over bytes that another fault has changed would make these the right ones
-    data[HEADER_BYTES + chance.randrange(*header.sections["layout"])] ^= 1 << chance.randrange(8)
+    data[HEADER_BYTES + chance.randrange(header.last_section, header.payload_bytes)] ^= 1 << chance.randrange(8)
     table = chunk_digests(memoryview(data[HEADER_BYTES:end]))
     data[end : end + table.nbytes] = table.tobytes()
     path.write_bytes(_packed({**body, "root": root_of(table)}) + bytes(data[HEADER_BYTES:]))
@@ -282,7 +282,7 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
         site = Site(groups, **shape)
         stack.callback(site.close)
         stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
-        stack.enter_context(mock.patch.object(recovery, "LOOK_S", PATIENT_S))
+        stack.enter_context(mock.patch.object(recovery, "LOOK", timedelta(seconds=PATIENT_S)))
         assert site.start(0) == NEW
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")

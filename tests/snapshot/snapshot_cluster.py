@@ -6,8 +6,8 @@ import shutil
 import signal
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -104,13 +104,13 @@ class Cluster:
     def start_keeper(self, group: int) -> peers.Place:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings_of(group))
 
-    def start_copier(self, group: int, revive: Callable[[], None] = lambda: None, **changes) -> None:
+    def start_copier(self, group: int, **changes) -> None:
         emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
         settings = replace(self.settings_of(group), **changes)
         segment = Segment.of(settings, run_id(self.token), group)
         with contextlib.suppress(SnapshotError):
             segment.create()
-        self.copiers[group] = Copier(segment, 0, 1, settings, emit, revive)
+        self.copiers[group] = Copier(segment, 0, 1, settings, emit)
 
     def kill_keeper(self, group: int) -> None:
         for place in peers.read_places(self.run_dir):
@@ -219,10 +219,8 @@ class Cluster:
         found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, 6 * TIMEOUT)
         return [buffer for buffers in found.values() for buffer in buffers]
 
-    def decide(self, disk_step=None, ranks: int | None = None, topologies=None) -> sources.Decision:
-        return sources.decide(
-            self.held(), run=run_id(self.token), ranks=ranks, disk_step=disk_step, topologies=topologies
-        )
+    def decide(self, disk_step=None) -> sources.Decision:
+        return sources.decide(self.held(), run=run_id(self.token), disk_step=disk_step)
 
     def recover(self, group: int = 0, disk_step: int | None = None, patience_s: float = 0) -> recovery.Recovery:
         return recovery.recover(
@@ -244,13 +242,37 @@ class Cluster:
         return found
 
     def restore(self, decision: sources.Decision, group: int = 0) -> restore.Restored:
-        return restore.restore_rank(decision.columns[0], 0, group, self.token, TIMEOUT)
+        return restore.restore_rank(decision.columns[0], group, self.token, TIMEOUT)
+
+
+@contextlib.contextmanager
+def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: float = 0.05):
+    """The group's keeper stands still, most of the time or all of it."""
+    pid = next(place.pid for place in peers.read_places(run.run_dir) if place.group == group)
+    over = threading.Event()
+
+    def duty() -> None:
+        while not over.is_set():
+            for signum, wait_s in ((signal.SIGSTOP, stopped_s), (signal.SIGCONT, running_s)):
+                with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+                    os.kill(pid, signum)
+                over.wait(wait_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=duty)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def assert_is_step(restored: restore.Restored, step: int, scale: float = 1, seed: int = 0) -> None:
     """The restored state is that of the step, bit for bit, and nothing else."""
     want = state_of(step, seed, scale)
-    got = Layout.from_json(restored.layout).views(torch.from_numpy(restored.flat))
+    got = restored.layout.views(torch.from_numpy(restored.flat))
     assert restored.step == step
     assert got.keys() == want.tensors.keys()
     for name, tensor in want.tensors.items():

@@ -6,17 +6,17 @@ import os
 import re
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from everstep.quorum.streams import Streams
 from everstep.snapshot import buffer, copier, layout
 from everstep.snapshot.buffer import SnapshotError, cgroup_free_bytes
 from everstep.snapshot.header import Header
-from everstep.snapshot.layout import Layout, State
+from everstep.snapshot.layout import State
 from everstep.snapshot.parity import Domains
 from snapshot_cluster import Cluster, assert_is_step, file_of
 
@@ -35,7 +35,7 @@ def test_a_buffer_that_the_next_forward_changes_is_restored_as_it_was():
         run.wait()
         run.tensors = {0: mine}
         restored = run.recover().restored
-        views = Layout.from_json(restored.layout).views(torch.from_numpy(restored.flat))
+        views = restored.layout.views(torch.from_numpy(restored.flat))
         assert [view.unique().tolist() for view in views.values()] == [[2.0], [2.0]]
 
 
@@ -53,7 +53,7 @@ def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatc
         run.commit(2)
         run.wait()
         run.all_settled()
-        assert not any(copier.word().published for copier in run.copiers.values())
+        assert not any(copier.word().coded for copier in run.copiers.values())
         run.commit(3)
         assert {copier.agreed.anchor for copier in run.copiers.values()} == {(1, 1, "")}
         run.wait()
@@ -148,7 +148,7 @@ def test_no_byte_is_hashed_in_the_trainers_own_thread(monkeypatch):
 
         return hashes
 
-    monkeypatch.setattr(layout, "xxhash", SimpleNamespace(xxh3_64=noted(layout.xxhash.xxh3_64)))
+    monkeypatch.setattr(xxhash, "xxh3_64", noted(xxhash.xxh3_64))
     monkeypatch.setattr(layout, "chunk_digests", noted(layout.chunk_digests))
     with Cluster(1, parity=0) as run:
         run.take(1, 2, coded=False)
@@ -160,8 +160,8 @@ def test_a_header_of_thousands_of_groups_is_small_and_comes_back():
     mine = Domains(members, 8, 2, (0,) * len(members)).group_of(1)
     header = Header(
         run="0" * 16, kind="data", group=1, rank=0, ranks=8, step=1, history=1, members=members, parity=2,
-        parity_group=mine, topology="t", state_bytes=64, part=(0, 0), sequence=1, taken_at=1.0,
-        sections={"part": (0, 0), "own": (0, 0), "layout": (0, 0)},
+        parity_group=mine, topology="t", state_bytes=64, part=(0, 0), sequence=1,
+        last_section=0,
     )  # fmt: skip
     text = json.dumps(header.to_json())
     assert len(text) < 2000

@@ -1,9 +1,7 @@
 """What is left when something dies: real keepers, real segments, real deaths."""
 
-import contextlib
+import json
 import os
-import signal
-import threading
 import time
 
 import pytest
@@ -15,7 +13,7 @@ from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.layout import State
 from everstep.snapshot.parity import Domains
 from everstep.snapshot.restore import in_turn
-from snapshot_cluster import Cluster, assert_is_step, wait_until
+from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
 
 
 def line_of(run: Cluster) -> str:
@@ -29,28 +27,6 @@ def line_of(run: Cluster) -> str:
 def protected(run: Cluster) -> list[int]:
     """Steps that a group has said are protected."""
     return [step for group, kind, step, _ in run.events if (group, kind) == (0, "snapshot_protected")]
-
-
-@contextlib.contextmanager
-def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: float = 0.05):
-    """The group's keeper stands still, most of the time or all of it."""
-    pid = next(place.pid for place in peers.read_places(run.run_dir) if place.group == group)
-    over = threading.Event()
-
-    def duty() -> None:
-        while not over.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            over.wait(stopped_s)
-            os.kill(pid, signal.SIGCONT)
-            over.wait(running_s)
-
-    thread = threading.Thread(target=duty)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +128,6 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
                 time.sleep(0.02)
                 assert time.monotonic() - began < 20, "one deadline, and room for a busy machine"
             run.kill_trainers()
-        if duty[0] < 1:
-            return  # whoever was late last is out
         [why] = [f["reason"] for g, kind, _, f in run.events if (g, kind) == (0, "snapshot_unprotected")]
         assert "group 3 did not keep up" in why
         for group in (0, 3):
@@ -215,7 +189,7 @@ def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
             run.copiers[group].close()
             run.start_copier(group)
         run.copiers[0].agreed = Agreed(anchor=(2, 1, ""))
-        run.copiers[1].agreed = Agreed.from_json(run.copiers[0].agreed.to_json())
+        run.copiers[1].agreed = Agreed.from_json(json.loads(json.dumps(run.copiers[0].agreed.to_json())))
         for step in (3, 4):
             run.commit(step, history=2)
             run.wait()
@@ -258,9 +232,6 @@ def test_damage_that_a_keeper_finds_is_never_coded_nor_restored():
         run.damage(1, step=2, at=100)
         run.start_keeper(1)
         wait_until(lambda: "chunks [0] do not match" in run.segment(1).read_notes(0).reason)
-        assert {h.header.step: h.sound for h in run.held() if h.header.kind == "data" and h.header.group == 1}[
-            2
-        ] is False
-        wait_until(lambda: "the part of group 1 did not come in time" in run.segment(0).read_notes(0).reason)
+        wait_until(lambda: "the part of group 1" in run.segment(0).read_notes(0).reason)
         assert {h.step for g in run.groups for h in run.segment(g).headers("parity", 0) if h} == {1}
         assert_is_step(run.recover().restored, 1)

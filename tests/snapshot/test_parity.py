@@ -35,12 +35,6 @@ def encode(data, m):
     return out
 
 
-def test_the_field_is_the_one_it_says():
-    for a, b in itertools.product(range(0, 256, 7), range(256)):
-        assert parity.gf_multiply(a, b) == slow_multiply(a, b)
-    assert all(parity.gf_multiply(a, parity.gf_inverse(a)) == 1 for a in range(1, 256))
-
-
 def test_parity_is_p_and_q_of_raid_6():
     data = some_shards(4, 1000)
     p, q = encode(data, 2)
@@ -69,11 +63,6 @@ def test_every_loss_within_the_promise_is_repaired(k, m):
             if lost:
                 parity.combine(parity.decoding_rows(k, m, lost, have), [everything[i] for i in have[:k]], out)
             assert all(np.array_equal(out[j], data[i]) for j, i in enumerate(lost)), gone
-
-
-def test_one_loss_more_is_an_error_and_no_bytes():
-    with pytest.raises(parity.ParityError, match="3 shards are needed and 2 are there"):
-        parity.decoding_rows(3, 2, [0, 1, 2], [3, 4])
 
 
 codes = st.tuples(st.integers(2, 12), st.integers(1, 2))

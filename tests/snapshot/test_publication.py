@@ -16,7 +16,6 @@ from everstep.snapshot.buffer import (
     BufferReader,
     BufferWriter,
     Header,
-    SnapshotError,
     chunk_digests,
     root_of,
 )
@@ -28,8 +27,7 @@ def header_of(step: int, size: int = SIZE) -> Header:
     return Header(
         run="r", kind="data", group=0, rank=0, ranks=1, step=step, history=1, members=(0,), parity=0, parity_group=(0,),
         topology="t", state_bytes=size, part=(0, size), sequence=step,
-        sections={"part": (0, size), "own": (size, size), "layout": (size, size)},
-        taken_at=0.0,
+        last_section=size,
         payload_bytes=size,
     )  # fmt: skip
 
@@ -70,8 +68,9 @@ def folder():
         yield Path(name)
 
 
-def lines_of(action) -> int:
-    """How many lines of the buffer module an action runs through."""
+def run_to_line(action, last: int | None) -> int:
+    """Run `action`, and kill this process before its `last`-th line of the buffer module or of this one. How many lines
+    there were."""
     count = 0
 
     def tracer(frame, event, arg):
@@ -79,6 +78,8 @@ def lines_of(action) -> int:
         if not frame.f_code.co_filename.endswith(("buffer.py", "test_publication.py")):
             return None
         count += event == "line"
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
         return tracer
 
     sys.settrace(tracer)
@@ -90,23 +91,9 @@ def lines_of(action) -> int:
 
 
 def die_at_line(action, number: int) -> None:
-    """Run `action` in a forked child that is SIGKILLed before its `number`-th line; returns when it is
-    dead."""
     pid = os.fork()
     if pid == 0:
-        count = 0
-
-        def tracer(frame, event, arg):
-            nonlocal count
-            if not frame.f_code.co_filename.endswith(("buffer.py", "test_publication.py")):
-                return None
-            count += event == "line"
-            if count >= number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return tracer
-
-        sys.settrace(tracer)
-        action()
+        run_to_line(action, number)
         os._exit(0)
     os.waitpid(pid, 0)
 
@@ -120,7 +107,7 @@ def test_killed_at_any_line_of_a_publication_the_buffer_holds_one_step_or_none(f
 
     take(1)
     take(2)
-    total = lines_of(lambda: take(3))
+    total = run_to_line(lambda: take(3), None)
     assert total > 60
     found = []
     for number in [*range(1, total + 1, every), total + 1]:
@@ -155,12 +142,3 @@ def test_a_reader_beside_a_busy_writer_sees_only_whole_steps(folder):
     over.set()
     thread.join()
     assert what_is_there(path) is not None
-
-
-def test_a_full_tmpfs_is_an_error_with_the_numbers_and_not_a_crash(folder):
-    writer = BufferWriter(folder / "buffer-0")
-    with pytest.raises(SnapshotError, match=r"need \d+ bytes more, and there are \d+ .*free"):
-        writer.reserve(1 << 46)
-    assert (folder / "buffer-0").stat().st_size < 4096
-    publish(writer, 1)
-    assert what_is_there(folder / "buffer-0") == 1

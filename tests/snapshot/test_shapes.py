@@ -102,18 +102,9 @@ def save(run: Cluster, ranks: list[Rank]) -> None:
 
 def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:
     layouts = [Layout.of(*each) for each in ranks]
-    topologies = [layout.topology(number, len(ranks)) for number, layout in enumerate(layouts)]
-    decided = []
-
-    def share(value):
-        if isinstance(value, str):
-            return topologies
-        decided.append(value)
-        return [value]
-
     return recovery.recover(
         run.run_dir, group=0, rank=0, ranks=len(ranks), layout=layouts[rank], disk_step=None, timeout=TIMEOUT,
-        patience=AT_ONCE, share=share,
+        patience=AT_ONCE,
     )  # fmt: skip
 
 

@@ -1,33 +1,35 @@
-"""`everstep snapshots`: what a run holds in host memory."""
+"""`everstep snapshots`: what a run has in host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import tyro
 
 from everstep.run.directory import LaunchError
+from everstep.run.token import read_token
+
+TIMEOUT = timedelta(seconds=10)
+"""The longest silence of a keeper."""
 
 
 @dataclass(kw_only=True)
 class Snapshots:
-    """Show what the keepers of a run hold in memory: steps, groups, sizes, age, checks."""
+    """Show what a start of a run would restore from memory."""
 
     run_dir: tyro.conf.Positional[Path | None] = None
     """The run directory."""
 
     sweep: bool = False
-    """Remove the snapshots in this machine's memory that no live run owns, instead of showing those of a run."""
+    """Remove the snapshots in this machine's memory that no live run owns, instead."""
 
     segment_dir: Path = Path("/dev/shm")
     """Where to sweep: the runs' snapshot.segment_dir."""
 
-    verify: bool = False
-    """Fetch, decode and verify the newest restorable state as a start would."""
-
 
 def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
-    """Exit status 0 if the keepers hold a state that can be restored, and with --verify if it is sound."""
+    """Exit status 0 if there is a state that can be restored."""
     if command.sweep:
         from everstep.snapshot.keepers import sweep
 
@@ -35,11 +37,15 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         return 0
     if command.run_dir is None:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
-    from everstep.snapshot.recovery import InspectError, describe, inspect
+    from everstep.snapshot.recovery import look
 
     try:
-        found = inspect(command.run_dir, verify=command.verify)
-    except InspectError as error:
-        raise LaunchError(str(error)) from error
-    print(describe(found))
-    return 0 if found.sound else 1
+        token = read_token(command.run_dir)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{command.run_dir} is no run directory, or not yours: {error}") from error
+    found = look(command.run_dir, token, timeout=TIMEOUT, patience=timedelta(0))
+    for reason in found.reasons:
+        print(f"not restorable: {reason}")
+    what = f"restore step {found.step} ({found.source})" if found.from_memory else "find nothing in memory"
+    print(f"a start would {what}")
+    return 0 if found.from_memory else 1

@@ -23,7 +23,7 @@ import torch
 
 from everstep import wire
 from everstep.quorum import memory
-from everstep.quorum.streams import Streams, streams_of
+from everstep.quorum.streams import Streams, bring, page_locked, streams_of
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
 
@@ -71,17 +71,16 @@ class _Copy(threading.Thread):
         self.nbytes = sum(map(len, self._sources)) + sum(map(len, self._blobs))
         self._streams, self._ready = streams, streams.record()
         on_device = any(source.device != HOST for source in self._sources)
-        self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) if on_device else None
+        self._staging = page_locked(STAGING_BYTES) if on_device else None
         self._pieces: wire.Pieces | None = None
         self._error = ""
         self.start()
 
     def run(self) -> None:
         try:
-            with memory.room_for(self.nbytes) as has_room, self._streams.of_sums():
+            with memory.room_for(self.nbytes) as has_room:
                 if not has_room:
                     raise MemoryError("this host has no memory for a copy")
-                self._streams.wait(self._ready)
                 copies = [_memory_of(self._on_host(source)) for source in self._sources]
             self._pieces = wire.Pieces(copies + self._blobs)
         except (MemoryError, RuntimeError, OSError) as error:
@@ -101,9 +100,7 @@ class _Copy(threading.Thread):
         target = torch.empty(len(source), dtype=torch.uint8)
         for some, there in zip(source.split(STAGING_BYTES), target.split(STAGING_BYTES), strict=True):
             staged = self._staging[: len(some)]
-            staged.copy_(some, non_blocking=True)
-            if (done := self._streams.record()) is not None:
-                done.synchronize()
+            bring([(some, staged)], self._streams, self._ready)
             there.copy_(staged)
         return target
 

@@ -1,10 +1,13 @@
 """The order of work on a device, for sums, heals and snapshots; on a CPU everything is in order already."""
 
 import contextlib
-from collections.abc import Hashable, Iterator
+import logging
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+
+log = logging.getLogger("everstep.streams")
 
 WITH_ATTENTION_KERNELS = ("cuda", "xpu")
 """Types of the devices that PyTorch's kernels of FlexAttention and varlen attention train on."""
@@ -73,6 +76,31 @@ class DeviceStreams(Streams):
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+
+def bring(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], streams: Streams, ready: Event | None) -> None:
+    """Copy each (source, target) to the host, on a stream of its own; returns when all are there.
+
+    Args:
+        ready: what the copies must come after; recorded on the compute stream.
+    """
+    with streams.of_sums():
+        streams.wait(ready)
+        for source, target in pieces:
+            target.copy_(source, non_blocking=True)
+        done = streams.record()
+    if done is not None:
+        done.synchronize()
+
+
+def page_locked(size: int) -> torch.Tensor:
+    """Zeros, uint8 [size], to which an accelerator copies by itself if its driver gives such memory; to any other the
+    copies take longer."""
+    try:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        log.warning("copies go through memory that is not page-locked: %s", error)
+        return torch.zeros(size, dtype=torch.uint8)
 
 
 def streams_of(device: torch.device) -> Streams:

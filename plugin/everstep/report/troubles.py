@@ -96,13 +96,13 @@ ROWS: dict[str, Row] = {
     "snapshot_failed": Row(
         "snapshots",
         "The newest snapshot of group {group} was not taken: {cause}. A loss of its host now goes back to {coded}; "
-        "everstep snapshots RUN_DIR shows who holds what.",
+        "everstep snapshots RUN_DIR says what a start would restore.",
         ends=("snapshot_protected",),
     ),
     "snapshot_unprotected": Row(
         "snapshots",
         "The newest snapshot of group {group} is not coded: {cause}. A loss of its host now goes back to {coded}; "
-        "everstep snapshots RUN_DIR shows who holds what.",
+        "everstep snapshots RUN_DIR says what a start would restore.",
         ends=("snapshot_protected",),
     ),
     "workers_unprotected": Row(

@@ -11,13 +11,14 @@ most others waited for. The others share its part, as they do that of a group th
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from everstep.run import typed
 from everstep.snapshot.header import Moment
 from everstep.snapshot.parity import LOCATION_BITS, Domains
 
-_FLAGS = 5
+_FLAGS = 4
 """Bits of an encoded word that are yes or no."""
 _WAITS_BITS = 8
 assert _FLAGS + _WAITS_BITS + LOCATION_BITS <= 53  # which a float64 has
@@ -27,8 +28,6 @@ assert _FLAGS + _WAITS_BITS + LOCATION_BITS <= 53  # which a float64 has
 class Word:
     """What a group says of the snapshot that was taken last."""
 
-    published: bool = False
-    """It holds its part, and has not found it damaged."""
     settled: bool = True
     """Nothing more will come of it here."""
     coded: bool = False
@@ -42,7 +41,7 @@ class Word:
 
     def encode(self) -> int:
         """As a number above 0, below 2^53."""
-        bits = (True, self.published, self.settled, self.coded, self.able)
+        bits = (True, self.settled, self.coded, self.able)
         flags = sum(1 << place for place, bit in enumerate(bits) if bit)
         return flags | self.waits_for + 1 << _FLAGS | self.location << _FLAGS + _WAITS_BITS
 
@@ -67,18 +66,13 @@ class Agreed:
     locations: tuple[int, ...] = ()
     """Of its members' hosts."""
 
-    def to_json(self) -> list[Any]:
-        return [self.taken, self.anchor, self.members, self.locations]
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Agreed":
-        taken, anchor, members, locations = body
-        return cls(
-            taken and (int(taken[0]), int(taken[1]), str(taken[2])),
-            anchor and (int(anchor[0]), int(anchor[1]), str(anchor[2])),
-            tuple(map(int, members)),
-            tuple(map(int, locations)),
-        )
+    def from_json(cls, body: Any) -> "Agreed":
+        """The inverse. Raises ValueError."""
+        return typed.parse(cls, body, "what is agreed on snapshots:")
 
     def take(self, taken: Moment, members: tuple[int, ...], words: Mapping[int, Word]) -> "Agreed":
         """A snapshot is taken."""
@@ -119,7 +113,7 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
     over = replace(agreed, taken=None)
     if len(spoke) < len(agreed.members):  # some are gone, and with them their parts
         return Outcome(over)
-    if all(word.published and word.coded for word in spoke.values()):
+    if all(word.coded for word in spoke.values()):
         return Outcome(replace(over, anchor=agreed.taken), protected=True)
     groups = agreed.domains(size, parity).groups
     return Outcome(

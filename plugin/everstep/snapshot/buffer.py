@@ -1,7 +1,7 @@
 """A buffer: one file on tmpfs that holds one step's payload, or provably nothing.
 
-    [0, 64 KiB)  header: magic, length and XXH3 of a JSON body, the body
-    [64 KiB, …)  payload
+    [0, 16 KiB)  header: magic, length and XXH3 of a JSON body, the body
+    [16 KiB, …)  payload
     after it     table: the XXH3-64 of every MiB of the payload
 
 Publication order: the old header is wiped, then payload, table, and last the header with the table's own XXH3
@@ -15,6 +15,7 @@ read, where a mapping would be SIGBUS.
 Host memory is not ours alone: what is left of it is looked at before more is taken.
 """
 
+import contextlib
 import errno
 import functools
 import json
@@ -22,7 +23,6 @@ import mmap
 import os
 import stat
 import struct
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,8 @@ ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
 class SnapshotError(RuntimeError):
-    """A buffer that cannot be made, written or believed; the message says which file and why."""
+    """A buffer that cannot be made, written or believed, or a keeper that cannot be started; the message says which and
+    why."""
 
 
 def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
@@ -90,57 +91,48 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
         raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
 
 
+_CGROUPS = {
+    "": ("", "memory.max", "memory.current", "file", "shmem"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
+}
+"""By controller, of control groups of version 2 and 1: where they are mounted, and their files and keys."""
+
+
 def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory left under the tightest control group limit of this process, version 1 or 2; None without a limit.
+    """Memory left under the tightest control group limit of this process; None without a limit.
 
     Page cache that the kernel can drop is counted as free; tmpfs pages, which it cannot, are not.
     """
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return None
-    left = None
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            top = mount / "unified" if (mount / "unified").is_dir() else mount
-            files = ("memory.max", "memory.current", ("file", "shmem"))
-        elif "memory" in controllers.split(","):
-            top = mount / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache", "total_shmem"))
-        else:
-            continue
-        folder = top / name.lstrip("/")
-        while True:
-            here = _left_in(folder, *files)
-            if here is not None:
-                left = here if left is None else min(left, here)
-            if folder in (top, folder.parent):
-                break
-            folder = folder.parent
-    return left
+    found: list[int | None] = []
+    with contextlib.suppress(OSError):
+        for line in proc.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            for controller in _CGROUPS.keys() & controllers.split(","):
+                folder, *words = _CGROUPS[controller]
+                own = mount / folder / name.lstrip("/")
+                found += [_left_in(each, *words) for each in (own, *own.parents)]
+    return min((left for left in found if left is not None), default=None)
 
 
-def _left_in(folder: Path, limit_file: str, usage_file: str, cache: tuple[str, str]) -> int | None:
+def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared: str) -> int | None:
     try:
-        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
-        if limit == "max" or int(limit) >= 1 << 60:  # version 1 says "no limit" with a number near 2^63
-            return None
+        limit, used = int((folder / limit_file).read_text()), int((folder / usage_file).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - used + max(int(stat[cache[0]]) - int(stat[cache[1]]), 0)
+        free = limit - used + max(int(stat[cache]) - int(stat[shared]), 0)
+        return free if limit < 1 << 60 else None  # version 1 says "no limit" with a number near 2^63
     except (OSError, ValueError, KeyError):
-        return None  # the root group, or a kernel without this controller, has no such files: no limit there
+        return None  # "max", or the root group, or what is above it, which has no such files
 
 
 MAGIC = b"evsbuf01"
-HEADER_BYTES = 64 << 10
+HEADER_BYTES = 16 << 10
 CHUNK_BYTES = 1 << 20
 """What one checksum is over, and what coding holds of each shard at a time."""
 SPARE_BYTES = 16 << 10
-FIRST_READ_BYTES = 4096
-"""What nearly every header fits in."""
+"""Of a file: what a snapshot carries beside tensors is a few bytes longer at one step than at another, and to make room
+anew costs as much as the copy."""
 _PREFIX = struct.Struct("<8sIQ")
-_MADV_POPULATE_WRITE = 23  # Linux >= 5.14; absent from Python's mmap
+_MADV_POPULATE_WRITE = 23  # Linux >= 5.14, elsewhere an error; absent from Python's mmap
 
 
 def chunks(payload_bytes: int) -> list[tuple[int, int]]:
@@ -156,12 +148,6 @@ def table_bytes(payload_bytes: int) -> int:
 def file_bytes(payload_bytes: int) -> int:
     """Size that a file with this payload has at least."""
     return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes)
-
-
-def reserved_bytes(payload_bytes: int) -> int:
-    """Size of the file that is made for a payload. Some is spare: what a snapshot carries beside tensors is a few bytes
-    longer at one step than at another, and to make room anew costs as much as the copy."""
-    return -(-(file_bytes(payload_bytes) + SPARE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def chunk_digests(payload: memoryview) -> np.ndarray:
@@ -207,27 +193,23 @@ def _parsed(body: bytes) -> Header | None:
 
 
 class BufferReader:
-    """Reads a buffer that another process may be overwriting or deleting. Usable from several threads."""
+    """Reads a buffer that another process may be overwriting or deleting."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError: it is not there, not ours, or no file, such as a pipe, which would be waited for."""
         self.path = path
         with open_regular(path) as file:
             self._fd = os.dup(file.fileno())
-        self._own = threading.local()
+        self._buffer = memoryview(b"")
 
     def close(self) -> None:
         os.close(self._fd)
 
     def header(self) -> Header | None:
         """The header, or None when nothing is published: empty, being written, damaged or cut short."""
-        area = os.pread(self._fd, FIRST_READ_BYTES, 0)
-        if len(area) == FIRST_READ_BYTES and _PREFIX.unpack_from(area)[1] > FIRST_READ_BYTES - _PREFIX.size:
-            area = os.pread(self._fd, HEADER_BYTES, 0)
-        header = _unpack_header(area)
-        if header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes):
-            return None
-        return header
+        header = _unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
+        short = header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes)
+        return None if short else header
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Payload and table, end to end, from `offset` on. Raises SnapshotError when the file has become too
@@ -240,24 +222,18 @@ class BufferReader:
             got += n
 
     def views(self, offset: int, length: int) -> list[memoryview]:
-        """`wire.Bytes`: a copy of that range in the calling thread's buffer, good until its next call."""
-        buffer = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < length:
-            buffer = self._own.buffer = memoryview(bytearray(length))
-        self.read_into(buffer[:length], offset)
-        return [buffer[:length]]
-
-    def table(self, header: Header) -> np.ndarray | None:
-        """The chunk table, or None when it is not the one that the header vouches for."""
-        table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
-        self.read_into(table.view(np.uint8).data, header.payload_bytes)
-        return table if root_of(table) == header.root else None
+        """`wire.Bytes`: a copy of that range, good until the next call."""
+        if len(self._buffer) < length:
+            self._buffer = memoryview(bytearray(length))
+        self.read_into(self._buffer[:length], offset)
+        return [self._buffer[:length]]
 
     def damage(self, header: Header) -> str:
         """Recompute every checksum: what is wrong, as a sentence; "" if every byte is the published one. Raises
         SnapshotError when the file has become too short."""
-        table = self.table(header)
-        if table is None:
+        table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+        self.read_into(table.view(np.uint8).data, header.payload_bytes)
+        if root_of(table) != header.root:
             return "the checksum table does not match its header"
         bad = []
         buffer = memoryview(bytearray(min(CHUNK_BYTES, header.payload_bytes)))
@@ -278,45 +254,34 @@ class BufferWriter:
         self.path, self._reserve_bytes = path, reserve_bytes
         self._fd = -1
         self._map: mmap.mmap | None = None
-        self.capacity = 0
-        """Payload bytes that fit without asking for memory."""
 
     def reserve(self, payload_bytes: int) -> None:
         """Make room for a payload, allocated and prefaulted. What the file held may be gone.
 
         Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
         """
+        if self._map is not None and self._still_there() and file_bytes(payload_bytes) <= len(self._map):
+            return
+        self.release()
         try:
-            if self._map is not None and self._still_there() and payload_bytes <= self.capacity:
-                return
-            self.release()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             os.pwrite(self._fd, bytes(_PREFIX.size), 0)
             size = os.fstat(self._fd).st_size
-            want = reserved_bytes(payload_bytes)
+            want = file_bytes(payload_bytes + SPARE_BYTES)
             allocate(self._fd, self.path, want, self._reserve_bytes)
             self._map = mmap.mmap(self._fd, max(size, want))
-            self._prefault()
-        except OSError as error:
+            with contextlib.suppress(OSError):
+                # First touch costs four times as much as a copy into memory that is there; it is paid here, once.
+                self._map.madvise(_MADV_POPULATE_WRITE)
+        except (OSError, SnapshotError) as error:
             self.release()
+            if isinstance(error, SnapshotError):
+                raise
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
-        except SnapshotError:
-            self.release()
-            raise
-        # What is spare is one more chunk of the table at most.
-        self.capacity = payload_bytes + want - file_bytes(payload_bytes) - 8
 
     def _still_there(self) -> bool:
         mine = os.fstat(self._fd)
         return mine.st_nlink > 0 and mine.st_size >= len(self._map or b"")
-
-    def _prefault(self) -> None:
-        # First touch costs four times as much as a copy into memory that is there; it is paid here, once.
-        assert self._map is not None
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
-        except OSError:
-            np.frombuffer(self._map, dtype=np.uint8)[HEADER_BYTES :: mmap.PAGESIZE] |= 0
 
     def begin(self) -> None:
         """Wipe the header. From here to `publish` the buffer holds nothing."""
@@ -347,4 +312,3 @@ class BufferWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self.capacity = 0

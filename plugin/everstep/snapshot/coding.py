@@ -11,15 +11,16 @@ import json
 import logging
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from everstep import wire
-from everstep.snapshot import parity, peers
+from everstep.snapshot import parity
 from everstep.snapshot.buffer import (
-    BUFFERS,
     CHUNK_BYTES,
     BufferReader,
     BufferWriter,
@@ -51,6 +52,31 @@ class CodingError(RuntimeError):
         self.group = group
 
 
+class _Waits:
+    """What the time until a deadline was spent on: once it is over it is so for all, also for who was quick."""
+
+    def __init__(self, deadline: float) -> None:
+        """`deadline`: of time.monotonic()."""
+        self.deadline = deadline
+        self._spent_s: dict[int, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def on(self, *groups: int) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            for group in groups:
+                self._spent_s[group] += time.monotonic() - began
+
+    def failed(self, group: int, why: str) -> CodingError:
+        """Because of this group, or when the time is over because of the one that took most of it."""
+        if time.monotonic() < self.deadline:
+            return CodingError(f"the part of group {group} did not come: {why}", group)
+        slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
+        return CodingError(f"the part of group {slowest} did not come in time ({why})", slowest)
+
+
 class Watch:
     """Verifies and codes what one rank's trainer publishes. But for `note` for one thread alone."""
 
@@ -65,8 +91,6 @@ class Watch:
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
         self._dealt: Header | None = None
-        self.sound: dict[int, bool] = {}
-        """By sequence: whether the bytes of a buffer matched its checksums."""
 
     def note(self, **changes: Any) -> None:
         """Tell the trainer, by way of the notes file."""
@@ -88,48 +112,27 @@ class Watch:
 
     def deal(self, newest: Header, deadline: float) -> None:
         """Verify and code it, or give it up at the deadline, of time.monotonic()."""
-        self._dealt = newest
+        self._dealt, reason, waits_for = newest, "", self._segment.group
+        self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
         try:
-            self._deal(newest, deadline)
+            reason = self._damage(newest)
+            if newest.parity and not reason:
+                self._code(newest, deadline)
+        except CodingError as error:
+            reason, waits_for = str(error), error.group
+        except SnapshotError as error:
+            reason = str(error)
         except Exception as error:
             log.exception("group %d, rank %d", self._segment.group, self.rank)
-            self._give_up(f"the keeper failed: {type(error).__name__}: {error}", self._segment.group)
+            reason = f"the keeper failed: {type(error).__name__}: {error}"
+        self.note(coded=not reason, settled=True, reason=reason, waits_for=waits_for if reason else NOBODY)
 
     def _newest(self) -> Header | None:
-        held = filter(None, self._segment.headers("data", self.rank))
+        held = [header for _, header in self._segment.held("data", self.rank)]
         return max(held, key=lambda header: header.sequence, default=None)
 
-    def _deal(self, newest: Header, deadline: float) -> None:
-        damage = self._damage(newest)
-        self.sound = {**dict(list(self.sound.items())[-BUFFERS:]), newest.sequence: not damage}
-        if damage:
-            log.error("group %d, rank %d, step %d: %s", self._segment.group, self.rank, newest.step, damage)
-            self._give_up(damage, self._segment.group)
-            return
-        coding = newest.parity > 0
-        self.note(sequence=newest.sequence, sound=True, coded=False, settled=not coding, reason="", waits_for=-1)
-        if not coding:
-            return
-        try:
-            self._code(newest, deadline)
-        except CodingError as error:
-            self._give_up(str(error), error.group)
-        except SnapshotError as error:
-            self._give_up(str(error), self._segment.group)
-        else:
-            self.note(coded=True, settled=True)
-
-    def _give_up(self, reason: str, group: int) -> None:
-        """What is being dealt with is as far as it will get."""
-        if self._dealt is not None:
-            sequence = self._dealt.sequence
-            sound = self.sound.get(sequence, False)
-            self.note(sequence=sequence, sound=sound, coded=False, settled=True, reason=reason, waits_for=group)
-
     def _damage(self, header: Header) -> str:
-        for path, held in zip(
-            self._segment.files("data", self.rank), self._segment.headers("data", self.rank), strict=True
-        ):
+        for path, held in self._segment.held("data", self.rank):
             if held == header:
                 with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
                     return reader.damage(header)
@@ -138,11 +141,11 @@ class Watch:
     def _code(self, own: Header, deadline: float) -> None:
         """Make and publish this member's piece of the code. Raises CodingError or SnapshotError."""
         code = Code(own.parity_group, own.parity)
-        for piece in filter(None, self._segment.headers("parity", self.rank)):
+        for _, piece in self._segment.held("parity", self.rank):
             if piece.identity == own.identity and own.root in piece.roots:
                 return  # of this keeper's life before
         with contextlib.ExitStack() as stack:
-            givers = self._givers(own, code, deadline, stack)
+            givers = self._givers(own, code, _Waits(deadline), stack)
             headers = [own if member == own.group else givers[member].header for member in code.members]
             covers = json.dumps([header.to_json() for header in headers]).encode()
             length = code.shard_bytes([header.payload_bytes for header in headers])
@@ -161,14 +164,13 @@ class Watch:
             kind="parity",
             part=(0, 0),
             roots=tuple(header.root for header in headers),
-            sections={"shards": (0, code.parity * length), "covers": (code.parity * length, size)},
+            last_section=code.parity * length,
             payload_bytes=size,
-            taken_at=time.time(),
             root="",
         )
         writer.publish(header, chunk_digests(payload.data))
 
-    def _givers(self, own: Header, code: Code, deadline: float, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
+    def _givers(self, own: Header, code: Code, waits: _Waits, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
         """Connections to the other members, as soon as their keepers serve their parts of the same snapshot."""
         found: dict[int, _Giver] = {}
         turn = code.members.index(own.group)
@@ -177,17 +179,17 @@ class Watch:
         while absent := [member for member in others if member not in found]:
             for member in absent:
                 try:
-                    found[member] = _Giver.open(self._neighbours, own, member, deadline)
+                    with waits.on(member):
+                        found[member] = _Giver.open(self._neighbours, own, member, waits)
                     stack.callback(found[member].close)
                 except wire.WireError as error:
                     why = why or f"group {member}: {error}"
-                if time.monotonic() >= deadline:
-                    late = next(member for member in others if member not in found)
-                    raise CodingError(f"the part of group {late} did not come in time ({why})", late)
+                if time.monotonic() >= waits.deadline:
+                    raise waits.failed(member, why)
             if self._over.is_set() or self._is_old(own):
                 raise CodingError("a newer step was published meanwhile", NOBODY)
-            if len(found) < len(others):
-                self._over.wait(ASK_AGAIN_S)
+            with waits.on(*(late := [member for member in absent if member not in found])):
+                self._over.wait(ASK_AGAIN_S if late else 0.0)
         return found
 
     def _is_old(self, header: Header) -> bool:
@@ -198,7 +200,7 @@ class Watch:
         """The parity buffer that does not belong to the other snapshot that is held here, emptied, with room for `size`
         bytes. Raises SnapshotError: there is no room."""
         held = self._segment.headers("parity", self.rank)
-        data = {h.identity for h in self._segment.headers("data", self.rank) if h and h.identity != own.identity}
+        data = {held.identity for _, held in self._segment.held("data", self.rank)} - {own.identity}
         free = [index for index, header in enumerate(held) if header is None or header.identity not in data]
         writer = self._writers[free[0] if free else 0]
         writer.reserve(size)
@@ -209,21 +211,19 @@ class Watch:
 class _Giver:
     """A connection on which a member's keeper serves its part."""
 
-    def __init__(self, channel: wire.Channel, header: Header) -> None:
-        self._channel, self.header = channel, header
+    def __init__(self, channel: wire.Channel, header: Header, waits: _Waits) -> None:
+        self._channel, self.header, self._waits = channel, header, waits
         self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         self.close = channel.close
 
     @classmethod
-    def open(cls, neighbours: Neighbours, own: Header, member: int, deadline: float) -> "_Giver":
+    def open(cls, neighbours: Neighbours, own: Header, member: int, waits: _Waits) -> "_Giver":
         """Raises wire.WireError if the member's keeper does not serve its part of the same snapshot now."""
-        channel, answer = neighbours.open(peers.wanted("data", member, own.rank, own.identity), deadline)
+        channel, header = neighbours.open(member, own.rank, own.identity, waits.deadline)
         try:
-            header = peers.header_of(answer, channel.peer)
-            alike = header.identity, header.parity_group, header.parity, header.group
-            if alike != (own.identity, own.parity_group, own.parity, member):
+            if (header.parity_group, header.parity) != (own.parity_group, own.parity):
                 raise wire.WireError(f"{channel.peer} codes with the groups {header.parity_group}")
-            giver = cls(channel, header)
+            giver = cls(channel, header, waits)
             at, table = header.payload_bytes, giver._table
             channel.ask_range(at, table.nbytes)
             channel.receive_range(wire.Pieces([table.view(np.uint8).data]), at, table.nbytes, base=at)
@@ -241,7 +241,7 @@ class _Giver:
             try:
                 self._channel.ask_range(at, count)
             except wire.WireError as error:
-                raise self._failed(str(error)) from error
+                raise self._waits.failed(self.header.group, str(error)) from error
 
     def take(self, at: int, block: np.ndarray) -> None:
         """The block that was asked for, verified; zeros beyond the payload's end."""
@@ -250,14 +250,12 @@ class _Giver:
         if not count:
             return
         try:
-            self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
+            with self._waits.on(self.header.group):
+                self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
-            raise self._failed(str(error)) from error
+            raise self._waits.failed(self.header.group, str(error)) from error
         if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
-            raise self._failed(f"its bytes from {at} on are damaged")
-
-    def _failed(self, why: str) -> CodingError:
-        return CodingError(f"the part of group {self.header.group} did not come: {why}", self.header.group)
+            raise CodingError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
 
 
 def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:

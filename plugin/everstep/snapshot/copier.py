@@ -1,6 +1,6 @@
 """The copier: a trainer's part of its committed state into the segment, behind the next step's back.
 
-After a commit, `committed` notes what is to be copied and returns; a thread copies, computes checksums and publishes.
+After a commit, `committed` returns at once; a thread of the snapshot copies, computes checksums and publishes.
 The state's tensors do not change until the next optimizer step, so the trainer has only to call `wait` before that.
 What the next forward may change already, persistent buffers, is set aside before `committed` returns.
 """
@@ -20,9 +20,8 @@ from everstep.snapshot.header import Header, Moment
 from everstep.snapshot.layout import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import Notes, Segment
+from everstep.snapshot.segment import KEEPER_SILENT_S, Segment
 
-KEEPER_SILENT_S = 5.0
 RETRY_S = 30.0
 """How long a group that could not keep up lets the others go on without it before it tries again."""
 POLL_S = 0.01
@@ -38,22 +37,11 @@ class Copier:
     Args:
         emit: receives the events snapshot, snapshot_skipped, snapshot_failed and, of rank 0, snapshot_unprotected and
             snapshot_protected.
-        revive: called, in a thread of its own, when the keeper has fallen silent.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        rank: int,
-        ranks: int,
-        settings: Snapshot,
-        emit: Emit,
-        revive: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, segment: Segment, rank: int, ranks: int, settings: Snapshot, emit: Emit) -> None:
         self._segment, self._rank, self._ranks = segment, rank, ranks
-        self._settings, self._emit, self._revive = settings, emit, revive
-        self._reviver: threading.Thread | None = None
-        self._revive_after = time.monotonic() + KEEPER_SILENT_S
+        self._settings, self._emit = settings, emit
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._buffers = [BufferWriter(path, reserve_bytes) for path in segment.files("data", rank)]
         self.agreed = Agreed()
@@ -65,18 +53,13 @@ class Copier:
         self._plan: Plan | None = None
         self._streams: Streams | None = None
         self._aside: dict[str, torch.Tensor] = {}
-        self._last_failure = self._last_trouble = ""
-        self._condition = threading.Condition()
         self._job: _Job | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="snapshot-copier", daemon=True)
-        self._thread.start()
+        """The last that was begun."""
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being copied or published."""
-        with self._condition:
-            return self._job is None or self._job.done
+        return self._job is None or not self._job.thread.is_alive()
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
@@ -88,13 +71,12 @@ class Copier:
             return Word(settled=not under_way, able=able)
         dealt = notes.sequence == header.sequence
         # A keeper that has only now been started has said nothing yet.
-        silent = time.monotonic() - max(notes.heartbeat, self._published_at) > KEEPER_SILENT_S
+        silent = notes.is_silent and time.monotonic() - self._published_at > KEEPER_SILENT_S
         over = dealt and notes.settled
-        coded = over and (notes.coded if header.parity else notes.sound)
+        coded = over and notes.coded
         blamed = notes.waits_for if over and not silent else self._segment.group
         waits_for = header.parity_group.index(blamed) if blamed in header.parity_group else -1
         return Word(
-            published=notes.sound if dealt else True,
             settled=over or silent,
             coded=coded,
             able=able,
@@ -148,24 +130,20 @@ class Copier:
 
     def wait(self) -> None:
         """Block until the state may change. Call it before each optimizer step."""
-        began = time.perf_counter()
-        with self._condition:
-            job = self._job
-            if job is None:
-                return
-            if not job.copied:
-                self._condition.wait_for(lambda: job.copied)
-                job.blocked_s += time.perf_counter() - began
+        job, began = self._job, time.perf_counter()
+        if job is None:
+            return
+        if not job.copied.is_set():
+            job.copied.wait()
+            job.blocked_s += time.perf_counter() - began
+        if job.told:
             told, job.told = job.told, None
-        if told is not None:
             self._emit("snapshot", job.moment[0], blocked_s=round(job.blocked_s, 6), **told)
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of the segment, which stays."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        self._thread.join()
+        if self._job is not None:
+            self._job.thread.join()
         self.wait()
         for buffer in self._buffers:
             buffer.release()
@@ -179,21 +157,16 @@ class Copier:
             self._unable_until = time.monotonic() + RETRY_S
         if self._rank == 0 and before.taken is not None and self.agreed.taken is None:
             if found.protected:
-                self._last_trouble = ""
                 domains = before.domains(size, parity)
                 members, exposed = list(domains.members), list(domains.exposed)
                 self._emit(
                     "snapshot_protected", before.taken[0], members=members, survives=domains.survives, exposed=exposed
                 )
             else:
-                reason = self._segment.read_notes(self._rank).reason
-                if found.left_out:
-                    reason = f"{named(sorted(found.left_out))} did not keep up" + (f"; {reason}" if reason else "")
-                coded = self.agreed.anchor[0] if self.agreed.anchor else None
-                why = reason or "another group did not finish it"
-                if why != self._last_trouble:  # said once, not at every snapshot
-                    self._last_trouble = why
-                    self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=why)
+                late = f"{named(sorted(found.left_out))} did not keep up" if found.left_out else ""
+                why = "; ".join(filter(None, (late, self._segment.read_notes(self._rank).reason)))
+                coded, why = self.agreed.anchor and self.agreed.anchor[0], why or "another group did not finish it"
+                self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=why)
         return found.waiting, found.left_out
 
     def _begin(
@@ -206,12 +179,12 @@ class Copier:
             return False
         what = self._set_aside(state())
         self._streams = self._streams or streams_of(what.device)
-        job = _Job(moment, self.agreed, what, self._streams.record())
+        if self._job is not None:
+            self._job.thread.join()
+        job = self._job = _Job(moment, self.agreed, what, self._streams.record())
+        job.thread = threading.Thread(target=self._run, args=(job,), name="snapshot-copier", daemon=True)
+        job.thread.start()
         job.blocked_s = time.perf_counter() - began
-        with self._condition:
-            self._condition.wait_for(lambda: self._job is None or self._job.done)
-            self._job = job
-            self._condition.notify_all()
         return True
 
     def _set_aside(self, state: State) -> State:
@@ -226,25 +199,14 @@ class Copier:
         aside = {name: self._aside[name] for name in fresh}
         return replace(state, tensors={**state.tensors, **aside}) if fresh else state
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._closed or (self._job is not None and not self._job.done))
-                job = self._job
-                if job is None or job.done:
-                    return
-            try:
-                self._take(job)
-            except Exception as error:  # noqa: BLE001 - training goes on without this snapshot; the event says so
-                self._unable_until = time.monotonic() + RETRY_S
-                reason = str(error) or type(error).__name__
-                if reason != self._last_failure:  # said once, not at every snapshot
-                    self._last_failure = reason
-                    self._emit("snapshot_failed", job.moment[0], reason=reason)
-            finally:
-                with self._condition:
-                    job.copied = job.done = True
-                    self._condition.notify_all()
+    def _run(self, job: "_Job") -> None:
+        try:
+            self._take(job)
+        except Exception as error:  # noqa: BLE001 - training goes on without this snapshot; the event says so
+            self._unable_until = time.monotonic() + RETRY_S
+            self._emit("snapshot_failed", job.moment[0], reason=str(error) or type(error).__name__)
+        finally:
+            job.copied.set()
 
     def _take(self, job: "_Job") -> None:
         began, group = time.perf_counter(), self._segment.group
@@ -271,65 +233,42 @@ class Copier:
             topology=plan.topology,
             state_bytes=plan.layout.size,
             part=plan.part,
-            sections={},
+            last_section=0,
             sequence=self._next_sequence(),
-            taken_at=time.time(),
         )
         own = pack_own(job.state.meta, job.state.blobs, **whose(header))
         end = part_bytes + len(own)
         size = end + len(plan.layout_json)
-        sections = {"part": (0, part_bytes), "own": (part_bytes, end), "layout": (end, size)}
-        header = replace(header, sections=sections, payload_bytes=size)
+        header = replace(header, last_section=end, payload_bytes=size)
         self._segment.create()  # it is there, unless somebody removed it
-        self._publish(header, plan, own + plan.layout_json, job)
-        self._last_failure = ""
-        job.told = {"bytes": size, "copy_s": round(time.perf_counter() - began, 6), "members": list(members)}
-        alive = time.monotonic() - self._segment.read_notes(self._rank).heartbeat < KEEPER_SILENT_S
-        if self._published_at == 0.0 or alive:
-            self._published_at = time.monotonic()
-        idle = self._reviver is None or not self._reviver.is_alive()
-        if not alive and idle and time.monotonic() > self._revive_after:
-            self._revive_after = time.monotonic() + KEEPER_SILENT_S
-            # Beside the copies: a process takes its time to start, and the trainer may be waiting for the next one.
-            self._reviver = threading.Thread(target=self._revive, name="keeper-reviver", daemon=True)
-            self._reviver.start()
-
-    def _publish(self, header: Header, plan: Plan, tail: bytes, job: "_Job") -> None:
-        """The part and what goes with it into the buffer whose turn it is."""
-        headers, notes = self._segment.headers("data", self._rank), self._segment.read_notes(self._rank)
-        buffer = self._buffers[target(job.agreed.anchor, headers, notes)]
-        buffer.reserve(header.payload_bytes)
+        buffer = self._buffers[target(job.agreed.anchor, self._segment.headers("data", self._rank))]
+        buffer.reserve(size)
         buffer.begin()
         assert self._streams is not None
-
-        def copied() -> None:
-            with self._condition:
-                job.copied = True
-                self._condition.notify_all()
-
-        table = plan.copy(buffer.payload(header.payload_bytes), tail, self._streams, job.ready, copied)
+        tail = own + plan.layout_json
+        table = plan.copy(buffer.payload(size), tail, self._streams, job.ready, job.copied.set)
         self._newest = buffer.publish(header, table)
         self._segment.ring()
+        job.told = {"bytes": size, "copy_s": round(time.perf_counter() - began, 6), "members": list(members)}
+        if self._published_at == 0.0 or not self._segment.read_notes(self._rank).is_silent:
+            self._published_at = time.monotonic()
 
     def _next_sequence(self) -> int:
         # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
         # by it.
-        held = self._segment.headers("data", self._rank)
-        newest = max((header.sequence for header in (*held, self._newest) if header), default=0)
-        return max(newest + 1, time.time_ns())
+        held = (*self._segment.headers("data", self._rank), self._newest)
+        return max(time.time_ns(), *(header.sequence + 1 for header in held if header), 0)
 
 
-def target(anchor: Moment | None, headers: Sequence[Header | None], notes: Notes) -> int:
+def target(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
     """The buffer to write: one that holds nothing or is damaged first, else the older of those that are not the
     anchor."""
-    if None in headers:
-        return headers.index(None)
-    known = [header for header in headers if header is not None]
-    unsound = [i for i, h in enumerate(known) if notes.sequence == h.sequence and notes.settled and not notes.sound]
-    if unsound:
-        return unsound[0]
-    free = [i for i, h in enumerate(known) if h.moment != anchor]
-    return min(free or range(len(known)), key=lambda i: known[i].sequence)
+
+    def order(index: int) -> tuple[bool, bool, int]:
+        header = headers[index]
+        return (False, False, 0) if header is None else (True, header.moment == anchor, header.sequence)
+
+    return min(range(len(headers)), key=order)
 
 
 @dataclass
@@ -340,9 +279,9 @@ class _Job:
     state: State
     ready: Event | None
     """Recorded on the compute stream at the commit: what the copy must come after."""
-    copied: bool = field(default=False)
+    thread: threading.Thread = field(init=False)
+    copied: threading.Event = field(default_factory=threading.Event)
     """The state may change."""
-    done: bool = False
     blocked_s: float = 0.0
     told: dict[str, Any] | None = None
     """Fields of the event that says that it is published."""

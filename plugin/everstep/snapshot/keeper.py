@@ -12,7 +12,7 @@ A keeper that is killed leaves its segment behind; the next one started for the 
 
 import argparse
 import contextlib
-import fcntl
+import itertools
 import json
 import logging
 import os
@@ -33,7 +33,7 @@ from everstep.snapshot import peers
 from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
 from everstep.snapshot.coding import SLOWEST_BYTES_S, Watch
 from everstep.snapshot.header import KINDS, Header
-from everstep.snapshot.keepers import LOCKED_EXIT, sweep
+from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
@@ -56,8 +56,7 @@ class Keeper:
         self.token = read_token(run_dir)
         self.over = threading.Event()
         self._watches: dict[tuple[int, int], Watch] = {}
-        self._spoken_at = time.monotonic()
-        self._gone_since = 0.0
+        self._spoken_at = self._seen_at = time.monotonic()
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
         timeout = timedelta(seconds=settings.transfer_timeout_s)
@@ -131,25 +130,20 @@ class Keeper:
                 log.warning("rank %d of group %d is not looked after yet: %s", rank, group, error)
 
     def _reason_to_end(self) -> str:
-        if self._run_dir_gone():
-            return f"{self.run_dir} has gone, or belongs to another run"
-        if time.monotonic() - self._spoken_at > self.settings.keeper_ttl_s:
-            return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
-        return ""
-
-    def _run_dir_gone(self) -> bool:
-        """Whether the run directory has been away for a while, or is another run's by now. A shared file
-        system may hide it for a moment."""
+        now = time.monotonic()
         try:
             if read_token(self.run_dir) != self.token:
-                return True
-        except (FileNotFoundError, ValueError):
-            self._gone_since = self._gone_since or time.monotonic()
-            return time.monotonic() - self._gone_since > GONE_S
+                return f"{self.run_dir} belongs to another run"
+            self._seen_at = now
+        except (FileNotFoundError, ValueError):  # a shared file system may hide it for a moment
+            if now - self._seen_at > GONE_S:
+                return f"{self.run_dir} has gone"
         except OSError as error:
             log.warning("%s cannot be reached: %s", self.run_dir, error)
-        self._gone_since = 0.0
-        return False
+            self._seen_at = now
+        if now - self._spoken_at > self.settings.keeper_ttl_s:
+            return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
+        return ""
 
     def _talk(self, channel: wire.Channel) -> None:
         message: dict[str, Any] | None = channel.receive_frame()
@@ -174,41 +168,28 @@ class Keeper:
             message = channel.receive_frame()
 
     def _inventory(self) -> list[dict[str, Any]]:
-        """Every buffer that is published here, and whether it is sound as far as it has been looked at."""
-        buffers = []
-        for group, rank in self.segment.columns():
-            segment, watch = self.segment.beside(group), self._watches.get((group, rank))
-            for kind in KINDS:
-                for header in filter(None, segment.headers(kind, rank)):
-                    sound = watch.sound.get(header.sequence) if watch is not None and kind == "data" else None
-                    buffers.append({"header": header.to_json(), "sound": sound})
-        return buffers
+        """The header of every buffer that is published here."""
+        columns = [(self.segment.beside(group), rank) for group, rank in self.segment.columns()]
+        held = [segment.headers(kind, rank) for segment, rank in columns for kind in KINDS]
+        return [header.to_json() for header in itertools.chain(*held) if header]
 
-    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | str:
-        """The buffer that is asked for, or why it is not served: it is not held here, or it is damaged."""
-        kind, group, rank, root = (message.get(key) for key in ("kind", "group", "rank", "root"))
-        identity = message.get("identity")
-        if kind not in KINDS or type(rank) is not int or type(group) is not int or not isinstance(identity, list):
+    def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
+        """The newest buffer of the snapshot that is asked for, if it is held here."""
+        kind, group, rank, identity = (message.get(key) for key in ("kind", "group", "rank", "identity"))
+        if kind not in KINDS or type(rank) is not int or type(group) is not int:
             raise wire.RefusedError(f"there is no buffer of kind '{kind}', group '{group}' and rank '{rank}'")
-        segment, watch = self.segment.beside(group), self._watches.get((group, rank))
-        found, why_not = [], "it is not held here"
-        for path in segment.files(kind, rank):
-            header = segment.header(kind, rank, path)
-            if header is not None and list(header.identity) == identity and root in ("", header.root):
-                if kind == "data" and watch is not None and watch.sound.get(header.sequence) is False:
-                    why_not = "it is damaged here"
-                else:
-                    found.append((header.sequence, path, header))
-        for _, path, header in sorted(found, key=lambda one: -one[0]):
+        segment = self.segment.beside(group)
+        held = [(path, header) for path, header in segment.held(kind, rank) if header.identity == identity]
+        for path, header in sorted(held, key=lambda one: -one[1].sequence):
             with contextlib.suppress(OSError):
                 return BufferReader(path), header
-        return why_not
+        return None
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
         """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
         found = self._find(message)
-        if isinstance(found, str):
-            channel.send_frame({"header": None, "why": found})
+        if found is None:
+            channel.send_frame({"header": None})
             return channel.receive_frame()
         reader, header = found
         with contextlib.closing(reader):
@@ -229,7 +210,6 @@ class _Served:
 
 OOM_SCORE_ADJ = -500
 """When memory runs out, what took it goes before a keeper, which holds what a start needs. Only root may lower it."""
-KEEPER_FILES = 4096
 
 
 def _settle_in() -> None:
@@ -239,12 +219,9 @@ def _settle_in() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = KEEPER_FILES if hard == resource.RLIM_INFINITY else min(KEEPER_FILES, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < 256:
-        log.warning("only %d files may be open (ulimit -n): keepers of large runs need 256", wanted)
+    with contextlib.suppress(OSError, ValueError):  # keepers of large runs have hundreds of connections
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,8 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     segment = Segment.of(settings, run_id(read_token(run_dir)), group)
     try:
         segment.create()
-        lock = os.open(segment.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(segment.path)
     except BlockingIOError:
         log.info("this run has a keeper on this host")
         return LOCKED_EXIT

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,18 +23,14 @@ from pathlib import Path
 from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import is_own_directory
+from everstep.snapshot.buffer import SnapshotError, is_own_directory
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.segment import KEEPER_SILENT_S, Segment, run_id
 
 START_TIMEOUT_S = 30.0
 LOCKED_EXIT = 3
 """Status of a keeper that found another of its run, group and host."""
-
-
-class KeeperError(RuntimeError):
-    """A keeper that could not be started; the message says why."""
 
 
 def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> Place:
@@ -42,7 +39,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     `rank`: one of the group that runs here. `host`: address to listen on and advertise (fault_tolerance.bind_host).
 
     Raises:
-        KeeperError: it did not come up; the message has its last words.
+        SnapshotError: it did not come up; the message has its last words.
     """
     run_dir = run_dir.resolve()
     place = find_keeper(run_dir, group, settings)
@@ -78,7 +75,38 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
             break
         time.sleep(0.02)
     last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    raise KeeperError(f"the keeper of group {group} did not come up: {last_words[0]} ({log_file})")
+    raise SnapshotError(f"the keeper of group {group} did not come up: {last_words[0]} ({log_file})")
+
+
+class KeeperWatch(threading.Thread):
+    """Sees to it that this host has a keeper, for a trainer, from now until `end`.
+
+    Args:
+        rank: whose notes tell whether the keeper lives.
+        start: starts the keeper, or finds it; called at once, and again whenever it has fallen silent.
+    """
+
+    def __init__(self, segment: Segment, rank: int, start: Callable[[], None]) -> None:
+        super().__init__(name="keeper-watch", daemon=True)
+        self._segment, self._rank, self._start = segment, rank, start
+        self.looked = threading.Event()
+        """Set once it is there, or could not be started."""
+        self._over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._start()
+                self.looked.set()
+                while not self._over.wait(KEEPER_SILENT_S) and not self._segment.read_notes(self._rank).is_silent:
+                    pass
+        finally:
+            self.looked.set()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
 
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
@@ -95,18 +123,13 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
     return None
 
 
-def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
-    """The run is over: tell every keeper to remove its segment and end.
-
-    Returns a sentence for each that could not be told; it ends by itself after keeper_ttl_s.
-    """
-    token, silent = read_token(run_dir), []
-    for place in {place.address: place for place in peers.read_places(run_dir)}.values():
-        try:
-            peers.ask(place.address, token, {"op": "end"}, timeout)
-        except wire.WireError as error:
-            silent.append(f"the keeper on {place.host}: {error}")
-    return silent
+def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> None:
+    """The run is over: tell every keeper to remove its segment and end. One that cannot be told ends by itself after
+    keeper_ttl_s."""
+    token = read_token(run_dir)
+    for address in {place.address for place in peers.read_places(run_dir)}:
+        with contextlib.suppress(wire.WireError):
+            peers.ask(address, token, {"op": "end"}, timeout)
 
 
 ALIVE_S = 60.0
@@ -115,47 +138,32 @@ _SEGMENT = re.compile(r"everstep-([0-9a-f]{16})(-group-\d+)?")
 
 
 def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[str]:
-    """Remove this user's segments that no living keeper has and nobody has touched for `spared_s`. Returns a sentence
-    for each that no keeper has.
-
-    `spare`: a run whose segments are none of this.
-    """
+    """Remove this user's segments that no living keeper has and nobody has touched for `spared_s`, but for those of the
+    run `spare`. Returns a sentence for each that was removed."""
     said = []
     for path in sorted(directory.glob("everstep-*")):
         match = _SEGMENT.fullmatch(path.name)
-        try:
+        with contextlib.suppress(OSError):  # it has a keeper, or is being removed
             if match is None or match.group(1) == spare or not is_own_directory(path):
                 continue
-            fd = _lock(path)
-            if fd is None:
+            files = [path.lstat(), *(file.lstat() for file in path.iterdir())]
+            age_s = time.time() - max(file.st_mtime for file in files)
+            if age_s < spared_s:
                 continue
-            with os.fdopen(fd, "rb"):
-                said.append(_swept(path, spared_s))
-        except OSError:
-            continue  # it is being removed
+            with os.fdopen(take_lock(path), "rb"):
+                shutil.rmtree(path, ignore_errors=True)
+            megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
+            said.append(f"{path}: {megabytes:.1f} MB that nobody has written to for {age_s:.0f} s: removed")
     return said
 
 
-def _swept(path: Path, spared_s: float) -> str:
-    """Remove a segment whose lock is held here, unless its run may need it."""
-    files = [file.lstat() for file in path.iterdir()]
-    age_s = time.time() - max([path.stat().st_mtime, *(file.st_mtime for file in files)])
-    megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
-    found = f"{path}: {megabytes:.1f} MB without a keeper, last written {age_s:.0f} s ago"
-    if age_s < spared_s:
-        return f"{found}: kept, its run may go on"
-    shutil.rmtree(path, ignore_errors=True)
-    return f"{found}: removed"
-
-
-def _lock(path: Path) -> int | None:
-    """The segment's lock, as its keeper would hold it; None while one does, or while a trainer has just made it."""
-    if not (path / "lock").exists() and time.time() - path.stat().st_mtime < 60:
-        return None  # its keeper is starting
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def take_lock(segment: Path) -> int:
+    """Hold a segment's lock, as its keeper does, until what is returned is closed. Raises BlockingIOError if another
+    process does, or OSError."""
+    fd = os.open(segment / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         os.close(fd)
-        return None
+        raise
     return fd

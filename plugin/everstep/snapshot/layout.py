@@ -10,8 +10,8 @@ page-locked memory first, on a stream of its own; then the trainer waits no more
 """
 
 import json
-import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.quorum.streams import Event, Streams
+from everstep.quorum.streams import Event, Streams, bring, page_locked
+from everstep.run import typed
 from everstep.snapshot import parity
 from everstep.snapshot.buffer import CHUNK_BYTES, as_table, chunk_digests, chunks
-from everstep.snapshot.header import topology_of
 from everstep.snapshot.parity import ALIGNMENT, part_bounds
 
 
@@ -52,10 +52,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.torch_dtype.itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -70,35 +67,25 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard] | None = None) -> "Layout":
         """The layout of these local tensors."""
-        kinds = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
-        return cls.of_entries(kinds, shards)
-
-    @classmethod
-    def of_entries(
-        cls, kinds: Mapping[str, tuple[str, tuple[int, ...]]], shards: Mapping[str, Shard] | None = None
-    ) -> "Layout":
-        """The layout of tensors of these dtypes and shapes."""
         entries, at = [], 0
-        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (item[1][0], item[0])):
+        kinds = [(str(t.dtype).removeprefix("torch."), name, tuple(t.shape)) for name, t in tensors.items()]
+        for dtype, name, shape in sorted(kinds):
             entry = Entry(name, dtype, shape, at, (shards or {}).get(name))
             entries.append(entry)
             at += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), at)
 
     def topology(self, rank: int, ranks: int) -> str:
-        """`header.topology_of` it."""
-        return topology_of(self.to_json(), rank, ranks)
+        """Digest that two snapshots must share to be of the same state of the same rank."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([rank, ranks, self.to_json()], sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
-        return {"size": self.size, "entries": [asdict(entry) for entry in self.entries]}
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> "Layout":
-        entries = []
-        for entry in body["entries"]:
-            shard = entry["shard"] and Shard(tuple(entry["shard"]["shape"]), tuple(entry["shard"]["offset"]))
-            entries.append(Entry(entry["name"], entry["dtype"], tuple(entry["shape"]), entry["offset"], shard))
-        return cls(tuple(entries), body["size"])
+    def from_json(cls, body: Any) -> "Layout":
+        """The inverse. Raises ValueError."""
+        return typed.parse(cls, body, "a layout:")
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as views of a flat uint8 state whose memory is aligned to 64 bytes."""
@@ -136,10 +123,7 @@ def whole_shape(entry: Entry) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    count = 1
-    for begin, end in box:
-        count *= max(0, end - begin)
-    return count
+    return math.prod(max(0, end - begin) for begin, end in box)
 
 
 def intersection(one: Box, other: Box) -> Box:
@@ -198,8 +182,6 @@ VOLATILE = "buffer/"
 """Names of tensors that the next forward may change: they are set aside before a commit returns."""
 _ZEROS = np.zeros(ALIGNMENT, dtype=np.uint8)
 
-log = logging.getLogger("everstep.snapshots")
-
 
 @dataclass
 class State:
@@ -236,7 +218,7 @@ class Plan:
             views = {name: _bytes_of(tensor) for name, tensor in state.tensors.items()}
             self._chunks = [self._pieces(views, begin + a, begin + b) for a, b in chunks(end - begin)]
         else:
-            self._staging = _page_locked(end - begin)
+            self._staging = page_locked(end - begin)
             self._chunks = [[self._staging[a:b].numpy()] for a, b in chunks(end - begin)]
 
     @staticmethod
@@ -273,7 +255,7 @@ class Plan:
         size = self.part[1] - self.part[0]
         whole[size:] = np.frombuffer(tail, dtype=np.uint8)
         if self._staging is not None:
-            self._stage(self._staging, streams, ready)
+            bring(self._to_stage(self._staging), streams, ready)
             copied()
         digests = []
         for (begin, end), pieces in zip(chunks(size), self._chunks, strict=True):
@@ -288,28 +270,15 @@ class Plan:
         copied()
         return np.concatenate([as_table(digests), chunk_digests(whole[len(digests) * CHUNK_BYTES :].data)])
 
-    def _stage(self, staging: torch.Tensor, streams: Streams, ready: Event | None) -> None:
-        """Bring the part to the host, on a stream of its own; returns when it is there."""
-        with streams.of_sums():
-            streams.wait(ready)
-            for entry, start, stop in self.layout.pieces(*self.part):
-                at = entry.offset + start - self.part[0]
-                source = self._tensors[entry.name].detach().view(-1).view(torch.uint8)[start:stop]
-                staging[at : at + stop - start].copy_(source, non_blocking=True)
-            done = streams.record()
-        if done is not None:
-            done.synchronize()
+    def _to_stage(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of the tensors, and where they belong."""
+        for entry, start, stop in self.layout.pieces(*self.part):
+            at = entry.offset + start - self.part[0]
+            yield (
+                self._tensors[entry.name].detach().view(-1).view(torch.uint8)[start:stop],
+                staging[at : at + stop - start],
+            )
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
-
-
-def _page_locked(size: int) -> torch.Tensor:
-    """Zeros, uint8 [size], to which an accelerator copies by itself if its driver gives such memory; to any other the
-    copies take longer."""
-    try:
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        log.warning("snapshots are copied through memory that is not page-locked: %s", error)
-        return torch.zeros(size, dtype=torch.uint8)

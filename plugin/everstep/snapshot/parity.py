@@ -23,15 +23,9 @@ import numpy as np
 from everstep.snapshot.buffer import CHUNK_BYTES
 
 POLYNOMIAL = 0x11D
-MAX_PARITY = 2
-MAX_DATA = 255
 _TILE_BYTES = 128 << 10
 _HIGH, _ONE, _SEVEN = np.uint64(0x8080808080808080), np.uint64(1), np.uint64(7)
 _REDUCTION = np.uint64(POLYNOMIAL & 0xFF)
-
-
-class ParityError(ValueError):
-    """Shards from which the missing ones cannot be recomputed."""
 
 
 @functools.cache
@@ -62,21 +56,14 @@ def gf_inverse(a: int) -> int:
 
 
 def encoding_rows(data: int, parity: int) -> list[list[int]]:
-    """Coefficients of the parity shards: `parity` rows of `data` field elements."""
-    if not 1 <= data <= MAX_DATA or not 0 <= parity <= MAX_PARITY:
-        raise ParityError(f"there is no code here for {data} data and {parity} parity shards")
+    """Coefficients of the parity shards: `parity` rows (2 at most) of `data` field elements (255 at most)."""
     exp, _ = _field()
     return [[1] * data, [int(exp[c]) for c in range(data)]][:parity]
 
 
 def decoding_rows(data: int, parity: int, lost: Sequence[int], have: Sequence[int]) -> list[list[int]]:
-    """Coefficients that give the `lost` data shards from the shards `have` (0 … data-1 are data, then
-    parity).
-
-    Raises ParityError unless `have` holds at least `data` shards; the first `data` of them are used.
-    """
-    if len(have) < data:
-        raise ParityError(f"{data} shards are needed and {len(have)} are there")
+    """Coefficients that give the `lost` data shards from the first `data` of the shards `have` (0 … data-1 are data,
+    then parity)."""
     return [_inverse(data, parity, tuple(have[:data]))[index] for index in lost]
 
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,7 +16,7 @@ from everstep import wire
 from everstep.run import typed
 from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
-from everstep.snapshot.header import Header, Identity, Kind
+from everstep.snapshot.header import Header, Kind
 
 TRIES = 3
 """To download a buffer."""
@@ -44,16 +44,15 @@ class Held:
 
     address: str
     header: Header
-    sound: bool | None
-    """Whether its bytes match its checksums; None when the keeper has not got round to it."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {"address": self.address, "header": self.header.to_json(), "sound": self.sound}
+    def to_json(self) -> list[Any]:
+        return [self.address, self.header.to_json()]
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "Held":
+    def from_json(cls, body: Sequence[Any]) -> "Held":
         """Raises ValueError for a header that is none."""
-        return cls(body["address"], Header.from_json(body["header"]), body["sound"])
+        address, header = body
+        return cls(address, Header.from_json(header))
 
 
 def places_dir(run_dir: Path) -> Path:
@@ -98,34 +97,27 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
 
 def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
     try:
-        return [Held.from_json({**buffer, "address": address}) for buffer in answer["buffers"]]
-    except (TypeError, KeyError, ValueError) as error:
+        return [Held(address, Header.from_json(header)) for header in typed.parse(list, answer.get("buffers"))]
+    except ValueError as error:
         raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
 
 
-def wanted(kind: Kind, group: int, rank: int, identity: Identity, root: str = "") -> dict[str, Any]:
-    """Asks a keeper to serve a buffer from now on; with a root exactly that one, else the newest of that snapshot."""
-    return {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": list(identity), "root": root}
+def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identity: str) -> Header:
+    """Have a keeper serve, from now on, the payload and table of its newest buffer of that snapshot, end to end.
 
-
-def open_buffer(channel: wire.Channel, header: Header) -> None:
-    """Make the channel serve exactly this buffer's payload and table, end to end.
-
-    Raises wire.RefusedError when the keeper does not hold it any more, or has found it damaged.
+    Raises wire.RefusedError when it does not hold one.
     """
-    answer = channel.ask(wanted(header.kind, header.group, header.rank, header.identity, header.root))
-    if answer["header"] is None:
-        raise wire.RefusedError(f"{channel.peer} does not serve step {header.step}: {answer.get('why')}")
-    if header_of(answer["header"], channel.peer) != header:
-        raise wire.RefusedError(f"{channel.peer} does not hold step {header.step} of rank {header.rank} as it did")
-
-
-def header_of(body: Any, peer: str) -> Header:
-    """A header that a keeper sent. Raises wire.WireError if it is none."""
+    question = {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": identity}
+    answer = channel.ask(question).get("header")
+    if answer is None:
+        raise wire.RefusedError(f"{channel.peer} does not hold that step of group {group}")
     try:
-        return Header.from_json(body)
+        header = Header.from_json(answer)
     except ValueError as error:
-        raise wire.WireError(f"{peer} sent {error}") from error
+        raise wire.WireError(f"{channel.peer} sent {error}") from error
+    if (header.kind, header.group, header.rank, header.identity) != (kind, group, rank, identity):
+        raise wire.RefusedError(f"{channel.peer} serves another buffer of group {group}")
+    return header
 
 
 class Neighbours:
@@ -137,30 +129,26 @@ class Neighbours:
         """By group, of those with buffers of it; the one first that had what was wanted last."""
         self._looked: dict[int, float] = {}
 
-    def open(self, question: dict[str, Any], deadline: float) -> tuple[wire.Channel, Any]:
-        """A connection on which a buffer is served (`wanted`), and its header as it was sent. Every receive on it fails
-        after the deadline, of time.monotonic().
+    def open(self, group: int, rank: int, identity: str, deadline: float) -> tuple[wire.Channel, Header]:
+        """A connection on which a group's part is served. Every receive on it fails after the deadline, of
+        time.monotonic().
 
         Raises wire.WireError: no keeper that is known holds it now.
         """
-        group = question["group"]
         addresses, why = self._addresses.get(group, []), f"no keeper of group {group} is known"
         for address in addresses:
+            channel = None
             try:
                 channel = wire.connect(address, self._token, _left(deadline))
+                channel.set_deadline(deadline)
+                header = open_buffer(channel, "data", group, rank, identity)
             except wire.WireError as error:
                 why = str(error)
+                if channel is not None:
+                    channel.close()
                 continue
-            channel.set_deadline(deadline)
-            try:
-                told = channel.ask(question)
-                answer, why = told["header"], f"{address}: {told.get('why')}"
-            except (wire.WireError, KeyError) as error:
-                answer, why = None, str(error)
-            if answer is not None:
-                self._addresses[group] = [address, *(other for other in addresses if other != address)]
-                return channel, answer
-            channel.close()
+            self._addresses[group] = [address, *(other for other in addresses if other != address)]
+            return channel, header
         if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
             self._looked[group] = time.monotonic()
             self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
@@ -181,7 +169,8 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
     for left in reversed(range(TRIES)):
         try:
             with contextlib.closing(wire.connect(address, token, timeout)) as channel:
-                open_buffer(channel, header)
+                if open_buffer(channel, header.kind, header.group, header.rank, header.identity) != header:
+                    raise wire.RefusedError(f"{address} does not hold step {header.step} as it did")
                 wire.pull([channel], sink)
                 return
         except wire.RefusedError:
@@ -193,22 +182,21 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
 
 
 def reachable(
-    places: Sequence[Place], token: bytes, timeout: timedelta, deadline_s: float | None = None
+    places: Sequence[Place], token: bytes, limit: timedelta
 ) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
     """The buffers of every keeper that answers, and why the others did not.
 
-    All are asked at once, `ASKERS` at a time. Who has not answered after `deadline_s`, or the timeout, is silent.
+    All are asked at once, `ASKERS` at a time. Who has not answered after `limit` is silent.
     """
     held: dict[Place, list[Held]] = {}
     silent: dict[Place, str] = {}
     if not places:
         return held, silent
-    limit_s = timeout.total_seconds() if deadline_s is None else deadline_s
     # Those that are off must not keep the threads from those that are on.
-    patience = min(timeout, timedelta(seconds=max(0.5, limit_s / 3)))
+    patience = max(timedelta(seconds=0.5), limit / 3)
     pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
     asked = {pool.submit(ask, place.address, token, {"op": "inventory"}, patience): place for place in places}
-    done, late = concurrent.futures.wait(asked, limit_s)
+    done, late = concurrent.futures.wait(asked, limit.total_seconds())
     # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
     for answer in done:
         try:
@@ -216,6 +204,6 @@ def reachable(
         except wire.WireError as error:
             silent[asked[answer]] = str(error)
     for answer in late:
-        silent[asked[answer]] = f"{asked[answer].address} was silent for {limit_s:g} s"
+        silent[asked[answer]] = f"{asked[answer].address} was silent for {limit.total_seconds():g} s"
     pool.shutdown(wait=False, cancel_futures=True)
     return held, silent

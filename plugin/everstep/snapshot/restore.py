@@ -7,7 +7,7 @@ decoded payload: the root of that table, which the parity's publishers kept).
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,8 +17,9 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, peers
-from everstep.snapshot.buffer import as_table, chunks, root_of, table_bytes
-from everstep.snapshot.header import Header, coverage_error, topology_of
+from everstep.snapshot.buffer import as_table, chunk_digests, chunks, root_of, table_bytes
+from everstep.snapshot.header import Header, coverage_error
+from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import Column, code_of
@@ -45,8 +46,7 @@ class Restored:
     """Of the snapshot: `header.Header.start`."""
     flat: np.ndarray
     """uint8 [state_bytes]: the tensors end to end, as `layout` says."""
-    layout: dict[str, Any]
-    """`layout.Layout.to_json()`."""
+    layout: Layout
     meta: dict[str, Any]
     blobs: dict[str, bytes]
     fetched_bytes: int = 0
@@ -66,13 +66,17 @@ class _Payload:
     def __post_init__(self) -> None:
         begin, end = self.header.part
         self.rest = parity.aligned_bytes(self.header.payload_bytes - (end - begin))
+        self._layout_bytes = self.header.payload_bytes - self.header.last_section
         self.pieces = wire.Pieces([self.flat[begin:end].data, self.rest.data])
 
-    def section(self, name: str) -> bytes:
-        """Any section but the state itself."""
-        part_bytes = self.header.part[1] - self.header.part[0]
-        begin, end = self.header.sections[name]
-        return self.rest[begin - part_bytes : end - part_bytes].tobytes()
+    @property
+    def own(self) -> bytes:
+        """What is the group's and rank's own."""
+        return self.rest[: len(self.rest) - self._layout_bytes].tobytes()
+
+    @property
+    def layout(self) -> bytes:
+        return self.rest[len(self.rest) - self._layout_bytes :].tobytes()
 
     def wrong(self) -> str:
         """Why the bytes are not the published ones; "" if they are."""
@@ -80,59 +84,54 @@ class _Payload:
         if root_of(as_table(digests)) != self.header.root:
             return "is not what was saved"
         try:
-            unpack_own(self.section("own"), **whose(self.header))
+            unpack_own(self.own, **whose(self.header))
         except ValueError as error:
             return f"is another's: {error}"
         return ""
 
 
-def restore_rank(column: Column, rank: int, group: int, token: bytes, timeout: timedelta) -> Restored:
+def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -> Restored:
     """Fetch, decode and verify one rank's state.
 
     Args:
         column: the rank's column of a `sources.Decision`.
         group: this group. Its own part brings its own random states; a group that was not there takes a
-        member's. timeout: the longest silence of a keeper.
+        member's.
+        timeout: the longest silence of a keeper.
 
     Raises:
         RestoreError: a keeper died or went on, or the bytes are not the published ones.
     """
-    step = column.identity.step
-    source = _Source(column, rank, token, timeout)
-    codes = source.parities()
-    covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in column.missing}
-    data = {holder: held.header for holder, held in column.data.items()}
-    headers = {**data, **covers}
+    step, rank, missing = column.any.step, column.any.rank, frozenset(column.missing)
+    failed = lambda why, names: RestoreError(f"step {step} of rank {rank}: {why}", names)  # noqa: E731
+    codes = [_pieces(pieces, column, token, timeout) for pieces in column.parity]
+    covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in missing}
+    headers = {**{holder: held.header for holder, held in column.data.items()}, **covers}
     why_not = coverage_error(list(headers.values()))
-    if why_not or covers.keys() != set(column.missing):
-        why_not = why_not or "its parity is over other parts"
-        raise RestoreError(f"step {step} of rank {rank}: {why_not}", _parity_of(column) or column.names())
+    if why_not or covers.keys() != missing:
+        raise failed(why_not or "its parity is over other parts", _parity_of(column) or column.names)
     flat = parity.aligned_bytes(next(iter(headers.values())).state_bytes)
     payloads = {holder: _Payload(header, flat) for holder, header in headers.items()}
-    source.fetch({holder: payloads[holder] for holder in data}, first=group)
+    fetch = lambda held: _download(held, payloads[held.header.group].pieces, token, timeout)  # noqa: E731
+    _each(fetch, [column.data[holder] for holder in in_turn(column.data, first=group)])
     for pieces in codes:
-        pieces.decode(payloads, frozenset(column.missing))
+        pieces.decode(payloads, missing)
     for holder, payload in payloads.items():
-        wrong = payload.wrong()
-        if not wrong:
-            continue
-        if holder in column.missing:
-            # Either a part that passed its own checks or some parity is of another step: no telling which.
-            what = f"what parity gives for group {holder} {wrong}"
-            raise RestoreError(f"step {step} of rank {rank}: {what}", _parity_of(column, holder))
-        what = f"the part of group {holder} {wrong}"
-        raise RestoreError(f"step {step} of rank {rank}: {what}", [headers[holder].name])
+        if wrong := payload.wrong():
+            # Of a decoded part either another part that passed its own checks or some parity is of another step.
+            names = _parity_of(column, holder) if holder in missing else [headers[holder].name]
+            raise failed(f"the part of group {holder}, {'decoded' if holder in missing else 'fetched'}, {wrong}", names)
     chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
     header = payloads[chosen].header
     try:
-        meta, blobs = unpack_own(payloads[chosen].section("own"), **whose(header))
-        layout = json.loads(payloads[chosen].section("layout"))
-        if topology_of(layout, rank, header.ranks) != header.topology:
+        meta, blobs = unpack_own(payloads[chosen].own, **whose(header))
+        layout = Layout.from_json(json.loads(payloads[chosen].layout))
+        if layout.topology(rank, header.ranks) != header.topology:
             raise ValueError("its layout is not the one that its header names")
     except ValueError as error:
-        buffers = _parity_of(column, chosen) if chosen in column.missing else [header.name]
-        raise RestoreError(f"step {step} of rank {rank}: the part of group {chosen}: {error}", buffers) from error
-    fetched = sum(held.header.payload_bytes for held in itertools.chain(column.data.values(), *column.parity))
+        names = _parity_of(column, chosen) if chosen in missing else [header.name]
+        raise failed(f"the part of group {chosen}: {error}", names) from error
+    fetched = sum(held.header.payload_bytes for held in column.held)
     return Restored(step, header.history, header.start, flat, layout, meta, blobs, fetched, column.missing)
 
 
@@ -148,74 +147,52 @@ def in_turn(groups: Iterable[int], first: int) -> list[int]:
     return sorted(groups, key=lambda group: (group < first, group))
 
 
-class _Source:
-    """Downloads of one rank's buffers of one identity, several keepers at a time."""
+def _each(work: Callable[[Held], Any], held: Iterable[Held]) -> list[Any]:
+    """`work` on each buffer, of several keepers at a time. Raises RestoreError, which names the first that failed."""
 
-    def __init__(self, column: Column, rank: int, token: bytes, timeout: timedelta) -> None:
-        self._column, self._rank, self._token, self._timeout = column, rank, token, timeout
+    def attempt(buffer: Held) -> Any:
+        header = buffer.header
+        try:
+            return work(buffer)
+        except (wire.WireError, ValueError, TypeError, KeyError) as error:
+            what = f"step {header.step} of rank {header.rank}, the {header.kind} of group {header.group}"
+            raise RestoreError(f"{what}: {error}", [header.name]) from error
 
-    def _each(self, work: Callable[[Held], Any], held: Iterable[Held]) -> list[Any]:
-        """`work` on each buffer. Raises RestoreError, which names the first that failed."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        return list(pool.map(attempt, held))
 
-        def attempt(buffer: Held) -> Any:
-            header = buffer.header
-            try:
-                return work(buffer)
-            except (wire.WireError, parity.ParityError, ValueError, TypeError, KeyError) as error:
-                what = f"{'parity' if header.kind == 'parity' else 'the part'} of group {header.group}"
-                raise RestoreError(
-                    f"step {header.step} of rank {self._rank}, {what}: {error}", [header.name]
-                ) from error
 
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            return list(pool.map(attempt, held))
+def _download(held: Held, sink: wire.Pieces, token: bytes, timeout: timedelta) -> None:
+    """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
+    header = held.header
+    table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+    whole = wire.Pieces([*sink.views(0, sink.size), table.view(np.uint8).data])
+    peers.download(held.address, token, timeout, header, whole)
+    if root_of(table) != header.root:
+        raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
-    def _download(self, held: Held, sink: list[memoryview]) -> None:
-        """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
-        header = held.header
-        table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
-        pieces = wire.Pieces([*sink, table.view(np.uint8).data])
-        peers.download(held.address, self._token, self._timeout, header, pieces)
-        if root_of(table) != header.root:
-            raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
-    def fetch(self, payloads: Mapping[int, _Payload], first: int) -> None:
-        """Every member's payload to its place, in turn from `first` on."""
+def _pieces(held: Sequence[Held], column: Column, token: bytes, timeout: timedelta) -> "_Pieces":
+    """The pieces of a code, fetched. Raises RestoreError."""
 
-        def one(held: Held) -> None:
-            payload = payloads[held.header.group]
-            self._download(held, payload.pieces.views(0, payload.pieces.size) if payload.pieces.size else [])
+    def one(piece: Held) -> tuple[np.ndarray, list[Header]]:
+        header = piece.header
+        payload = parity.aligned_bytes(header.payload_bytes)
+        _download(piece, wire.Pieces([payload.data]), token, timeout)
+        if root_of(chunk_digests(payload.data)) != header.root:
+            raise wire.WireError("it does not match its checksums")
+        covers = [Header.from_json(body) for body in json.loads(payload[header.last_section :].tobytes())]
+        return payload[: header.last_section].reshape(header.parity, -1), covers
 
-        self._each(one, [self._column.data[group] for group in in_turn(payloads, first)])
-
-    def parities(self) -> list["_Pieces"]:
-        """The pieces of each code that is needed."""
-
-        def one(held: Held) -> tuple[Header, np.ndarray, list[Header]]:
-            header = held.header
-            payload = parity.aligned_bytes(header.payload_bytes)
-            self._download(held, [payload.data])
-            if root_of(as_table([wire.digest_of([payload[a:b].data]) for a, b in chunks(len(payload))])) != header.root:
-                raise wire.WireError(f"the parity of group {header.group} does not match its checksums")
-            begin, end = header.sections["covers"]
-            covers = [Header.from_json(body) for body in json.loads(payload[begin:end].tobytes())]
-            begin, end = header.sections["shards"]
-            return header, payload[begin:end].reshape(header.parity, -1), covers
-
-        found = []
-        for pieces in self._column.parity:
-            fetched = self._each(one, pieces)
-            header, _, covers = fetched[0]
-            code = code_of(header)
-            sound = all(h.identity == self._column.identity and h.kind == "data" for h in covers)
-            alike = all(c == covers for _, _, c in fetched)
-            named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, header.roots, strict=True))
-            if not (sound and alike and named):
-                buffers = [held.header.name for held in pieces]
-                raise RestoreError(f"step {header.step} of rank {self._rank}: its parity is over other parts", buffers)
-            held = {h.group: shards for h, shards, _ in fetched}
-            found.append(_Pieces(code, covers, held))
-        return found
+    fetched = _each(one, held)
+    covers, code = fetched[0][1], code_of(held[0].header)
+    sound = all(h.identity == column.any.identity and h.kind == "data" for h in covers)
+    alike = all(others == covers for _, others in fetched)
+    named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, held[0].header.roots, strict=True))
+    if not (sound and alike and named):
+        what = f"step {column.any.step} of rank {column.any.rank}"
+        raise RestoreError(f"{what}: its parity is over other parts", [piece.header.name for piece in held])
+    return _Pieces(code, covers, {piece.header.group: shards for piece, (shards, _) in zip(held, fetched, strict=True)})
 
 
 @dataclass
@@ -243,7 +220,9 @@ class _Pieces:
             for column, giver in enumerate(givers):
                 if column not in lost:
                     shards[column] = parity.aligned_bytes(length)
-                    read_padded(payloads[giver].pieces, at[column], shards[column])
+                    shards[column][:] = 0  # what is beyond a payload's end
+                    for view, place in _shard(payloads[giver].pieces, at[column], length):
+                        shards[column][place] = view
             for row, holder in enumerate(holders):
                 if holder in self.shards:
                     shards[k + row] = self.shards[holder][row]
@@ -251,26 +230,17 @@ class _Pieces:
             rows = parity.decoding_rows(k, code.parity, lost, have)
             parity.combine(rows, [shards[index] for index in have], out)
             for column, decoded in zip(lost, out, strict=True):
-                _write_clipped(payloads[givers[column]].pieces, at[column], decoded)
+                for view, place in _shard(payloads[givers[column]].pieces, at[column], length):
+                    view[:] = decoded[place]
 
 
-def read_padded(pieces: wire.Bytes, offset: int, target: np.ndarray) -> None:
-    """Bytes from `offset` on; beyond the end they count as 0."""
-    count = max(0, min(len(target), pieces.size - offset))
-    at = 0
-    for view in pieces.views(offset, count) if count else []:
-        target[at : at + len(view)] = np.frombuffer(view, dtype=np.uint8)
+def _shard(payload: wire.Pieces, offset: int, length: int) -> list[tuple[np.ndarray, slice]]:
+    """The bytes from `offset` on as far as they are there, and where in the shard each belongs."""
+    found, at = [], 0
+    for view in payload.views(offset, max(0, min(length, payload.size - offset))):
+        found.append((np.frombuffer(view, dtype=np.uint8), slice(at, at + len(view))))
         at += len(view)
-    target[count:] = 0
-
-
-def _write_clipped(pieces: wire.Pieces, offset: int, source: np.ndarray) -> None:
-    """The inverse: what lies beyond the end is dropped."""
-    count = max(0, min(len(source), pieces.size - offset))
-    at = 0
-    for view in pieces.views(offset, count) if count else []:
-        view[:] = source[at : at + len(view)].data
-        at += len(view)
+    return found
 
 
 def whose(header: Header) -> dict[str, Any]:

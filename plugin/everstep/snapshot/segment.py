@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
+KEEPER_SILENT_S = 5.0
 REASON_CHARACTERS = 500
 """Which fit, whatever they are."""
 READ_TRIES = 100
@@ -45,16 +47,19 @@ class Notes:
     """time.monotonic() of the keeper's last word."""
     sequence: int = -1
     """The youngest buffer that the keeper has dealt with."""
-    sound: bool = False
-    """Its bytes match its checksums."""
     coded: bool = False
-    """Its parity shards are published here."""
+    """Its bytes match their checksums, and parity over it is published here, if there is to be parity."""
     settled: bool = False
     """No work on it is under way or to come."""
     reason: str = ""
     """Why it is settled without being coded."""
     waits_for: int = -1
     """The group because of which; -1 for none."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the keeper has said nothing for a while."""
+        return time.monotonic() - self.heartbeat > KEEPER_SILENT_S
 
 
 class Segment:
@@ -109,22 +114,25 @@ class Segment:
         return sorted((int(match.group(1)), int(match.group(2))) for match in found)
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
-        """What each of the rank's buffers holds; None for one that holds nothing or is not of this run."""
-        return [self.header(kind, rank, path) for path in self.files(kind, rank)]
+        """What each of the rank's buffers holds; None for one that holds nothing or is not of this run. Raises OSError
+        when one is there and cannot be read."""
+        return [self._header(kind, rank, path) for path in self.files(kind, rank)]
 
-    def header(self, kind: Kind, rank: int, path: Path) -> Header | None:
-        """What one of them holds. Raises OSError when it is there and cannot be read."""
+    def held(self, kind: Kind, rank: int) -> list[tuple[Path, Header]]:
+        """Those that hold something. Raises OSError."""
+        both = zip(self.files(kind, rank), self.headers(kind, rank), strict=True)
+        return [(path, header) for path, header in both if header is not None]
+
+    def _header(self, kind: Kind, rank: int, path: Path) -> Header | None:
         try:
             reader = BufferReader(path)
         except (FileNotFoundError, PermissionError, NotRegularError, IsADirectoryError):
             return None
-        try:
+        with contextlib.closing(reader):
             header = reader.header()
-        finally:
-            reader.close()
         # A file may have been put anywhere.
-        fits = header is not None and header.is_for(run=self.run, kind=kind, group=self.group, rank=rank)
-        return header if fits else None
+        wanted = (self.run, kind, self.group, rank)
+        return header if header and (header.run, header.kind, header.group, header.rank) == wanted else None
 
     def claim(self, rank: int) -> None:
         """Have the keeper look after this rank before it has published anything. Raises SnapshotError."""

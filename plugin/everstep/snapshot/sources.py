@@ -7,12 +7,13 @@ snapshots the newer step wins as well, whether it must be decoded or not: what d
 Every rank of a run reaches the same decision from the same headers, so one may decide for all.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, Identity, Moment, coverage_error
+from everstep.snapshot.header import Header, coverage_error
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
 
@@ -23,31 +24,30 @@ Source = Literal["memory", "older", "parity", "disk", "nothing"]
 class Column:
     """Where one rank column's parts of the chosen step are, and exactly which files they are."""
 
-    identity: Identity
     data: dict[int, Held]
     """The part of a member, by group."""
     parity: tuple[tuple[Held, ...], ...]
     """Per parity group with missing parts: its pieces of one code."""
-    missing: tuple[int, ...]
-    """Groups whose part must be decoded."""
 
+    @property
+    def held(self) -> list[Held]:
+        """All the files."""
+        return [*self.data.values(), *itertools.chain(*self.parity)]
+
+    @property
+    def any(self) -> Header:
+        """One of their headers, for what is the same in all."""
+        return self.held[0].header
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Groups whose part must be decoded."""
+        return tuple(group for group in self.any.members if group not in self.data)
+
+    @property
     def names(self) -> list[str]:
-        """Of all the files (`Header.name`)."""
-        return [
-            held.header.name for held in (*self.data.values(), *(held for pieces in self.parity for held in pieces))
-        ]
-
-    def to_json(self) -> list[Any]:
-        data = [held.to_json() for held in self.data.values()]
-        return [self.identity, data, [[held.to_json() for held in pieces] for pieces in self.parity], self.missing]
-
-    @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Column":
-        """Raises ValueError for a header that is none."""
-        identity, data, parity, missing = body
-        parts = [Held.from_json(held) for held in data]
-        pieces = tuple(tuple(Held.from_json(held) for held in pieces) for pieces in parity)
-        return cls(Identity(*identity), {held.header.group: held for held in parts}, pieces, tuple(missing))
+        """Of the files (`Header.name`)."""
+        return [held.header.name for held in self.held]
 
 
 @dataclass(frozen=True)
@@ -57,84 +57,62 @@ class Decision:
     source: Source
     step: int
     """Committed step to start from; 0 for nothing."""
-    history: int = 0
     columns: dict[int, Column] = field(default_factory=dict)
     """By rank; only for the sources that restore from keepers."""
     reasons: tuple[str, ...] = ()
     """Why each newer or better source was passed over, newest first."""
-    reshaped: bool = False
-    """The columns are those of groups of another shape: their shards must be cut anew."""
 
     def to_json(self) -> list[Any]:
-        columns = {str(rank): column.to_json() for rank, column in self.columns.items()}
-        return [self.source, self.step, self.history, columns, self.reasons, self.reshaped]
+        held = {str(rank): [one.to_json() for one in column.held] for rank, column in self.columns.items()}
+        return [self.source, self.step, held, self.reasons]
 
     @classmethod
-    def from_json(cls, body: Sequence[Any], rank: int) -> "Decision":
-        """With the columns that this rank restores from: its own, or all if they must be cut anew. Raises ValueError
-        for a header that is none."""
-        source, step, history, columns, reasons, reshaped = body
-        wanted = {int(of): Column.from_json(column) for of, column in columns.items() if reshaped or int(of) == rank}
-        return cls(source, step, history, wanted, tuple(reasons), reshaped)
+    def from_json(cls, body: Sequence[Any], rank: int, topology: str) -> "Decision":
+        """With the columns that a rank with this layout restores from: its own if that fits, else all."""
+        source, step, held, reasons = body
+        own = {rank: _from_json(held[str(rank)])} if str(rank) in held else {}
+        fits = any(column.any.topology == topology for column in own.values())
+        columns = own if fits else {int(saved): _from_json(held[saved]) for saved in held}
+        return cls(source, step, columns, tuple(reasons))
 
     @property
     def from_memory(self) -> bool:
         return self.source in ("memory", "older", "parity")
 
 
-@dataclass
-class _Candidate:
-    moment: Moment
-    members: tuple[int, ...]
-    ranks: int
-    taken_at: float = 0.0
-    data: dict[int, dict[int, Held]] = field(default_factory=lambda: defaultdict(dict))
-    """By rank and group."""
-    parity: dict[int, list[Held]] = field(default_factory=lambda: defaultdict(list))
-
-    @property
-    def step(self) -> int:
-        return self.moment[0]
+def _from_json(held: Sequence[Any]) -> Column:
+    """Of files that make up a column."""
+    column, why_not = _column(list(map(Held.from_json, held)))
+    if column is None:
+        raise ValueError(f"the files that were chosen do not do: {why_not}")
+    return column
 
 
-def decide(
-    held: Iterable[Held],
-    *,
-    run: str,
-    ranks: int | None = None,
-    topologies: Mapping[int, str] | None = None,
-    disk_step: int | None = None,
-    aside: Collection[str] = (),
-) -> Decision:
+def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, aside: Collection[str] = ()) -> Decision:
     """The source to start from.
 
     Args:
-        held: the buffers of every keeper that answered. A buffer known to be damaged counts as absent.
+        held: the buffers of every keeper that answered.
         run: only buffers of this run are used.
-        ranks: ranks per group of the run that starts; None: whatever the snapshots have.
-        topologies: by rank, the digest of the state's layout. None: whatever layout the snapshots have.
         disk_step: newest step of the disk checkpoint, if there is one.
         aside: buffers that are not used, by `Header.name`; whoever names them says why.
     """
     reasons: list[str] = []
-    usable = [buffer for buffer in held if buffer.header.name not in aside]
-    candidates = _candidates(usable, run, reasons)
+    candidates = _candidates([buffer for buffer in held if buffer.header.name not in aside], run, reasons)
     disk = -1 if disk_step is None else disk_step
-    newest = candidates[0].step if candidates else None
     for candidate in candidates:
-        if candidate.step <= disk:
-            reasons.append(f"step {candidate.step} in memory is not newer than the disk checkpoint's, {disk}")
+        step = candidate[0].header.step
+        if step <= disk:
+            reasons.append(f"step {step} in memory is not newer than the disk checkpoint's, {disk}")
             break
         columns, why_not = _columns(candidate)
         if why_not:
-            reasons.append(f"step {candidate.step}: {why_not}")
+            reasons.append(f"step {step}: {why_not}")
             continue
+        source: Source = "memory" if candidate is candidates[0] else "older"
         if any(column.missing for column in columns.values()):
-            source: Source = "parity"
-        else:
-            source = "memory" if candidate.step == newest else "older"
-        reshaped = _reshaped(columns, ranks, topologies)
-        return Decision(source, candidate.step, candidate.moment[1], columns, tuple(reasons), reshaped)
+            source = "parity"
+        return Decision(source, step, columns, tuple(reasons))
     if not candidates:
         reasons.append("no keeper holds a snapshot of this run that fits")
     if disk_step is not None:
@@ -142,73 +120,49 @@ def decide(
     return Decision("nothing", 0, reasons=(*reasons, "there is no disk checkpoint"))
 
 
-def _reshaped(columns: Mapping[int, Column], ranks: int | None, topologies: Mapping[int, str] | None) -> bool:
-    if ranks is not None and len(columns) != ranks:
-        return True
-    return topologies is not None and any(topologies.get(rank) != _topology(column) for rank, column in columns.items())
-
-
-def _topology(column: Column) -> str:
-    pieces = [*column.data.values(), *(piece for pieces in column.parity for piece in pieces)]
-    return pieces[0].header.topology
-
-
-def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[_Candidate]:
-    """Steps that some keeper has a usable buffer of; the newest first, of equal steps the one committed
+def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list[Held]]:
+    """The files of each state that some keeper has a buffer of; the newest first, of equal steps the one committed
     last."""
-    found: dict[tuple, _Candidate] = {}
-    said: set[str] = set()
+    found: dict[tuple, list[Held]] = defaultdict(list)
+    strange: dict[str, None] = {}
     for buffer in held:
         header = buffer.header
-        why_not = _unusable(buffer, run)
-        if why_not:
-            if why_not not in said:
-                said.add(why_not)
-                reasons.append(why_not)
-            continue
-        key = (header.moment, header.members, header.ranks)
-        candidate = found.setdefault(key, _Candidate(*key))
-        candidate.taken_at = max(candidate.taken_at, header.taken_at)
-        if header.kind == "parity":
-            candidate.parity[header.rank].append(buffer)
-            continue
-        column = candidate.data[header.rank]
-        best = column.get(header.group)
-        if best is None or header.sequence > best.header.sequence:
-            column[header.group] = buffer
-    order = lambda c: (c.step, c.taken_at, c.moment, c.members, c.ranks)  # noqa: E731
-    return sorted(found.values(), key=order, reverse=True)
+        if header.run == run:
+            found[header.moment, header.members, header.ranks].append(buffer)
+        else:
+            strange[f"step {header.step} of group {header.group} belongs to another run ({header.run})"] = None
+    reasons += strange
+    youngest = {key: max(buffer.header.sequence for buffer in files) for key, files in found.items()}
+    return [found[key] for key in sorted(found, key=lambda key: (key[0][0], youngest[key], key), reverse=True)]
 
 
-def _unusable(buffer: Held, run: str) -> str:
-    header = buffer.header
-    where = f"step {header.step} of group {header.group}, rank {header.rank}"
-    if header.run != run:
-        return f"{where} belongs to another run ({header.run})"
-    if buffer.sound is False:
-        return f"{where} does not match its checksums"
-    return ""
-
-
-def _columns(candidate: _Candidate) -> tuple[dict[int, Column], str]:
-    """Where every column's parts are, or a sentence on what is missing."""
+def _columns(candidate: list[Held]) -> tuple[dict[int, Column], str]:
+    """By rank, where its parts are; or a sentence on what is missing."""
+    by_rank: dict[int, list[Held]] = defaultdict(list)
+    for buffer in candidate:
+        by_rank[buffer.header.rank].append(buffer)
     columns = {}
-    for rank in range(candidate.ranks):
-        data, pieces = candidate.data.get(rank, {}), candidate.parity.get(rank, [])
-        headers = [buffer.header for buffer in (*data.values(), *pieces)]
-        identities = {header.identity for header in headers}
-        if len(identities) != 1:
-            return {}, f"rank {rank} has two layouts" if headers else f"no keeper has a part of rank {rank}"
-        missing = [group for group in candidate.members if group not in data]
-        codes, why_not = _codes(frozenset(missing), data, pieces)
-        if why_not:
-            return {}, f"rank {rank}: no keeper has the part of {_names(missing)}, and {why_not}"
-        if not missing:
-            uncovered = coverage_error([buffer.header for buffer in data.values()])
-            if uncovered:
-                return {}, f"rank {rank}: {uncovered}"
-        columns[rank] = Column(headers[0].identity, dict(data), codes, tuple(missing))
+    for rank in range(candidate[0].header.ranks):
+        column, why_not = _column(by_rank[rank])
+        if column is None:
+            return {}, f"rank {rank}: {why_not}"
+        columns[rank] = column
     return columns, ""
+
+
+def _column(held: Sequence[Held]) -> tuple[Column | None, str]:
+    """Where one rank's parts are, of files of one moment."""
+    if len({buffer.header.identity for buffer in held}) != 1:
+        return None, "there are two layouts" if held else "no keeper has a part"
+    pieces = [buffer for buffer in held if buffer.header.kind == "parity"]
+    youngest_last = sorted(held, key=lambda buffer: buffer.header.sequence)
+    data = {buffer.header.group: buffer for buffer in youngest_last if buffer.header.kind == "data"}
+    missing = [group for group in held[0].header.members if group not in data]
+    codes, why_not = _codes(frozenset(missing), data, pieces)
+    if why_not:
+        return None, f"no keeper has the part of {_names(missing)}, and {why_not}"
+    uncovered = "" if missing else coverage_error([buffer.header for buffer in data.values()])
+    return (None, uncovered) if uncovered else (Column(data, codes), "")
 
 
 def _codes(

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +17,7 @@ from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.keepers import KeeperError, end_keepers, start_keeper
+from everstep.snapshot.keepers import KeeperWatch, end_keepers, start_keeper
 from everstep.snapshot.layout import Layout, Shard, State
 from everstep.snapshot.parity import location_of
 from everstep.snapshot.recovery import recover
@@ -44,7 +43,7 @@ class Snapshots:
     def __init__(
         self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
     ) -> None:
-        self._run_dir, self.group, self._host = run_dir, group, host
+        self._run_dir, self.group, self._address = run_dir, group, host
         self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`, once there is a state."""
@@ -52,12 +51,11 @@ class Snapshots:
         self._segment = Segment.of(settings, run_id(token), group)
         self._restored = False
         """Whether a snapshot of a restored state is on its way."""
-        # Beside the building of the trainer: it takes a process.
-        self._keeper_start = threading.Thread(target=self._start_keeper, name="keeper-start", daemon=True)
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            self._keeper_start.start()
         self._location = self._location_of(os.environ, socket.gethostname(), group)
-        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, self._start_keeper)
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit)
+        self._keeper: KeeperWatch | None = None
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            self._keeper = KeeperWatch(self._segment, self._rank, self._start_keeper)
 
     def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
         """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
@@ -68,14 +66,10 @@ class Snapshots:
         """Start this host's keeper of the group, or find it. Training goes on without one; an event says
         so."""
         try:
-            place = start_keeper(self._run_dir, self.group, self._host, self._settings, self._rank)
+            place = start_keeper(self._run_dir, self.group, self._address, self._settings, self._rank)
             self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
-        except (KeeperError, SnapshotError, OSError) as error:
+        except (SnapshotError, OSError) as error:
             self._events.emit("snapshot_failed", reason=str(error))
-
-    def _await_keeper(self) -> None:
-        if self._keeper_start.ident is not None:
-            self._keeper_start.join()
 
     def settle(self) -> None:
         """After a start, wait until the state that was restored is coded, or for snapshot.coding_timeout_s."""
@@ -94,11 +88,11 @@ class Snapshots:
         return replace(word, location=self._location).encode()
 
     @property
-    def agreed(self) -> list[Any]:
+    def agreed(self) -> dict[str, Any]:
         """What all groups know of the snapshots alike; what a joiner should know."""
         return self._copier.agreed.to_json()
 
-    def agree(self, agreed: list[Any]) -> None:
+    def agree(self, agreed: dict[str, Any]) -> None:
         """Take over what `agreed` was at the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
@@ -134,7 +128,8 @@ class Snapshots:
             state: this rank's state as it is, for its layout.
             disk_step: newest step of the disk checkpoint.
         """
-        self._await_keeper()
+        if self._keeper is not None:
+            self._keeper.looked.wait()
         layout = Layout.of(state.tensors, self.shards)
         timeout = timedelta(seconds=self._settings.transfer_timeout_s)
         found = recover(
@@ -159,17 +154,16 @@ class Snapshots:
     def close(self, *, over: bool, leaves: bool) -> None:
         """Let go of the segment. `over`: nothing of the run will ever be restored from memory, so this host's keeper is
         told to end. `leaves`: this group alone has ended, and its part is given up."""
-        self._await_keeper()  # one that comes up later would not hear that the run is over
+        if self._keeper is not None:
+            self._keeper.end()  # one that came up later would not hear that the run is over
         self._copier.close()
         if leaves:
             self._segment.drop(self._rank)
-        elif over and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        elif over and self._keeper is not None:
             end_keepers(self._run_dir)
 
 
 def _of_all_ranks(word: Word) -> Word:
     """What is true of a group if its ranks say these; a collective."""
-    published, settled, coded, able, nobody = least_in_group(
-        word.published, word.settled, word.coded, word.able, -word.waits_for
-    )
-    return Word(bool(published), bool(settled), bool(coded), bool(able), -nobody)
+    settled, coded, able, nobody = least_in_group(word.settled, word.coded, word.able, -word.waits_for)
+    return Word(bool(settled), bool(coded), bool(able), -nobody)
