@@ -91,15 +91,6 @@ def test_only_a_whole_checkpoint_gets_its_name(tmp_path):
     assert [path.read_text() for path in (folder / "step-4").iterdir()] == ["writing-0"]
 
 
-def test_an_unfinished_checkpoint_has_no_name_that_torchtitan_would_load(tmp_path, alone):
-    it = built(of_run(CheckpointManager.Config(enable=True, interval=4)), tmp_path)
-    for name in ("writing-0", "writing-12"):
-        (tmp_path / "checkpoint" / name).mkdir(parents=True)
-        (tmp_path / "checkpoint" / name / ".metadata").touch()
-    assert it._find_load_step() == -1
-    it.close()
-
-
 def test_settings_are_torchtitans_and_a_remote_folder_is_left_to_it():
     config = CheckpointManager.Config(enable=True, interval=7, keep_latest_k=3, folder="elsewhere")
     ours = of_run(config)

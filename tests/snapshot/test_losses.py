@@ -209,13 +209,20 @@ def test_a_member_that_is_gone_makes_the_next_snapshot_due_at_once():
         wait_until(lambda: {h.step for h in run.segment(0).headers("data", 0) if h} == {5, 8})
 
 
-def test_another_model_goes_to_disk_with_the_reason():
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        ("param/w", (300, 258), "param/w is float32 (300, 258) here and was float32 (300, 257)"),
+        ("param/new.w", (3,), "the saved shards of param/new.w make up 0 elements of 3"),
+    ],
+)
+def test_another_model_goes_to_disk_with_the_reason(name, shape, reason):
     with Cluster(2) as run:
         run.take(2)
-        run.tensors[0] = {**run.tensors[0], "param/w": torch.zeros(300, 258)}
+        run.tensors[0] = {**run.tensors[0], name: torch.zeros(shape)}
         found = run.recover(disk_step=1)
         assert found.decision.source == "disk"
-        assert "param/w is float32 (300, 258) here and was float32 (300, 257)" in found.decision.reasons[0]
+        assert reason in found.decision.reasons[0]
 
 
 def test_groups_that_restore_together_begin_with_different_keepers():

@@ -105,8 +105,9 @@ class KeeperWatch(threading.Thread):
             self.looked.set()
 
     def end(self) -> None:
+        """No keeper is started from now on, but for one that has not come up in 10 s."""
         self._over.set()
-        self.join()
+        self.join(10.0)
 
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
