@@ -16,6 +16,7 @@ from snapshot_cluster import Cluster, assert_is_step, slowed, state_of
 CODING_S = 2.0
 KINDS = {
     "trainers": None, "host": None, "hosts": None, "keepers": None, "keepers while it restores": None,
+    "a host while it restores": None,
     "a keeper stands still": (10_000.0, 0.05), "a keeper is slow": (0.7, 0.02),
     "a keeper stands still for the deadline": (CODING_S, 10_000.0),
 }  # fmt: skip
@@ -72,6 +73,8 @@ class Chain:
         killed = list(lost)
         if kind.startswith("keepers"):
             killed = chance.sample(run.groups, chance.randint(1, len(run.groups)))
+        elif kind == "a host while it restores":
+            killed = [chance.choice(run.groups)]
         if kind == "keepers":
             for group in killed:
                 run.kill_keeper(group)
@@ -80,14 +83,18 @@ class Chain:
             run.start_keeper(group)
         run.tensors = dict.fromkeys(range(self._most), state_of(1, 0, self._scale).tensors)
 
-        def kill_and_start() -> None:
-            time.sleep(chance.random() * 0.05)
-            for group in killed:
-                run.kill_keeper(group)
-                run.start_keeper(group)
+        after_s, starter = chance.random() * 0.05, chance.randrange(self._most)
 
-        beside = threading.Thread(target=kill_and_start if kind == "keepers while it restores" else lambda: None)
-        starter = chance.randrange(self._most)
+        def in_the_restore() -> None:
+            time.sleep(after_s)
+            for group in killed:
+                if kind == "a host while it restores":
+                    run.lose_host(group)
+                else:
+                    run.kill_keeper(group)
+                    run.start_keeper(group)
+
+        beside = threading.Thread(target=in_the_restore if kind.endswith("restores") else lambda: None)
         beside.start()
         found = run.recover(group=starter, patience_s=60)
         beside.join()
