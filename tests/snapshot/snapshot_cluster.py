@@ -160,10 +160,11 @@ class Cluster:
             self.copiers[group].restored(moment, self.groups, words, state)
 
     def commit(
-        self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, **more
+        self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, apart_s=0.0
     ) -> None:
         """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
-        as long as that what the keepers do of it is done, as in a step that is long enough."""
+        as long as that what the keepers do of it is done, as in a step that is long enough. `apart_s`: between members.
+        """
         members = members or self.groups
         for group in members:
             self.copiers[group].wait()
@@ -178,7 +179,8 @@ class Cluster:
                     mine[name] = tensor.clone()
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, history, members, words, lambda what=what: what, **more)
+            self.copiers[group].committed(step, history, members, words, lambda what=what: what)
+            time.sleep(apart_s)
 
     def take(self, *steps: int, coded: bool = True, **how) -> None:
         """Commit these steps, each when all that comes of the one before is done. `how`: of `commit`."""

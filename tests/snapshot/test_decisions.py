@@ -1,7 +1,11 @@
 """The pure functions: which step is restorable and from where, and which buffer may be overwritten."""
 
+import contextlib
 import itertools
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep import wire
+from everstep.snapshot.coding import CodingError, Watch, _Waits
 from everstep.snapshot.header import Header
 from everstep.snapshot.layout import Layout
-from everstep.snapshot.parity import Domains, part_bounds
-from everstep.snapshot.peers import Held
+from everstep.snapshot.parity import Code, Domains, part_bounds
+from everstep.snapshot.peers import Held, Neighbours
 from everstep.snapshot.restore import pack_own, unpack_own
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment
 from everstep.snapshot.sources import Decision, decide
 
 
@@ -169,3 +177,21 @@ def test_meta_and_blobs_come_back():
     for name in whose:
         with pytest.raises(ValueError, match=r"it is of .* not of"):
             unpack_own(packed, **{**whose, name: "another"})
+
+
+class Absent(Neighbours):
+    """Of group 2 the part is not there yet, and the keeper of group 0 does not answer before the deadline."""
+
+    def open(self, group, rank, identity, deadline):
+        if group == 0:
+            time.sleep(deadline - time.monotonic())
+        raise wire.WireError("it does not hold it" if group == 2 else "it was silent")
+
+
+def test_not_the_first_that_is_absent_is_named_but_the_one_that_most_of_the_time_went_to():
+    segment = Segment(Path("/nowhere"), "r", 1, Path("/nowhere/r"))
+    watch = Watch(segment, 0, Snapshot(), Absent(Path("/nowhere"), b""), threading.Event())
+    own, waits = buffer(1, 5).header, _Waits(time.monotonic() + 0.3)
+    with pytest.raises(CodingError, match="the part of group 0 did not come in time") as raised:
+        watch._givers(own, Code(own.parity_group, 1), waits, contextlib.ExitStack())
+    assert raised.value.group == 0

@@ -115,22 +115,22 @@ def test_status_says_what_is_coded_and_how_old_it_is_and_that_is_what_a_lost_hos
         assert run.recover().decision.step >= 3
 
 
-@pytest.mark.parametrize("duty", [(10_000.0, 0.05), (0.7, 0.02)], ids=["frozen", "slow"])
-def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapshots(duty):
-    with Cluster(4, parity=2, coding_timeout_s=1.0) as run:
+@pytest.mark.parametrize(("groups", "duty"), [(4, (10_000.0, 0.05)), (3, (0.7, 0.02))], ids=["frozen", "slow"])
+def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapshots(groups, duty):
+    """It is named and left out, and none of those whose parts came late, or not, because it held up the questions."""
+    with Cluster(groups, coding_timeout_s=1.0) as run:
         run.take(1)
-        with slowed(run, 3, *duty):
+        with slowed(run, 0, *duty):
             began, step = time.monotonic(), 1
             while len(protected(run)) < 3:
                 step += 1
-                run.commit(step, settle=False)
+                run.commit(step, settle=False, apart_s=0.1)
                 run.wait()
-                time.sleep(0.02)
                 assert time.monotonic() - began < 20, "one deadline, and room for a busy machine"
             run.kill_trainers()
         [why] = [f["reason"] for g, kind, _, f in run.events if (g, kind) == (0, "snapshot_unprotected")]
-        assert "group 3 did not keep up" in why
-        for group in (0, 3):
+        assert "group 0 did not keep up" in why
+        for group in (0, groups - 1):
             run.lose_host(group)
         assert run.recover(group=1).decision.step >= protected(run)[-1]
 
