@@ -164,6 +164,9 @@ CAUSES = {
     "every group given up, with an error": (
         "run", [died("rank 0 exited with status 1", "KeyError: 'c4'"), failed("every group was given up")],
         "given up. Last error of a worker: KeyError: 'c4'; its log: logs/group-1/rank-3.log.", None),
+    "every group given up, for that error": (
+        "run", [died("rank 0 exited with status 1", "KeyError: 'c4'"), failed("given up; last: KeyError: 'c4'.")],
+        "The run failed: given up; last: KeyError: 'c4'. Its log: logs/group-1/rank-3.log.", None),
     "a lighthouse that never starts": ("run", [failed("the lighthouse does not start on h:1, see logs/lighthouse.log")],
                                        "The run failed: the lighthouse does not start on h:1, see", None),
     "workers that do not end": ("run", [failed("some workers did not end by themselves when asked to stop.")],

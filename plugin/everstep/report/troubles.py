@@ -292,7 +292,9 @@ class _Session:
     newest: int = 0
     """The newest committed step."""
     error: str = ""
-    """Of the newest death of workers that had one, and where it stands."""
+    """Of the newest death of workers that had one."""
+    log: str = ""
+    """Where it stands."""
     skipped: Counter[int] = field(default_factory=Counter)
     """By group, snapshots that were due and not taken since one was coded."""
     survived: int = 0
@@ -309,8 +311,7 @@ class _Session:
                 return self._commit_told(event, group)
             case "workers_died" if isinstance(group, int) and event.get("error"):
                 rank = next(iter(event["exitcodes"]), "0")
-                log = f"logs/group-{group}/rank-{rank}.log"
-                self.error = f" Last error of a worker: {event['error']}; its log: {log}."
+                self.error, self.log = event["error"], f"logs/group-{group}/rank-{rank}.log"
             case "training_done" if self.steps is not None and self.newest <= step < self.steps:
                 return {"steps_asked": self.steps}
             case "snapshot_skipped" if isinstance(group, int):
@@ -321,7 +322,10 @@ class _Session:
                 self.survived = max(self.survived, event["survives"])
                 return {"survived": self.survived}
             case "run_ended" if event.get("status") == "failed":
-                return {"last_error": self.error}
+                if self.error and self.error in str(event["reason"]):
+                    return {"last_error": f" Its log: {self.log}."}
+                said = f" Last error of a worker: {self.error}; its log: {self.log}."
+                return {"last_error": said if self.error else ""}
         return {}
 
     def _commit_told(self, event: Mapping[str, Any], group: int) -> dict[str, Any]:
