@@ -29,8 +29,8 @@ class Needs:
 @pytest.mark.parametrize(
     ("kind", "args", "sentence"),
     [
-        (Outer, ["--inner.size", "x"], "--inner.size must be a whole number, got x"),
-        (Outer, ["--inner.size=x"], "--inner.size must be a whole number, got x"),
+        (Outer, ["--inner.size", "x"], "--inner.size must be an integer, got x"),
+        (Outer, ["--inner.size=x"], "--inner.size must be an integer, got x"),
         (Outer, ["--rate", "fast"], "--rate must be a number, got fast"),
         (Outer, ["--rate"], "--rate needs a value: a number"),
         (Outer, ["--inner.mode", "c"], "--inner.mode must be one of a, b, got c"),

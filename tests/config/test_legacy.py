@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import tomli
-from torchtitan.distributed.activation_checkpoint import FullAC
 
 from everstep.config.errors import ConfigError
 from everstep.config.legacy import GONE, MOVED
@@ -90,10 +89,6 @@ def test_whole_tables_move_and_empty_ones_say_nothing(load):
     assert (config.validator.freq, config.validator.dataloader.num_workers) == (3, 2)
 
 
-def test_no_key_is_both_moved_and_gone():
-    assert not MOVED.keys() & GONE.keys()
-
-
 def test_a_file_for_02_trains_the_same_model_with_the_defaults_of_02(load):
     config = load("[training]\nsteps = 5\n", base='[model]\nname = "llama3"\nflavor = "8B"\n')
     assert (config.job.module, config.job.flavor, config.job.config) == ("llama3", "8B", "")
@@ -104,28 +99,6 @@ def test_a_file_for_02_trains_the_same_model_with_the_defaults_of_02(load):
     assert config.training.disable_cuda_graphs, "0.2 had none"
     assert not config.validator.enable
     assert not config.profiler.enable_profiling
-
-
-def test_a_fault_tolerant_file_for_02_is_accepted_as_it_is(load):
-    config = load(
-        "[training]\nglobal_batch_size = 64\n"
-        '[fault_tolerance]\nenable = true\nprocess_group = "gloo"\nprocess_group_timeout_ms = 10000\n'
-        "replica_id = 1\ngroup_size = 3\nmin_replica_size = 2\n",
-        base=BASE,
-    )
-    ft = config.fault_tolerance
-    assert (ft.group_id, ft.groups, ft.min_groups, ft.reduce_timeout_s) == (1, 3, 2, 10.0)
-
-
-def test_modes_of_activation_checkpointing_keep_their_names(load):
-    assert load('[activation_checkpoint]\nmode = "full"\n', base=BASE).activation_checkpoint == FullAC.Config()
-    config = load(
-        '[compile]\nenable = true\n[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.25\n'
-        "visualize_memory_budget_pareto = true\n",
-        base=BASE,
-    )
-    assert config.activation_checkpoint.memory_budget == 0.25
-    assert config.activation_checkpoint.visualize_memory_budget_pareto
 
 
 def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load, caplog, tmp_path):
@@ -186,22 +159,6 @@ def test_an_error_in_a_key_that_moved_names_it_on_the_line_where_it_stands(load,
     assert str(caught.value).removeprefix(f"{tmp_path}/") == (
         "run.toml:6: [dataloader] dataset ([training] dataset in the file) must be a string, got 4"
     )
-
-
-def test_the_older_spellings_of_01_load(load):
-    config = load(
-        "[training]\nbatch_size = 2\ncompile = true\nseed = 4\n[lr_scheduler]\nlr_min = 0.1\n"
-        "[checkpoint]\nenable_checkpoint = true\nmodel_weights_only = false\n"
-        "[validation]\nenabled = true\nsteps = 3\n",
-        base=BASE,
-    )
-    assert config.training.local_batch_size == 2
-    assert config.compile.enable
-    assert config.debug.seed == 4
-    assert config.lr_scheduler.min_lr_factor == 0.1
-    assert config.checkpoint.enable
-    assert not config.checkpoint.last_save_model_only
-    assert config.validator.enable
 
 
 LLAMA3_01 = """

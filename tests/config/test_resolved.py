@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.config.resolved import _structure, _toml_lines, config_identity, differing_keys, resolved_toml
+from everstep.titan import cpu
 from everstep.titan.load import load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -45,18 +46,6 @@ def test_so_does_every_kind_of_torchtitans(load, module, name):
     structure = json.dumps(_structure(config.model_spec.model))
     assert "normal_" in structure, "functions count, by name"
     assert " at 0x" not in structure, "it holds nothing of this process"
-
-
-def test_changed_sections_survive_the_round_trip(load):
-    config = load(
-        '[activation_checkpoint]\nmode = "full"\n[lr_scheduler]\ndecay_ratio = "None"\n'
-        '[override]\nimports = ["a.b.f", ["c.d.g", { size = 256 }]]\n'
-        '[dataloader]\nclass = "torchtitan.hf_datasets.text_datasets.InterleavedHuggingFaceTextDataLoader"\n'
-        'sources = [{ dataset = "c4", weight = 2 }]\n'
-    )
-    again = load(resolved_toml(config), base="")
-    for section in ("activation_checkpoint", "lr_scheduler", "override", "dataloader"):
-        assert getattr(again, section) == getattr(config, section)
 
 
 def test_what_toml_cannot_say_is_named(load):
@@ -143,32 +132,16 @@ def test_a_run_may_be_prolonged_if_its_schedule_has_a_length_of_its_own(demo, tm
     assert differing_keys(before, after) == []
 
 
-def test_the_dataset_and_tokenizer_decide_the_result_where_they_are_read(load):
-    before = load("")
+def test_the_model_and_its_data_decide_the_result_and_its_kernels_do_not(load):
+    base, before = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n', load("")
+    larger, other = load("", base=base + 'flavor = "1B"\n'), copy.deepcopy(before)
+    other.model_spec.model.layers[0].feed_forward.w1.out_features += 1
+    assert 'model: "llama3 debugmodel" → "llama3 1B"' in differing_keys(before, larger)
+    assert [key.partition(":")[0] for key in differing_keys(before, other)] == ["model structure"]
     assert differing_keys(before, load('[dataloader]\ndataset = "c4"\n')) == ['[dataloader] dataset: "c4_test" → "c4"']
-    assert differing_keys(before, load("", ["--hf_assets_path", "other"])) == [
-        'hf_assets_path: "./tests/assets/tokenizer" → "other"'
+    assert [key.split()[0] for key in differing_keys(before, load("", ["--hf_assets_path", "b"]))] == [
+        "hf_assets_path:"
     ]
-
-
-def test_another_model_is_another_identity(load):
-    base = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
-    before, after = load("", base=base), load("", base=base + 'flavor = "1B"\n')
-    assert 'model: "llama3 debugmodel" → "llama3 1B"' in differing_keys(before, after)
-
-
-def test_a_change_inside_the_model_is_another_identity(load):
-    before = load("")
-    after = copy.deepcopy(before)
-    after.model_spec.model.layers[0].feed_forward.w1.out_features += 1
-    (difference,) = differing_keys(before, after)
-    assert difference.startswith("model structure: ")
-
-
-def test_the_attention_kernel_is_not_part_of_the_identity(load):
-    from everstep.titan import cpu
-
-    before = load("")
-    after = copy.deepcopy(before)
-    cpu.prepare(after)
-    assert config_identity(before) == config_identity(after)
+    kernels = copy.deepcopy(before)
+    cpu.prepare(kernels)
+    assert config_identity(before) == config_identity(kernels)

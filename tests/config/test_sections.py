@@ -22,11 +22,6 @@ def test_what_a_file_does_not_say_is_the_base_config(load):
     assert config.lr_scheduler == base.lr_scheduler
 
 
-def test_a_config_always_has_a_seed(load):
-    assert load("").debug.seed == 0
-    assert load("[debug]\nseed = 7\n").debug.seed == 7
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
@@ -85,11 +80,6 @@ def test_parameter_groups_can_be_written_out(load):
 def test_override_imports_take_names_and_pairs(load):
     config = load('[override]\nimports = ["a.b.f", ["c.d.g", { size = 256 }]]\n')
     assert config.override.imports == ["a.b.f", ("c.d.g", {"size": 256})]
-
-
-def test_none_is_written_as_on_the_command_line(load):
-    assert load("").lr_scheduler.decay_ratio == 0.8
-    assert load('[lr_scheduler]\ndecay_ratio = "None"\n').lr_scheduler.decay_ratio is None
 
 
 def test_flavor_exchanges_the_model_of_a_config_and_the_vocabulary_of_its_loss(load):

@@ -18,7 +18,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.events import read_events
 from forked import Forked
-from watched import of_kind, until
+from watched import Followed, of_kind, until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -39,14 +39,8 @@ def short_folder():
     return Path(tempfile.mkdtemp(prefix="tiny-", dir="/tmp"))
 
 
-class Tiny:
-    """What was started, watched through its events: `process`, `run_dir`, `output` and `temporary` are its maker's."""
-
-    def events(self, kind, **fields):
-        return events_of(self.run_dir, kind, **fields)
-
-    def said(self):
-        return self.output.read_text() if self.output.exists() else ""
+class Tiny(Followed):
+    """What was started: `process`, `output` and `temporary` are its maker's."""
 
     def end(self):
         if self.process.poll() is None:
@@ -73,7 +67,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
 """
 
     def __init__(self, folder, *flags, **settings):
-        self.run_dir = folder / "run"
+        super().__init__(folder / "run")
         self.temporary = settings.pop("temporary", None) or short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         environment = settings.pop("environment", {})
@@ -96,9 +90,9 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
                 start_new_session=True,
             )
 
-    def wait_for(self, kind, **fields):
-        """The first such event of the group, whichever of its agents lived then."""
-        return until(lambda: self.events(kind, **fields), f"{kind} {fields}")[0]
+    def until(self, condition, what, deadline_s=None):
+        """Another agent of the group may go on when this one has ended."""
+        return until(condition, what, deadline_s or self.deadline_s)
 
 
 def events_of(run_dir, kind, **fields):
@@ -109,7 +103,7 @@ class TinyRun(Tiny):
     """A supervisor of its own process, with everything below it."""
 
     def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None, forked=True):
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.output = output or run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
@@ -132,23 +126,3 @@ class TinyRun(Tiny):
                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
                 **options,
             )
-
-    def wait_for(self, kind, after=0.0, **fields):
-        """The first event of that kind, later than `after` (wall time)."""
-
-        def found():
-            if self.process.poll() not in (None, 0) and not self.events(kind, **fields):
-                pytest.fail(f"the run ended with {self.process.returncode} before {kind} {fields}: {self.said()}")
-            return [event for event in self.events(kind, **fields) if event["t"] > after]
-
-        return until(found, f"{kind} {fields}")[0]
-
-    def workers(self, group):
-        """Pids of the group's newest workers."""
-        self.wait_for("workers_started", group=group)
-        return self.events("workers_started", group=group)[-1]["pids"]
-
-    def tree(self):
-        """All processes of the run, the supervisor first."""
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]

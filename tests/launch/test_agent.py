@@ -8,11 +8,8 @@ import psutil
 import pytest
 
 from everstep.launch.worker import log_path
-from everstep.run.events import EventLog, last_event
 from everstep.run.exits import GAVE_UP_EXIT
 from launched import DEADLINE_S, FULL, alive, on_a_full_disk, until
-
-COMMITTED = {"loss": 1.0, "tokens": 1.0, "grad_norm": 1.0, "history": "b", "parent": "a"}
 
 
 def both_train(agent):
@@ -57,9 +54,8 @@ def test_an_agent_whose_output_is_on_a_full_disk_counts_deaths_and_says_how_it_e
 def test_a_death_whose_slot_cannot_be_noted_is_one_all_the_same(agent, tmp_path):
     (tmp_path / "run/state").mkdir(parents=True)
     (tmp_path / "run/state/struck").write_text("as a full disk, this takes no folder")
-    one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1, max_restarts=2)
-    assert one.process.wait(60) == GAVE_UP_EXIT
-    assert len(one.events("workers_died")) == 3
+    one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1)
+    one.wait_for("workers_started", incarnation=1)
     assert "slot 2 of step 2 is not noted" in one.said()
     for text in (one.said(), log_path(one.run_dir, 0, 0).read_text()):
         assert "FileNotFoundError: there is no dataset" in text, "its traceback is in its own log and the agent's"
@@ -103,15 +99,3 @@ def test_a_stop_reaches_workers_that_missed_its_first_signal(agent):
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 0
     assert {event["rank"] for event in one.events("left")} == {0, 1}
-
-
-def test_the_newest_event_is_found_across_blocks_and_torn_lines(tmp_path):
-    log = EventLog(tmp_path, 0, 0, "worker")
-    assert last_event(log.path, {"commit"}) is None
-    log.emit("commit", 7, groups=[0], pad="x" * 70_000, **COMMITTED)
-    for _ in range(50):
-        log.emit("quorum", pad="y" * 5_000)
-    with log.path.open("ab") as torn:
-        torn.write(b'{"t":1,"kind":"commit","step":99')
-    assert last_event(log.path, {"commit"})["step"] == 7
-    assert last_event(log.path, {"left"}) is None

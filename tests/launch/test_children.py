@@ -23,7 +23,7 @@ children = Children()
 ended = []
 
 def ask(rank, run, *args):
-    child = Child("worker", rank, lambda child, code: ended.append([child.index, code]))
+    child = Child(rank, lambda child: ended.append([child.index, child.exitcode]))
     children.start(child, Request(f"forked_work:{run}", list(args), Path(f"rank-{rank}.log"), {"RANK": str(rank)}))
     return child
 
@@ -41,16 +41,7 @@ def state(pid):
 """
 
 WORK = """
-import multiprocessing, os, pathlib, signal, sys, time
-
-def end(status):
-    sys.exit(status)
-
-def fall(signum):
-    os.kill(os.getpid(), signum)
-
-def fail():
-    raise KeyError("c4")
+import multiprocessing, pathlib, signal, time
 
 def go_on():
     signal.pause()
@@ -77,20 +68,6 @@ def play(tmp_path):
     return _play
 
 
-def test_how_each_ended_is_told(play, tmp_path):
-    ended = play(
-        """
-        for rank, (run, *args) in enumerate((("end", 0), ("end", 7), ("fall", 11), ("fail",), ("end", "no config"))):
-            ask(rank, run, *args)
-        until(lambda: len(ended) == 5)
-        print(json.dumps(sorted(ended)))
-        """
-    )
-    assert ended == [[0, 0], [1, 7], [2, -signal.SIGSEGV], [3, 1], [4, 1]]
-    assert "KeyError: 'c4'" in (tmp_path / "rank-3.log").read_text()
-    assert (tmp_path / "rank-4.log").read_text() == "no config\n"
-
-
 def test_nothing_is_left_of_thirty_incarnations(play):
     """Neither descriptors nor processes, but for the guard."""
     first, last = play(
@@ -100,7 +77,6 @@ def test_nothing_is_left_of_thirty_incarnations(play):
             two = [ask(rank, "go_on") for rank in range(2)]
             for child in two:
                 child.signal(signal.SIGKILL)
-                children.forget(child.pid)
             until(lambda: not any(child.alive for child in two))
             seen.append([own.num_fds(), len(own.children(recursive=True))])
         print(json.dumps([seen[0], seen[-1]]))

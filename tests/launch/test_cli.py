@@ -78,6 +78,6 @@ def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for
 
 
 def test_a_first_step_that_is_longer_than_a_stall_is_no_stall(start):
-    run = start(1, 1, "--tiny.first_s", "5", "--training.steps", "3")
+    run = start(1, 1, "--tiny.first_s", "4", "--training.steps", "3")
     assert run.process.wait(60) == 0
     assert run.events("workers_stalled") == []

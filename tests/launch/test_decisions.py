@@ -1,7 +1,5 @@
 """The launcher's decisions: who has stalled, who is started again, who is killed, what the flags say."""
 
-import time
-
 import pytest
 
 from everstep.launch.machine import devices_of_groups
@@ -14,9 +12,7 @@ from everstep.launch.watchdog import (
     pause_s,
     reason_to_give_up,
 )
-from everstep.run.beats import Beat, BeatFile, beat_path, read_beat
-
-LIMITS = (5, 100.0)
+from everstep.run.beats import Beat
 
 
 def patience(phase):
@@ -42,27 +38,25 @@ def test_the_rank_that_is_silent_for_longest_has_stalled(first, second, quiet, l
     assert find_stall({0: 10, 1: 11}, told, 1000.0, patience, late) == stall
 
 
-def test_a_beat_comes_back_as_written(tmp_path):
-    before = time.monotonic()
-    BeatFile(beat_path(tmp_path, 2, 1)).beat("a phase with a name that is too long", 7)
-    beat = read_beat(beat_path(tmp_path, 2, 1))
-    assert beat is not None
-    assert before <= beat.mono <= time.monotonic()
-    assert (beat.step, beat.phase) == (7, "a phase with a name that is ")
-    assert read_beat(beat_path(tmp_path, 0, 0)) is None
-
-
 def deaths(*exits, committed=False, **more):
     return [Death(float(i), exitcode, committed, **more) for i, exitcode in enumerate(exits)]
 
 
-def why_given_up(deaths):
-    return reason_to_give_up(deaths, *LIMITS)
-
-
-def test_kills_are_what_restarts_are_for():
-    assert not why_given_up(deaths(-9, -9, -9, -9, -9))
-    assert failures(deaths(-9, -9, -9, -9, -9)) == 0
+@pytest.mark.parametrize(
+    ("exitcode", "committed", "why"),
+    [
+        (-9, False, ""),
+        (1, False, ""),
+        (2, False, "configuration"),
+        (2, True, ""),
+        (64, True, "no use"),
+        (65, True, "unfit"),
+    ],
+)
+def test_a_trainers_own_decision_ends_its_group_and_nothing_else(exitcode, committed, why):
+    (death,) = deaths(exitcode, committed=committed)
+    assert bool(reason_to_give_up(death)) == bool(why)
+    assert why in reason_to_give_up(death)
 
 
 FAILED = [Death(30.0 * i, 1, committed=False, run_step=i) for i in range(50)]
@@ -73,8 +67,9 @@ FAILED = [Death(30.0 * i, 1, committed=False, run_step=i) for i in range(50)]
     [
         (deaths(1, 1), 2),
         (deaths(1, 1, 1, committed=True), 0),
-        ([*deaths(1, 1), *deaths(1, committed=True), *deaths(1, 1)], 2),
-        (deaths(1, -9, 1, -9), 2),
+        ([*deaths(1, 1), *deaths(1, committed=True, run_step=3), *deaths(1, 1, run_step=3)], 2),
+        (deaths(-9, -9, -9, -9, -9), 0),
+        (deaths(1, 1, -9, 1), 1),
         (deaths(-11, -6, -7), 3),
         (deaths(-9, -9, out_of_memory=True), 2),
         (deaths(-9, -9, stalled=True), 2),
@@ -91,21 +86,15 @@ def test_failures_count_if_they_are_the_workers_own_and_nobody_commits(ended, co
 
 def test_failures_in_a_row_put_off_the_next_start():
     failed = deaths(*[1] * 11, committed=True)
-    assert [in_a_row(failed[:n]) for n in range(1, 4)] == [1, 2, 3]
-    assert in_a_row([*failed, Death(9.0, -9, True)]) == 0, "a kill is nobody's failure"
-    assert in_a_row([*failed, Death(9999.0, 1, True)]) == 1, "those before were long ago"
+    assert [len(in_a_row(failed[:n])) for n in range(1, 4)] == [1, 2, 3]
+    assert in_a_row([*failed, Death(9.0, -9, True)]) == [], "a kill is nobody's failure"
+    assert len(in_a_row([*failed, Death(9999.0, 1, True)])) == 1, "those before were long ago"
     waits = [pause_s(failed[:count]) for count in range(1, 12)]
     assert waits[0] == 0.0, "one failure costs nothing"
     assert waits == sorted(waits)
     assert waits[3] == 4 * waits[1]
     assert waits[-1] == 30.0
     assert pause_s(deaths(-9, -9, -9, -9)) == 0.0
-
-
-def test_restarts_are_counted_within_their_window():
-    assert "died 6 times" in why_given_up(deaths(-9, -9, -9, -9, -9, -9))
-    spread = [Death(30.0 * i, -9, True) for i in range(20)]
-    assert not why_given_up(spread)
 
 
 def test_each_group_gets_devices_of_its_own_while_they_last():

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 
 from everstep.launch import node as fitness
@@ -117,11 +116,6 @@ def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
     assert alone.events("commit") == []
 
 
-def _below(one, word):
-    """Whether a process below it was executed with this word."""
-    return any(word in " ".join(child.cmdline()) for child in psutil.Process(one.process.pid).children())
-
-
 @pytest.mark.parametrize(
     ("flags", "settings", "reason"),
     [
@@ -137,16 +131,6 @@ def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
     assert reason in found["reason"]
     assert one.events("node_bad")[0]["node"] == "n3"
     assert not over_file(tmp_path / "run", 0).exists(), "the group goes on elsewhere"
-
-
-def test_a_stop_that_ends_the_check_of_a_node_makes_no_bad_node_of_it(agent):
-    """A batch system's SIGTERM reaches every process of a job."""
-    one = agent("--training.steps", "3", ranks=1, job=7, node="n3")
-    until(lambda: one.process.poll() is not None or _below(one, "doctor"), "the check to run")
-    os.killpg(one.process.pid, signal.SIGTERM)
-    assert one.process.wait(DEADLINE_S) == 0
-    assert one.events("node_bad") == []
-    assert one.events("agent_ended")[0]["status"] == "stopped"
 
 
 def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):

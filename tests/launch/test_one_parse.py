@@ -12,7 +12,6 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch import prepare, slurm
 from everstep.launch.prepare import Order, Prepared
 from everstep.launch.supervisor import RunSettings, Supervisor
-from everstep.run.directory import RunDir
 from everstep.run.files import read_json
 from everstep.run.token import own_token, read_token
 from everstep.titan import cpu
@@ -53,8 +52,8 @@ def settled(tmp_path):
 
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
-    supervisor = Supervisor(RunSettings(Order(str(tmp_path / "run.toml"), ranks=1)), RunDir(tmp_path / "run"))
-    config = ConfigManager().parse_args(supervisor._group_settings(1, 2, settled, "http://h:1").worker_argv)
+    supervisor = Supervisor(RunSettings(Order(str(tmp_path / "run.toml"), ranks=1)), tmp_path / "run", print)
+    config = ConfigManager().parse_args(supervisor.group_settings(1, 2, settled, "http://h:1").worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)
     ft = config.fault_tolerance

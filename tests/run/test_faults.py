@@ -1,18 +1,36 @@
-"""One run of three groups, hit by one fault after the other, against the run in which nothing failed.
+"""One run of three groups, hit by one fault after the other and scaled, against the run in which nothing failed.
 
 The tests are in the order of the run: each leaves it with all its groups taking part again.
 """
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from everstep.run.events import read_events
-from watched import LOSS_TOLERANCE, assert_nothing_lost, write_config
+from forked import ran
+from watched import LOSS_TOLERANCE, Watched, assert_nothing_lost, environment, until, write_config
 
 ALL = (0, 1, 2)
+
+
+def refused(command):
+    """What a command says on stderr, in one line, that cannot do what was asked."""
+    done = ran(command, env=environment(), timeout=300.0)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done
+    return done.stderr
+
+
+def files_of(run_dir):
+    paths = (
+        path
+        for name in ("config.toml", "checkpoint", "events")
+        for path in (run_dir / name, *run_dir.glob(f"{name}/**/*"))
+    )
+    return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +77,10 @@ def test_all_groups_killed_at_once_go_on_from_the_checkpoint_with_the_same_losse
     assert all(abs(before[step] - again[step]) <= LOSS_TOLERANCE for step in both)
 
 
+def test_a_run_that_is_going_is_not_started_again(run, config):
+    assert f"in use by a run that is still going (pid {run.process.pid})" in refused(run.command(config, run.run_dir))
+
+
 def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
     tree = run.tree()
     asked = time.time()
@@ -74,17 +96,49 @@ def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
     assert not [process for process in tree if process.is_running()]
 
 
+def test_a_run_directory_is_not_taken_from_another_config(run, tmp_path):
+    other, before = (
+        write_config(tmp_path / "other.toml", training={"steps": 1_000_000, "seq_len": 32}),
+        files_of(run.run_dir),
+    )
+    said = refused(Watched.command(other, run.run_dir))
+    assert "holds a run of another config" in said
+    assert "seq_len: 64 → 32" in said
+    assert files_of(run.run_dir) == before
+
+
 @pytest.fixture(scope="module")
 def resumed(run, config, start):
-    """The run again, in its directory, with two groups."""
-    return start(config, "--groups", "2", run_dir=run.run_dir)
+    """The run again, in its directory, with two groups, and with snapshots."""
+    return start(config, "--groups", "2", "--snapshot.enable", run_dir=run.run_dir)
 
 
 def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(run, resumed):
     stopped_at = run.events("commit")[-1]["step"]
-    assert resumed.wait_for_step((0, 1)) > stopped_at
+    assert resumed.wait_for_step((0, 1))["step"] > stopped_at
     first = resumed.events("training_started")[0]
     assert (first["source"], first["step"]) == ("disk", stopped_at + 1)
+
+
+def scale(run, groups):
+    return [sys.executable, "-m", "everstep.cli", "scale", str(run.run_dir), "--groups", str(groups)]
+
+
+def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
+    said = refused(scale(resumed, 8))
+    assert "7 slots" in said
+    assert "for 8 groups" in said
+    for groups in (3, 1):
+        done = ran(scale(resumed, groups), env=environment(), timeout=300.0)
+        assert done.returncode == 0, done.stdout + done.stderr
+        after, wanted = resumed.events("commit")[-1]["t"], list(range(groups))
+        until(
+            lambda t=after, w=wanted: [e for e in resumed.events("commit", t, rank=0) if e["groups"] == w], f"{groups}"
+        )
+    assert not resumed.events("workers_died")
+    assert [len(resumed.events("workers_started", group=group)) for group in ALL] == [1, 1, 1]
+    assert {event["source"] for event in resumed.events("training_started", group=2)} == {"peer"}
+    assert not [e for e in resumed.events("attempt", rank=0) if not e["committed"] and e["recomputed"]]
 
 
 def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, config, start):
@@ -94,5 +148,5 @@ def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, c
     reference = start(config, "--groups", "1", "--steps", str(steps))
     assert reference.wait(600) == 0
     assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
-    refused = [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]
-    assert not refused
+    refusals = [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]
+    assert not refusals

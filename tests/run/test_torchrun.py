@@ -12,9 +12,8 @@ import pytest
 from everstep.launch.lighthouse import answers
 from everstep.launch.machine import free_port
 from everstep.report import score
-from everstep.run.events import EventTail
 from forked import Forked
-from watched import DEADLINE_S, environment, until, write_config
+from watched import DEADLINE_S, Followed, environment, until, write_config
 
 
 @pytest.fixture
@@ -32,14 +31,13 @@ def processes():
         process.wait()
 
 
-class Torchrun:
+class Torchrun(Followed):
     """Groups started by torchrun in one run directory, with the lighthouse they need."""
 
     def __init__(self, config, run_dir, processes):
-        self.config, self.run_dir, self.processes = config, run_dir, processes
+        super().__init__(run_dir)
+        self.config, self.processes = config, processes
         run_dir.mkdir()
-        self.events = EventTail(run_dir)
-        self.seen = []
         port = free_port("127.0.0.1")
         bind = ("--bind", f"127.0.0.1:{port}", "--run-dir", str(run_dir))
         timeouts = ("--min-groups", "1", "--join-timeout-s", "1.0", "--heartbeat-timeout-s", "2.0")
@@ -70,29 +68,16 @@ class Torchrun:
         self.processes.append(process)
         return process
 
-    def wait_for(self, what, condition):
-        """The first event for which `condition` holds."""
-
-        def found():
-            self.seen += self.events.new()
-            return [event for event in self.seen if condition(event)]
-
-        return until(found, what)[0]
-
 
 def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes):
     # More steps than the group that is left can make until torchrun has started the killed one again.
     config = write_config(tmp_path / "torchrun.toml", training={"steps": 10_000}, fault_tolerance={"groups": 2})
     run = Torchrun(config, tmp_path / "run", processes)
     groups = [run.group(0), run.group(1)]
-    run.wait_for("a common step", lambda e: e["kind"] == "commit" and len(e["groups"]) == 2)
-    victim = run.wait_for("a worker", lambda e: e["kind"] == "worker_ready" and e["group"] == 1)
-    killed = time.time()
+    run.wait_for_step((0, 1))
+    victim, killed = run.wait_for("worker_ready", group=1), time.time()
     os.kill(victim["pid"], signal.SIGKILL)
-    run.wait_for(
-        "the killed group's next step",
-        lambda e: e["kind"] == "commit" and e["group"] == 1 and e["t"] > killed + 1.0,
-    )
+    run.wait_for("commit", after=killed + 1.0, group=1)
     for process in groups:
         assert process.poll() is None
         # To its workers: SIGTERM to torchrun itself would end them without their last step.

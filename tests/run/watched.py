@@ -99,19 +99,78 @@ def environment(**more):
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
 
 
-class Watched:
+class Followed:
+    """A run that is watched through its events, those of `seen` and later ones.
+
+    process: of the run, whose end ends a wait; None: there are several.
+    """
+
+    process = None
+
+    def __init__(self, run_dir, deadline_s=DEADLINE_S):
+        self.run_dir, self.deadline_s = run_dir, deadline_s
+        self.tail, self.seen = EventTail(run_dir), []
+
+    def events(self, kind, after=0.0, **fields):
+        """Events of this start of the run, in order, later than `after` (wall time)."""
+        self.seen += self.tail.new()
+        return of_kind(self.seen, kind, after, **fields)
+
+    def until(self, condition, what, deadline_s=None):
+        """As `until`, unless the run ends before."""
+
+        def found():
+            over = self.process is not None and self.process.poll() is not None
+            result = condition()
+            if over and not result:
+                pytest.fail(f"the run ended ({self.process.poll()}) before {what}: {self.said()}")
+            return result
+
+        return until(found, what, deadline_s or self.deadline_s)
+
+    def wait_for(self, kind, after=0.0, deadline_s=None, **fields):
+        """The first such event; fails when the run ends without it."""
+        return self.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}", deadline_s)[0]
+
+    def wait_for_step(self, groups, after=None, deadline_s=None):
+        """The commit of a step in which all `groups` take part, and which all of them saw, later than `after`: than
+        now, if that is None."""
+        after, wanted = time.time() if after is None else after, set(groups)
+
+        def common():
+            seen = {}
+            for event in self.events("commit", after, rank=0):
+                if event["group"] in wanted and wanted <= set(event["groups"]):
+                    seen.setdefault(event["step"], {})[event["group"]] = event
+            return [event for commits in seen.values() if commits.keys() == wanted for event in commits.values()]
+
+        return self.until(common, f"a step of {groups}", deadline_s)[0]
+
+    def workers(self, group):
+        """Pids of the group's newest workers, rank 0 first."""
+        self.wait_for("workers_started", group=group)
+        return self.events("workers_started", group=group)[-1]["pids"]
+
+    def said(self):
+        return self.output.read_text() if self.output.exists() else ""
+
+    def tree(self):
+        """All processes of the run, the launcher first."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+class Watched(Followed):
     """A running `everstep run` with everything below it."""
 
     starts = Forked
 
     def __init__(self, config, run_dir, *args):
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.output = run_dir.with_suffix(".out")
         temporary = run_dir.parent / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        self._tail = EventTail(run_dir)
-        self._tail.skip_to_end()
-        self._seen = []
+        self.tail.skip_to_end()
         with self.output.open("ab") as output:
             self.process = self.starts(
                 self.command(config, run_dir, *args),
@@ -127,49 +186,14 @@ class Watched:
     def command(config, run_dir, *args):
         return [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args]
 
-    def events(self, kind, after=0.0, **fields):
-        """Events of this start of the run, in order, later than `after` (wall time)."""
-        self._seen += self._tail.new()
-        return of_kind(self._seen, kind, after, **fields)
-
-    def wait_for(self, kind, after=0.0, **fields):
-        """The first such event; fails when the run ends without it."""
-
-        def found():
-            over = self.process.poll() is not None
-            events = self.events(kind, after, **fields)
-            if over and not events:
-                pytest.fail(f"the run ended ({self.process.poll()}) before {kind} {fields}: {self.said()}")
-            return events
-
-        return until(found, f"{kind} {fields}")[0]
-
     def wait_for_phase(self, group, phases, rank=0):
         """The pid of a rank, seen in one of these phases of the group's newest incarnation."""
 
         def found():
-            if self.process.poll() is not None:
-                pytest.fail(f"the run ended before group {group} was in {phases}: {self.said()}")
             beat = read_beat(beat_path(self.run_dir, group, rank))
             return beat if beat and beat.phase in phases and beat.pid in self.workers(group) else None
 
-        return until(found, f"group {group} in {phases}").pid
-
-    def wait_for_step(self, groups, after=None):
-        """A step in which all `groups` take part and whose commit all of them saw, later than `after`."""
-        after = time.time() if after is None else after
-        wanted = set(groups)
-
-        def common():
-            seen = [
-                {e["step"] for e in self.events("commit", after, group=group, rank=0) if wanted <= set(e["groups"])}
-                for group in wanted
-            ]
-            if self.process.poll() is not None:
-                pytest.fail(f"the run ended before groups {groups} took a step together: {self.said()}")
-            return set.intersection(*seen)
-
-        return min(until(common, f"a step of groups {groups}"))
+        return self.until(found, f"group {group} in {phases}").pid
 
     def kill(self, *groups, signum=signal.SIGKILL, ranks=None):
         """Send a signal to the newest workers of these groups at once; returns when (wall time)."""
@@ -179,25 +203,12 @@ class Watched:
             os.kill(pid, signum)
         return when
 
-    def workers(self, group):
-        """Pids of the group's newest workers, rank 0 first."""
-        self.wait_for("workers_started", group=group)
-        return self.events("workers_started", group=group)[-1]["pids"]
-
     def wait(self, deadline_s=DEADLINE_S):
         """The exit status, once the run ends by itself."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end within {deadline_s:g} s: {self.said()[-2000:]}")
-
-    def said(self):
-        return self.output.read_text()
-
-    def tree(self):
-        """All processes of the run, the supervisor first."""
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
 
     def end(self):
         """End it at once: what it started dies with it."""

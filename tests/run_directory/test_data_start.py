@@ -8,10 +8,3 @@ def test_the_first_start_says_where_data_begins_and_later_ones_keep_to_it(tmp_pa
     assert began_after(tmp_path, "a", 130) == 100, "a later start goes on with the rows that come then"
     assert began_after(tmp_path, "b", 130) == 130, "other data begins where the run turns to it"
     assert began_after(tmp_path, "a", 90) == 90, "a run that went back before its beginning begins again"
-
-
-def test_a_damaged_note_is_written_anew(tmp_path):
-    began_after(tmp_path, "a", 7)
-    (note,) = (tmp_path / "state" / "data").iterdir()
-    note.write_text("{")
-    assert began_after(tmp_path, "a", 9) == 9

@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.run.poison import deaths_at, first_to_tell, strike, why_at
+from everstep.run.poison import deaths_at, first_to_tell, strike
 
 
 def strikes(run_dir, groups, worked=True, slot=(7, 3)):
@@ -34,13 +34,6 @@ def test_the_same_start_counts_once(tmp_path):
     for _ in range(3):
         strike(tmp_path, (7, 3), 1, 4, worked=True)
     assert deaths_at(tmp_path, (7, 3)).deaths == {1: 1}
-
-
-def test_it_is_told_what_the_groups_ended_of(tmp_path):
-    assert why_at(tmp_path, (7, 3)) == ""
-    strike(tmp_path, (7, 3), 1, 0, worked=True)
-    strike(tmp_path, (7, 3), 2, 0, worked=True, why="KeyError: 'x'")
-    assert why_at(tmp_path, (7, 3)) == "KeyError: 'x'"
 
 
 def test_one_of_all_tells(tmp_path):

@@ -8,23 +8,18 @@ import psutil
 
 from everstep.launch import slurm
 from everstep.run.directory import over_file
-from everstep.run.events import EventTail
 from forked import ran
-from watched import Watched, assert_nothing_lost, of_kind
+from watched import Followed, Watched, assert_nothing_lost
 
 ENDLESS = ("--training.steps", "100000")
 
 
-class Submitted:
+class Submitted(Followed):
     """A run on the cluster, watched through its events."""
 
     def __init__(self, cluster, config, run_dir, *flags, groups=3):
-        self.cluster, self.config, self.run_dir, self.groups = cluster, config, run_dir, groups
-        self._tail = EventTail(run_dir)
-        self._seen = []
-        self.submit(*flags)
-
-    def submit(self, *flags):
+        super().__init__(run_dir, deadline_s=180.0)
+        self.cluster, self.config, self.groups = cluster, config, groups
         self.said = self.everstep(
             "submit", self.config, "--groups", self.groups, "--run-dir", self.run_dir, "--cpus-per-task=4", *flags
         )
@@ -38,24 +33,6 @@ class Submitted:
     @property
     def jobs(self):
         return slurm.read_json(slurm.job_file(self.run_dir))
-
-    def events(self, kind, after=0.0, **fields):
-        if (self.run_dir / "events").exists():
-            self._seen += self._tail.new()
-        return of_kind(self._seen, kind, after, **fields)
-
-    def wait_for(self, kind, after=0.0, deadline_s=120.0, **fields):
-        return self.cluster.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}", deadline_s)[0]
-
-    def wait_for_step(self, groups, after=0.0, deadline_s=180.0):
-        """The first step after that wall time that all of `groups` took together."""
-        wanted = set(groups)
-
-        def common():
-            commits = self.events("commit", after)
-            return [e for e in commits if wanted <= set(e["groups"]) and e["group"] in wanted]
-
-        return self.cluster.until(common, f"a step of {groups}", deadline_s)[0]
 
     def task(self, group):
         """Its name when the run was submitted."""

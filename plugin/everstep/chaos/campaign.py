@@ -14,8 +14,10 @@ from typing import Any
 
 from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import find
+from everstep.config.errors import ConfigError
+from everstep.config.source import read_source
 from everstep.run import typed
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class _File:
 def read_campaign(path: Path) -> Campaign:
     """The campaign of a TOML file. Raises LaunchError naming the file, the key and what would be right."""
     try:
-        file = typed.parse(_File, read_toml(path), f"{path}")
+        file = typed.parse(_File, read_source(path).table, f"{path}")
         faults = [_fault(table, f"{path}, fault {number}") for number, table in enumerate(file.fault, start=1)]
-    except typed.UnfitError as error:
+    except (ConfigError, typed.UnfitError) as error:
         raise LaunchError(f"{error}.") from None
     return Campaign(faults, file.seed, file.spare_groups)
 

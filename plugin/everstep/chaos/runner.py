@@ -12,7 +12,7 @@ from everstep.chaos.kinds import KillGroup
 from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import View
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, stop_file
 from everstep.run.events import EventLog
 
 TICK_S = 0.05
@@ -82,16 +82,13 @@ class Runner:
         self._events.close()
 
 
-def every_so_often(every_s: float, seed: int, run_dir: Path) -> Callable[[list[dict]], None]:
-    """`everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds. To be called by the
-    supervisor at every tick, with the new events."""
-    runner = Runner(LocalTarget(View(run_dir)), Schedule((), seed, every_s, [KillGroup()]))
-
-    def tick(events: list[dict]) -> None:
-        runner.target.run.apply(events)
-        runner.tick(time.monotonic())
-
-    return tick
+def kill_groups(run_dir: str, every_s: float, seed: int) -> None:
+    """The process of `everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds, until
+    the run is to stop."""
+    view = View(Path(run_dir))
+    view.catch_up()
+    runner = Runner(LocalTarget(view), Schedule((), seed, every_s, [KillGroup()]))
+    drive(runner, lambda event: None, None, stop_file(Path(run_dir)).exists)
 
 
 def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:

@@ -17,9 +17,10 @@ import tyro
 from everstep.chaos.cluster import find_target
 from everstep.chaos.command import Plan, inject, settle
 from everstep.chaos.target import Target
+from everstep.config.source import read_source
 from everstep.report.page import write_report
 from everstep.report.score import account_of, score, summary, verdict
-from everstep.run.directory import LaunchError, default_run_dir, holder_of, read_toml
+from everstep.run.directory import LaunchError, default_run_dir, holder_of
 from everstep.run.stops import collect_stops
 
 POLL_S = 0.2
@@ -48,7 +49,7 @@ class Trial(Plan):
 def trial(command: Trial, flags: Sequence[str]) -> int:
     """Exit status 0: the promise was kept; 1: it was not, or faults of the campaign were not done."""
     order = settle(command)
-    read_toml(command.config)  # says at once that there is none
+    read_source(command.config)  # says at once that there is none
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
@@ -102,7 +103,7 @@ def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence
 
 def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     """The same run without faults, as far as that one came."""
-    figures, config = score(run_dir), read_toml(run_dir / "config.toml")
+    figures, config = score(run_dir), read_source(run_dir / "config.toml").table
     # Of a semi-synchronous run the score counts rounds; it ends with a whole turn of all fragments.
     whole = config.get("semi_sync", {}).get("sync_steps", 1) if figures["inner_steps"] else 1
     steps = -(-(figures["last_step"] or 1) * (figures["inner_steps"] or 1) // whole) * whole

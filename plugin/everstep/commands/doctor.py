@@ -26,8 +26,7 @@ class Doctor:
     """The run's TOML file."""
 
     node: bool = False
-    """Look at this node alone: GPUs there and computing right, disk. Needs no file. Every agent of a batch job does the
-    same before it starts workers."""
+    """Look at this node alone: GPUs there and computing right, disk. Needs no file."""
 
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""

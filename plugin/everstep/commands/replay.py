@@ -11,8 +11,9 @@ from typing import Any
 
 import tyro
 
+from everstep.config.source import read_source
 from everstep.launch.prepare import Prepared, take_answer
-from everstep.run.directory import LaunchError, read_toml
+from everstep.run.directory import LaunchError
 from everstep.run.events import read_events
 from everstep.run.files import read_json
 from everstep.run.token import require_run
@@ -82,7 +83,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     config, prepared = run_dir / "config.toml", take_answer(run_dir)
     if not isinstance(prepared, Prepared) or not prepared.fault_tolerance.exact:
         raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be had again.")
-    settings = read_toml(config)
+    settings = read_source(config).table
     steps = settings["training"]["steps"]
     schedule = settings.get("lr_scheduler", {}).get("total_steps")
     a_commit = steps // prepared.steps  # a round's steps, in semi-synchronous training

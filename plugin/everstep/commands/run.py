@@ -1,6 +1,5 @@
 """`everstep run`: one run on this machine."""
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,17 +46,15 @@ class Run:
 
 def run(command: Run, flags: Sequence[str]) -> int:
     """`everstep run`; returns the exit status."""
-    from everstep.chaos.runner import every_so_often
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Order, Prepared, take_answer
     from everstep.report.page import write_report
     from everstep.report.score import account_of, plain_summary, summary
 
-    every_s = command.chaos_every
     for name, value in (("--groups", command.groups), ("--ranks-per-group", command.ranks_per_group)):
         if value is not None and value < 1:
             raise LaunchError(f"{name} must be at least 1.")
-    if every_s is not None and every_s <= 0:
+    if command.chaos_every is not None and command.chaos_every <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not command.config.exists():
         raise LaunchError(f"{command.config}: there is no such file")
@@ -70,9 +67,8 @@ def run(command: Run, flags: Sequence[str]) -> int:
         flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
         allow_dropped=command.allow_dropped,
     )
-    settings = supervisor.RunSettings(order, command.page)
-    injector = None if every_s is None else functools.partial(every_so_often, every_s)
-    status = supervisor.run(settings, view.open_view(), injector)
+    settings = supervisor.RunSettings(order, command.page, command.chaos_every or 0.0)
+    status = supervisor.run(settings, view.open_view())
     print(f"Everything of this run is in {run_dir}")
     try:
         figures = write_report(run_dir, account_of(run_dir))

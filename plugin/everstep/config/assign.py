@@ -11,7 +11,10 @@ import importlib
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
+
+from everstep.run import typed
+from everstep.run.typed import UnfitError, words
 
 from .errors import ConfigError, nearest
 from .positions import Path
@@ -85,66 +88,27 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         ConfigError: the value does not fit.
     """
     declared = _bare(declared)
-    if dataclasses.is_dataclass(current) and not _variants(declared):
-        return _set_section(type(current), value, current, source, path)
+    members = [_bare(member) for member in typing.get_args(declared)]
     if variants := _variants(declared):
         return _set_variant(variants, value, current, source, path)
-    if dataclasses.is_dataclass(declared):
-        return _set_section(typing.cast(type, declared), value, current, source, path)
-    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
-    if origin is list:
-        return _to_list(declared, value, source, path)
-    if origin in (typing.Union, types.UnionType):
-        if types.NoneType in arguments and value == NONE:
-            return None
-        for member in arguments:
-            try:
-                return convert(member, value, None, source, path)
-            except ConfigError:
-                continue
-    elif _fits(declared, value):
-        return float(value) if declared is float else value  # finite, and no more than 64 bits: see source
-    elif (origin is tuple or declared is tuple) and isinstance(value, list):
-        members = arguments or (Any, ...)
-        if members[-1] is Ellipsis:
-            members = members[:1] * len(value)
-        if len(members) == len(value):
-            pairs = enumerate(zip(members, value, strict=True))
-            return tuple(convert(kind, item, None, source, (*path, i)) for i, (kind, item) in pairs)
-    raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
-
-
-def expected(declared: Any) -> str:
-    """A type in a user's words: `an integer`, `one of "a", "b"`."""
-    declared = _bare(declared)
-    names = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "a string",
-        types.NoneType: f'"{NONE}"',
-        dict: "a table",
-        tuple: "an array",
-        list: "an array",
-        Any: "any value",
-    }
-    if declared in names:
-        return names[declared]
-    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
-    if origin is Literal:
-        return "one of " + ", ".join(shown(choice) for choice in arguments)
-    if origin in (typing.Union, types.UnionType):
-        members = [m for m in arguments if not (m is int and float in arguments)]
-        return " or ".join(expected(member) for member in members)
-    if origin is list:
-        return f"an array, each element {expected(arguments[0])}"
-    if origin is tuple:
-        if arguments[-1] is Ellipsis:
-            return f"an array, each element {expected(arguments[0])}"
-        return f"an array of {len(arguments)}: " + ", ".join(expected(member) for member in arguments)
-    if origin is dict or dataclasses.is_dataclass(declared):
-        return "a table"
-    return f"a {getattr(declared, '__name__', declared)}, which no TOML value is"
+    section = type(current) if dataclasses.is_dataclass(current) else None
+    section = section or next((kind for kind in (declared, *members) if dataclasses.is_dataclass(kind)), None)
+    of_list = typing.get_origin(declared) is list
+    if of_list and section is not None and isinstance(value, list):
+        return [_set_section(section, item, None, source, (*path, i)) for i, item in enumerate(value)]
+    if types.NoneType in members and value == NONE:
+        return None
+    if section is not None and not of_list:
+        return _set_section(section, value, current, source, path)
+    if isinstance(value, str) and list[str] in (declared, *members) and str not in members:
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return typed.parse(declared, value)
+    except UnfitError as error:
+        wanted = error.wanted.replace("null", f'"{NONE}"')
+        raise source.error(
+            path, f"{source.name(path)}{error.where} must be {wanted}, got {shown(error.value)}"
+        ) from None
 
 
 def shown(value: Any) -> str:
@@ -189,31 +153,6 @@ def _variants(declared: Any) -> dict[str, type | None]:
         if names and names[0]:
             variants[names[0]] = None if bare is types.NoneType else bare
     return variants
-
-
-def _fits(declared: Any, value: Any) -> bool:
-    """Whether a TOML value is one of this type, without being taken apart."""
-    origin = typing.get_origin(declared)
-    if declared is Any:
-        return True
-    if declared is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if declared is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(declared))
-    if declared is dict or origin is dict:
-        return isinstance(value, dict)
-    return declared in (str, bool, list) and isinstance(value, declared)
-
-
-def _to_list(declared: Any, value: Any, source: Source, path: Path) -> list[Any]:
-    (member,) = typing.get_args(declared)
-    if isinstance(value, str) and member is str:
-        return [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list):
-        raise source.error(path, f"{source.name(path)} must be {expected(declared)}, got {shown(value)}")
-    return [convert(member, item, None, source, (*path, i)) for i, item in enumerate(value)]
 
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
@@ -310,12 +249,12 @@ def _unknown_key(
     near = nearest(key, [*known, *extra_keys])
     if len(path) == 1:
         what = f"there is no section [{key}]" if isinstance(value, dict) else f"there is no key '{key}'"
-        is_table = near is not None and expected(known.get(near, Any)) == "a table"
+        is_table = near is not None and words(known.get(near, Any)) == "a table"
         return source.error(path, f"{what}; the nearest is {f'[{near}]' if is_table else repr(near)}")
     message = f"{describe_table(path[:-1])} has no key '{key}'"
     if key in source.elsewhere:
         return source.error(path, f"{message}; [{source.elsewhere[key]}] has it")
     if near is None:
         return source.error(path, message)
-    kind = f" ({expected(known[near])})" if near in known else ""
+    kind = f" ({words(known[near])})" if near in known else ""
     return source.error(path, f"{message}; the nearest is '{near}'{kind}")

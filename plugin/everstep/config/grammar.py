@@ -4,12 +4,12 @@ tyro prints a panel and exits. Its own errors say what was wrong as values.
 """
 
 import re
-import types
-import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import tyro
+
+from everstep.run.typed import words
 
 from .errors import ConfigError, nearest
 from .private import errors
@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 ROOT_KEYS = ("dump_folder", "hf_assets_path")
 """torchtitan's flags without a section."""
-
-WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 class FlagError(ConfigError):
@@ -81,13 +79,11 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
     if isinstance(event, errors.InvalidChoice):
         return f"{_name(event.argument)} must be one of {', '.join(event.choices)}, got {event.value}"
     if isinstance(event, errors.BadValue) and event.reason == "too_few_values":
-        return f"{_name(event.argument)} needs a value: {_expected(event.argument.field.type)}"
+        return f"{_name(event.argument)} needs a value: {_wanted(event.argument)}"
     if isinstance(event, errors.InstantiationFailure) and event.argument is not None:
         name = _name(event.argument)
         given = _given(event.argument.lowered.name_or_flags, args)
-        return f"{name} must be {_expected(event.argument.field.type)}" + (
-            f", got {given}" if given is not None else ""
-        )
+        return f"{name} must be {_wanted(event.argument)}" + (f", got {given}" if given is not None else "")
     message = getattr(event, "message", "") or type(event).__name__
     return str(message).splitlines()[0]
 
@@ -109,18 +105,8 @@ def _name(argument: Any) -> str:
     return name if name.startswith("-") else name.upper()
 
 
-def _expected(kind: Any) -> str:
-    """A type in a user's words."""
-    if kind in WORDS:
-        return WORDS[kind]
-    origin, members = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Annotated:
-        return _expected(members[0])
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, members))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_expected(member) for member in members if member is not types.NoneType)
-    return f"a {getattr(kind, '__name__', kind)}"
+def _wanted(argument: Any) -> str:
+    return words(argument.field.type).removesuffix(" or null")
 
 
 def _given(flags: Sequence[str], args: Sequence[str]) -> str | None:

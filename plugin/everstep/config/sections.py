@@ -88,9 +88,6 @@ class FaultTolerance:
     """The same before a group's first step: imports, model, compilation, checkpoint. A group that could not commit a
     step for four times as long (no quorum, no lighthouse) ends with an error."""
 
-    max_restarts: int = 1_000_000
-    """How often an agent restarts its group's workers within an hour before it gives up."""
-
     node_failures: int = 10
     """In a batch job: how many deaths may begin on one node within an hour before the group goes on without
     it. 0: any number."""

@@ -37,7 +37,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         launcher.import_all(PRELOAD, run_dir / "logs" / "imports.log")
         launcher.run(
             lambda: (
-                launcher.is_stopping()
+                bool(launcher.stops)  # the stop file is for groups, which finish their step
                 or bool(lighthouse.cannot_start or lighthouse.superseded)
                 or _all_over(run_dir, config.groups)
             )

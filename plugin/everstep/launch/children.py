@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import psutil
 
@@ -22,14 +21,15 @@ KILL_GRACE_S = 10.0
 class Child:
     """A process of a launcher."""
 
-    kind: Literal["prepare", "lighthouse", "worker"]
     index: int
-    """Which of its kind: a group's, a rank's."""
-    on_end: Callable[["Child", int], None]
-    """Called with the exit code: negative for a signal."""
+    """Which of its kind: a rank's."""
+    on_end: Callable[["Child"], None]
+    """Called when it has ended."""
     pid: int = 0
     """0 until it is started."""
     exitcode: int | None = None
+    """Negative for a signal."""
+    ended_mono: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -48,6 +48,8 @@ class Children:
 
     def __init__(self) -> None:
         self._alive: dict[int, Child] = {}
+        self._ended: set[int] = set()
+        """Of which something may be left that they had started."""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -56,7 +58,10 @@ class Children:
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
-        return offspring.left_behind({*self._alive, self._guard.pid})
+        left = offspring.left_behind({*self._alive, self._guard.pid})
+        while not left and self._ended:
+            self._guard.forget(self._ended.pop())
+        return left
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""
@@ -64,16 +69,15 @@ class Children:
         self._alive[child.pid] = child
         self._guard.watch(child.pid)
 
-    def forget(self, pid: int) -> None:
-        """Nothing is left of a child, nor of what it started."""
-        self._guard.forget(pid)
-
     def wait(self, timeout_s: float) -> None:
         """Until a child has ended, a signal has come, or for so long; call back what has ended."""
         select.select([self._wake_r], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
         self._reap()
+        if self._ended:
+            with contextlib.suppress(OSError):  # no room to look now: it is looked again at the next turn
+                self.left_behind()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -82,13 +86,12 @@ class Children:
                 if pid == self._guard.pid:
                     self._guard.let_go()
                     self._guard = offspring.Guard()
-                    for alive in self._alive:
-                        self._guard.watch(alive)
+                    for watched in {*self._alive, *self._ended}:
+                        self._guard.watch(watched)
                 elif child := self._alive.pop(pid, None):
-                    if child.kind != "worker":
-                        self.forget(pid)
-                    child.exitcode = exitcode
-                    child.on_end(child, exitcode)
+                    self._ended.add(pid)
+                    child.exitcode, child.ended_mono = exitcode, time.monotonic()
+                    child.on_end(child)
 
     def kill_everything(self) -> None:
         """Nothing that was started here outlives this call, but for the keepers of snapshots, and for the process that

@@ -9,10 +9,10 @@ from typing import Any
 from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import Death, Stall, describe_exit, oom_kills
-from everstep.launch.worker import WorkerError, read_error
+from everstep.launch.watchdog import COMPILING, Death, Stall, describe_exit, find_stall, oom_kills
+from everstep.launch.worker import STACKS_SIGNAL, WorkerError, read_error
 from everstep.run import poison
-from everstep.run.beats import beat_path, read_beat
+from everstep.run.beats import DONE, STARTUP, beat_path, load_beat, read_beat
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.poison import Slot
@@ -39,6 +39,10 @@ class Incarnation:
     """In the order of their deaths, as far as they were seen one after the other."""
     stall: Stall | None = None
     """Why the watchdog killed it."""
+    first: Child | None = None
+    """The death that brought it down."""
+    ending_mono: float = 0.0
+    """When it was killed; 0: it goes on."""
     committed: bool = False
     """Whether it has committed a step, as was last looked."""
 
@@ -57,21 +61,66 @@ class Incarnation:
         """Of the workers, by rank."""
         return {rank: child.pid for rank, child in self.workers.items()}
 
+    @property
+    def dead(self) -> list[Child]:
+        """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
+        return [child for child in self.ended if child.exitcode != 0 or not self.is_done(child)]
+
+    def is_done(self, child: Child) -> bool:
+        """Whether a worker has said that it has done its work."""
+        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
+        return beat is not None and beat.pid == child.pid and beat.phase == DONE
+
     def note_commit(self) -> bool:
         """Look whether it has committed a step by now, and return that."""
         if not self.committed:
             self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
         return self.committed
 
-    def on_end(self, child: Child, exitcode: int) -> None:
+    def on_end(self, child: Child) -> None:
         """One of its workers has ended."""
         self.ended.append(child)
 
     def kill(self) -> None:
-        for child in self.workers.values():
-            child.signal(signal.SIGKILL)
+        """Begin to end it."""
+        self.ending_mono = self.ending_mono or time.monotonic()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for child in self.running:
+            child.signal(signum)
+
+    def look_for_stall(self, events: EventLog, awake_mono: float) -> None:
+        """Kill it if a rank hangs. Who does is said a look before, and each rank writes meanwhile where it is."""
+        settings, ft = self.settings, self.settings.fault_tolerance
+        if self.stall is not None:
+            self._signal(signal.SIGKILL)
+        if self.stall is not None or not ft.enable:
+            return
+
+        def patience(phase: str) -> float:
+            compiles = phase in COMPILING and not self.committed
+            return ft.startup_timeout_s if compiles or phase == STARTUP else ft.stall_timeout_s
+
+        beats = {rank: load_beat(beat_path(settings.run_dir, settings.group, rank)) for rank in self.workers}
+        stall = find_stall(self.pids, beats, self.started_mono, patience, time.monotonic(), awake_mono)
+        if stall is not None:
+            self.stall = stall
+            told = {"phase": stall.phase, "idle_s": stall.idle_s, "stalled_rank": stall.rank}
+            events.emit("workers_stalled", incarnation=self.number, **told)
+            self._signal(STACKS_SIGNAL)
 
     # What it ended of
+
+    def cause(self, patience_s: float) -> Child | None:
+        """The worker that brought the group down; None: not known yet. Whom a signal killed takes a while to give its
+        memory back, during which a peer may notice and fail: for `patience_s` it is waited for."""
+        dead = self.dead
+        if self.stall is not None:
+            return next((child for child in dead if child.index == self.stall.rank), dead[0])
+        first = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
+        waited = time.monotonic() - dead[0].ended_mono > patience_s
+        return first if (first.exitcode or 0) < 0 or waited or not self.running else None
 
     def error_of(self, first: Child) -> WorkerError | None:
         """The exception that a process ended with; None: it ended with none, or could not say."""
@@ -82,27 +131,26 @@ class Incarnation:
         """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
         machine."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
-        ft = settings.fault_tolerance
+        ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
+        out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
+        reason = f"rank {first.index} {describe_exit(exitcode)}"
+        if self.stall is not None:
+            reason = f"rank {self.stall.rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
+        elif out_of_memory:
+            reason += ", by the kernel: the memory of its control group was used up"
+        elif error := self.error_of(first):
+            reason += f": {error.first_line}"
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
-            committed=self.note_commit() if ft.enable else time.monotonic() - self.started_mono > ft.startup_timeout_s,
+            committed=self.note_commit() if ft.enable else lived_s > ft.startup_timeout_s,
+            reason=reason,
+            run_step=max((commit["step"] for commit in commits), default=0),
             excused=peer_killed,
             stalled=stalled,
-            out_of_memory=exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills,
-            run_step=max((commit["step"] for commit in commits), default=0),
+            out_of_memory=out_of_memory,
         )
-
-    def why(self, first: Child, death: Death) -> str:
-        """How the workers ended, in one sentence."""
-        if self.stall is not None:
-            return f"rank {self.stall.rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
-        sentence = f"rank {first.index} {describe_exit(death.exitcode)}"
-        if death.out_of_memory:
-            sentence += ", by the kernel: the memory of its control group was used up"
-        error = self.error_of(first)
-        return f"{sentence}: {error.first_line}" if error else sentence
 
     def slot_of(self, child: Child) -> Slot | None:
         """The step and slot that a rank computed when it died; None: it computed none."""
@@ -118,7 +166,7 @@ class Incarnation:
         if not death.crashed or death.exitcode in ORDERLY_EXITS:
             return False
         try:
-            poison.strike(run_dir, slot, group, self.number, worked=death.committed, why=why)
+            poison.strike(run_dir, slot, group, self.number, worked=death.committed)
             known = poison.deaths_at(run_dir, slot)
             tell = known.poisoned(groups) and poison.first_to_tell(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again

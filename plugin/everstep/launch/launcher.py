@@ -21,8 +21,9 @@ from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
 from everstep.launch.scarce import Pause, is_scarce, patiently
+from everstep.launch.settings import GroupSettings
 from everstep.report.live import Teller
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, stop_file
 from everstep.run.events import EventLog
 from everstep.run.lifeline import adopt_orphans
 from everstep.run.stops import STOPS, collect_stops
@@ -32,6 +33,7 @@ TICK_S = 0.05
 STOPPED_BEFORE = "stopped before anything was started."
 STARTS_WITHOUT_A_STEP = 3
 """Of the groups here, after which they are given up if each of them failed by itself."""
+Job = Callable[[], None]
 
 
 class Launcher:
@@ -51,12 +53,12 @@ class Launcher:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
         """Of STOPS, what has come so far."""
-        events = patiently("events", lambda: EventLog(run_dir, group, None, role), self.is_stopping)
+        events = patiently("events", lambda: EventLog(run_dir, group, None, role), lambda: bool(self.stops))
         if events is None:
             raise LaunchError(STOPPED_BEFORE)
         self.events, self.children = events, Children()
         self.groups: list[Group] = []
-        self.jobs: dict[str, Callable[[], None]] = {}
+        self.jobs: dict[str, Job] = {}
         """What else is looked after at each turn, by name."""
         self.page = ""
         """Its address."""
@@ -77,7 +79,8 @@ class Launcher:
             signal.signal(signum, handler)
 
     def is_stopping(self) -> bool:
-        return bool(self.stops)
+        """Whether a clean stop was asked for, by a signal or by the run's stop file."""
+        return bool(self.stops) or stop_file(self._run_dir).exists()
 
     def serve(self, host: str, config: Prepared, page: bool) -> Lighthouse:
         """Keep a lighthouse up on `host`, and tell of the run while it goes: to Prometheus, TensorBoard and W&B as its
@@ -93,6 +96,11 @@ class Launcher:
             self.events.emit("page", address=self.page)
         return lighthouse
 
+    def add_group(self, settings: GroupSettings, events: EventLog) -> Group:
+        """Look after one more group from now on."""
+        self.groups.append(Group(settings, self.children, self.is_stopping, events))
+        return self.groups[-1]
+
     def import_all(self, modules: Sequence[str], log: Path) -> None:
         """Import what will be forked, with what that says in `log`, until asked to stop. Raises LaunchError for what
         cannot be imported."""
@@ -106,34 +114,28 @@ class Launcher:
         """Until `over`. Raises LaunchError when a group cannot be started on this machine."""
         while not over():
             self.children.wait(TICK_S)
-            self.look()
+            for name, job in list(self.jobs.items()):
+                self._try(name, job, self.events)
+            for group in [group for group in self.groups if group.end is None]:
+                self._try(f"group {group.settings.group}", group.look, group.events)
+            self._give_up_together()
+            for log in {self.events, *(group.events for group in self.groups)}:
+                if log.unwritten:
+                    self._show(log.unwritten)
+                    log.unwritten = []
 
-    def look(self) -> None:
-        """One turn."""
-        for name, job in list(self.jobs.items()):
-            pause = self._pauses.setdefault(name, Pause())
-            if pause.is_over:
-                try:
-                    job()
-                    pause.worked()
-                except OSError as error:
-                    if not is_scarce(error):
-                        raise
-                    again_s = pause.failed()
-                    self.events.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
-        for group in self.groups:
-            if group.end is None:
-                try:
-                    group.look()
-                except OSError as error:
-                    if not is_scarce(error):
-                        raise
-                    group.tell_scarce(str(error))
-        self._give_up_together()
-        for log in {self.events, *(group.events for group in self.groups)}:
-            if log.unwritten:
-                self._show(log.unwritten)
-                log.unwritten = []
+    def _try(self, name: str, job: Job, log: EventLog) -> None:
+        """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while."""
+        pause = self._pauses.setdefault(name, Pause())
+        if pause.is_over:
+            try:
+                job()
+                pause.worked()
+            except OSError as error:
+                if not is_scarce(error):
+                    raise
+                again_s = pause.failed()
+                log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
 
     def _give_up_together(self) -> None:
         """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has
@@ -145,7 +147,8 @@ class Launcher:
                 count = f"its workers were started {group.failures} times"
                 if len(live) > 1:
                     count = f"workers of {len(live)} groups were started {sum(failures)} times"
-                why = f"{count} and failed each time before any group had committed a step; last: {group.last_reason}"
+                last = group.deaths[-1].reason
+                why = f"{count} and failed each time before any group had committed a step; last: {last}"
                 group.finish("failed", f"group {group.settings.group} is given up, {why}")
 
 

@@ -128,15 +128,15 @@ class Lighthouse:
             "--join-timeout-s": self._ft.join_timeout_s,
         }
         words = [str(word) for option in options.items() for word in option]
-        child, self._hung = Child("lighthouse", 0, self._ended), False
+        child, self._hung = Child(0, self._ended), False
         log = self._run_dir / "logs" / "lighthouse.log"
         args = [self.address, str(self._beats), words]
         self._children.start(child, Request("everstep.launch.lighthouse:serve", args, log))
         self._child, self._started_mono = child, time.monotonic()
 
-    def _ended(self, child: Child, exitcode: int) -> None:
+    def _ended(self, child: Child) -> None:
         reason = "did not answer" if self._hung else "ended"
-        self._events.emit("lighthouse_died", exitcode=exitcode, reason=reason)
+        self._events.emit("lighthouse_died", exitcode=child.exitcode, reason=reason)
         self._child, self._next_mono, self.up = None, time.monotonic() + PAUSE_S, False
         if not self.epoch:
             self._port = 0  # taken between looking and binding

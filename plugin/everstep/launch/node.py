@@ -1,7 +1,7 @@
 """Is this node fit to train on? A few things that break on single nodes and that a trainer would only meet later.
 
-An agent looks at storage before each start of its workers, and at all of it before the first one; `everstep doctor
---node` does the same. torch is imported only where there is a GPU to look at.
+An agent looks at storage before each start of its workers; `everstep doctor --node` looks at GPUs as well. torch is
+imported only where there is a GPU to look at.
 """
 
 import os

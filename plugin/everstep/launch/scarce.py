@@ -12,7 +12,9 @@ POLL_S = 0.1
 ERRNOS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ESTALE)
 )
-LONGEST_PAUSE_S = 30.0
+LONGEST_S = 5.0
+"""Until something is tried again for which there was no room: meanwhile nobody looks after a group."""
+LONGEST_BACKOFF_S = 30.0
 
 
 def is_scarce(error: OSError) -> bool:
@@ -20,9 +22,9 @@ def is_scarce(error: OSError) -> bool:
     return error.errno in ERRNOS
 
 
-def backoff_s(failures: int, first_s: float = 0.5, longest_s: float = LONGEST_PAUSE_S) -> float:
-    """How long to wait after so many failures in a row: 0 for none, `first_s`, and twice as long each time."""
-    return 0.0 if failures < 1 else min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
+def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:
+    """How long to wait after so many failures in a row: 0 for none, half a second, and twice as long each time."""
+    return 0.0 if failures < 1 else min(longest_s, 0.5 * 2.0 ** min(failures - 1, 60))
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Pause:
     def failed(self) -> float:
         """One more failure; how long to wait, in seconds."""
         self.failures += 1
-        wait_s = backoff_s(self.failures)
+        wait_s = backoff_s(self.failures, LONGEST_S)
         self.until_mono = time.monotonic() + wait_s
         return wait_s
 

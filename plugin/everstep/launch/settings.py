@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
+from everstep.run.fence import Claim
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,16 @@ class GroupSettings:
     node_rank: int = 0
     node: str = ""
     """This node's name in the batch system, if there are others to go to."""
+
+    @property
+    def claim(self) -> Claim:
+        """Which start of the group this is."""
+        return Claim(self.job, self.restart)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other hosts look for the group's beats."""
+        return self.job > 0 or self.nodes > 1
 
     @property
     def worker_argv(self) -> list[str]:

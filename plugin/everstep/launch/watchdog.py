@@ -17,8 +17,8 @@ PAUSE_S = 3.0
 """Who watches looks more often than that, or did not run."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
-RESTART_WINDOW_S = 3600.0
-"""In which restarts and deaths on a node count."""
+WINDOW_S = 3600.0
+"""In which failures and deaths on a node count."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -81,6 +81,7 @@ class Death:
     exitcode: int
     committed: bool
     """Whether it had committed a step."""
+    reason: str = ""
     run_step: int = 0
     """The newest step that any group of the run had committed then."""
     excused: bool = False
@@ -101,43 +102,33 @@ class Death:
         return self.crashed and (self.out_of_memory or not self.excused)
 
 
-def reason_to_give_up(deaths: Sequence[Death], max_restarts: int, window_s: float) -> str:
-    """Why the workers should not be started again after the last of `deaths`, whatever other groups do; "": start them.
-
-    Signals from outside (a kill, a machine that goes down) are what restarts are for and count only towards
-    `max_restarts` within `window_s` seconds.
-    """
-    last = deaths[-1]
-    if last.exitcode == USAGE_EXIT and not last.committed:
+def reason_to_give_up(death: Death) -> str:
+    """Why the workers should not be started again after this one, whatever other groups do; "": start them."""
+    if death.exitcode == USAGE_EXIT and not death.committed:
         return "its configuration is not valid"
-    if last.exitcode == HOPELESS_EXIT:
+    if death.exitcode == HOPELESS_EXIT:
         return "its trainer found that going on is no use; its log says why"
-    if last.exitcode == UNFIT_EXIT:
+    if death.exitcode == UNFIT_EXIT:
         return "its trainer found this machine unfit, and there is no other to go to; its log says why"
-    recent = sum(death.mono > last.mono - window_s for death in deaths)
-    if recent > max_restarts:
-        return f"it died {recent} times within {window_s:g} s (fault_tolerance.max_restarts)"
     return ""
 
 
+def in_a_row(deaths: Sequence[Death]) -> list[Death]:
+    """The newest deaths that were of the workers' own doing, the newest first. Those of long ago are forgotten."""
+    recent = (death for death in reversed(deaths) if death.mono > deaths[-1].mono - WINDOW_S)
+    return list(itertools.takewhile(lambda death: death.by_itself, recent))
+
+
 def failures(deaths: Sequence[Death]) -> int:
-    """How often a group's workers have ended by themselves since they, or any group of the run, committed a step. They
-    would do so for ever; while other groups make steps, something may be wrong with this machine that passes."""
-    newest = max((index for index, death in enumerate(deaths) if death.committed), default=-1)
-    since = deaths[newest + 1 :]
-    return sum(death.by_itself and death.run_step == deaths[-1].run_step for death in since)
-
-
-def in_a_row(deaths: Sequence[Death]) -> int:
-    """How many of the newest deaths were of the workers' own doing, within RESTART_WINDOW_S."""
-    recent = (death for death in reversed(deaths) if death.mono > deaths[-1].mono - RESTART_WINDOW_S)
-    return sum(1 for _ in itertools.takewhile(lambda death: death.by_itself, recent))
+    """How many of those `in_a_row` came since any group of the run committed a step: the next ones would do so as well.
+    While groups make steps, something may be wrong with this machine that passes."""
+    return sum(death.run_step == deaths[-1].run_step and not death.committed for death in in_a_row(deaths))
 
 
 def pause_s(deaths: Sequence[Death]) -> float:
     """How long to wait before the next start: not at all after a death that came from outside, or the first that did
     not."""
-    return backoff_s(in_a_row(deaths) - 1)
+    return backoff_s(len(in_a_row(deaths)) - 1)
 
 
 def describe_exit(exitcode: int) -> str:

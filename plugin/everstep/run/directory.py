@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from everstep.run.files import read_typed
 from everstep.run.regular import open_regular
 from everstep.run.typed import Within
 
-LARGEST_TOML = 16 << 20
-
 
 class LaunchError(Exception):
     """Something the user can put right; its text is all they need to see."""
@@ -27,19 +24,6 @@ class LaunchError(Exception):
 def default_run_dir(config: Path, now: time.struct_time) -> Path:
     """`runs/<config>-<timestamp>` below the current folder."""
     return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S', now)}"
-
-
-def read_toml(path: Path) -> dict:
-    """The TOML file as a dict. Raises LaunchError when it is missing or no TOML."""
-    try:
-        with open_regular(path, limit=LARGEST_TOML) as file:
-            return tomllib.loads(file.read().decode())
-    except FileNotFoundError:
-        raise LaunchError(f"{path}: no such file. Give the TOML file of the run.") from None
-    except OSError as error:
-        raise LaunchError(f"{path}: cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits
-        raise LaunchError(f"{path}: not valid TOML: {error}.") from None
 
 
 @contextlib.contextmanager

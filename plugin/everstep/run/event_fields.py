@@ -49,7 +49,7 @@ FIELDS: dict[str, Any] = {
     "exitcodes": dict[str, int],
     "incarnation": str | int,
     **dict.fromkeys(_COUNTS, Count),
-    **dict.fromkeys(("steps", "slots"), Count | None),
+    **dict.fromkeys(("steps", "slots", "ranks", "global_batch_size"), Count | None),
 }
 
 _GROUP, _STEP = ("group",), ("group", "step")

@@ -1,20 +1,16 @@
 """Slots that end the workers of whoever computes them, as the agents of a run tell each other.
 
-`RUN_DIR/state/struck/STEP-SLOT/` has a file for each start of a group that ended there of its own doing, with the
-reason. Whether a slot is poison is read from nothing else: it holds for every group, whoever starts when, and on every
-batch system.
+`RUN_DIR/state/struck/STEP-SLOT/` has an empty file for each start of a group that ended there of its own doing. Whether
+a slot is poison is read from nothing else: it holds for every group, whoever starts when, and on every batch system.
 """
 
-import contextlib
 import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.run.files import write_whole
-from everstep.run.regular import read_regular
 
-LONGEST_REASON = 4096
 DEATHS = 3
 """So many, of as many groups where there are as many, are the slot's doing."""
 
@@ -39,10 +35,10 @@ def _place(run_dir: Path, slot: Slot) -> Path:
     return Path(run_dir) / "state" / "struck" / f"{slot[0]}-{slot[1]}"
 
 
-def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool, why: str = "") -> None:
+def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool) -> None:
     """Workers of `group` ended at this slot of their own doing; `worked`: after they had committed a step."""
     name = f"{group}.{incarnation}.{'worked' if worked else 'new'}"
-    write_whole(_place(run_dir, slot) / name, why.encode())
+    write_whole(_place(run_dir, slot) / name)
 
 
 def deaths_at(run_dir: Path, slot: Slot) -> Deaths:
@@ -63,12 +59,3 @@ def first_to_tell(run_dir: Path, slot: Slot) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def why_at(run_dir: Path, slot: Slot) -> str:
-    """What one of those that ended at a slot ended of; "" if none could say."""
-    for path in sorted(_place(run_dir, slot).glob("[0-9]*")):
-        with contextlib.suppress(OSError):
-            if why := read_regular(path, LONGEST_REASON).decode(errors="replace"):
-                return why
-    return ""

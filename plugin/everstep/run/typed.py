@@ -21,7 +21,15 @@ LARGEST_INT = 1 << 63
 
 
 class UnfitError(ValueError):
-    """A value that is not what was due, in one sentence."""
+    """A value that is not what was due, in one sentence.
+
+    Attributes:
+        wanted: what was due, in words; "" if it is not the value that is wrong.
+        value: what was there.
+        where: the place inside of what was parsed.
+    """
+
+    wanted, value, where = "", None, ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,27 @@ def parse(kind: type[T], value: Any, where: str = "") -> T:
 
 
 def _unfit(where: str, wanted: str, value: Any) -> UnfitError:
-    return UnfitError(f"{where + ' ' if where else ''}should be {wanted}, is {ascii(value)[:60]}")
+    error = UnfitError(f"{where + ' ' if where else ''}should be {wanted}, is {ascii(value)[:60]}")
+    error.where, error.wanted, error.value = where, wanted, value
+    return error
+
+
+def words(kind: Any) -> str:
+    """A type in a user's words: `an integer`, `one of "a", "b"`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return words(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(choice) for choice in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(words(member) for member in arguments if not (member is int and float in arguments))
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+        return f"an array, each element {words(arguments[0])}"
+    if origin is tuple:
+        return f"an array of {len(arguments)}: " + ", ".join(map(words, arguments))
+    if origin is dict or dataclasses.is_dataclass(kind):
+        return "a table"
+    return _PLAIN[kind][0] if kind in _PLAIN else f"a {getattr(kind, '__name__', kind)}"
 
 
 Converter = Callable[[Any, str], Any]
@@ -98,9 +126,9 @@ def _converter(kind: Any) -> Converter:
     if origin is Annotated:
         return _bounded(_converter(arguments[0]), [mark for mark in arguments[1:] if isinstance(mark, Within)])
     if origin in (typing.Union, types.UnionType):
-        return _either([_converter(member) for member in arguments], str(kind))
+        return _either([_converter(member) for member in arguments], words(kind))
     if origin is Literal:
-        return _one_of(arguments)
+        return _plain(words(kind), lambda value: any(type(value) is type(one) and value == one for one in arguments))
     if origin is list:
         return _list(_converter(arguments[0]))
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -112,15 +140,38 @@ def _converter(kind: Any) -> Converter:
         return _dict(_converter(arguments[1]))
     if dataclasses.is_dataclass(kind):
         return _dataclass(typing.cast(type, kind))
-    if kind is Any:
-        return lambda value, where: value
-    return _PLAIN[kind]
+    if kind is float:
+        return _float
+    if kind is Number:
+        return lambda value, where: value if type(value) is float else _float(value, where)
+    return _plain(words(kind), _PLAIN[kind][1] if kind in _PLAIN else lambda value: False)
 
 
-def _int(value: Any, where: str) -> int:
-    if type(value) is not int or not -LARGEST_INT <= value < 2 * LARGEST_INT:
-        raise _unfit(where, "an integer", value)
-    return value
+_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("an integer", lambda value: type(value) is int and -LARGEST_INT <= value < 2 * LARGEST_INT),
+    bool: ("true or false", lambda value: type(value) is bool),
+    str: ("a string", lambda value: type(value) is str and len(value) <= LONGEST_TEXT),
+    types.NoneType: ("null", lambda value: value is None),
+    dict: ("a table", lambda value: type(value) is dict),
+    list: ("an array", lambda value: type(value) in (list, tuple)),
+    tuple: ("an array", lambda value: type(value) in (list, tuple)),
+    float: ("a number", lambda value: type(value) is float),
+    Number: ("a number", lambda value: type(value) is float),
+    Any: ("any value", lambda value: True),
+}
+"""Types that take a value as it is: in words, and whether it is one."""
+
+
+def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
+    def convert(value: Any, where: str) -> Any:
+        if not fits(value):
+            raise _unfit(where, wanted, value)
+        return value
+
+    return convert
+
+
+_str, _object, _array = (_plain(*_PLAIN[kind]) for kind in (str, dict, list))
 
 
 def _float(value: Any, where: str) -> float:
@@ -129,52 +180,6 @@ def _float(value: Any, where: str) -> float:
     if type(value) is not float or not math.isfinite(value):
         raise _unfit(where, "a number", value)
     return value
-
-
-def _number(value: Any, where: str) -> float:
-    return value if type(value) is float else _float(value, where)
-
-
-def _bool(value: Any, where: str) -> bool:
-    if type(value) is not bool:
-        raise _unfit(where, "true or false", value)
-    return value
-
-
-def _str(value: Any, where: str) -> str:
-    if type(value) is not str or len(value) > LONGEST_TEXT:
-        raise _unfit(where, "text", value)
-    return value
-
-
-def _none(value: Any, where: str) -> None:
-    if value is not None:
-        raise _unfit(where, "null", value)
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise _unfit(where, "an object", value)
-    return value
-
-
-def _array(value: Any, where: str) -> list[Any]:
-    if type(value) not in (list, tuple):
-        raise _unfit(where, "an array", value)
-    return value
-
-
-_PLAIN: dict[Any, Converter] = {
-    int: _int,
-    float: _float,
-    Number: _number,
-    bool: _bool,
-    str: _str,
-    types.NoneType: _none,
-    None: _none,
-    dict: _object,
-    list: _array,
-}
 
 
 def _bounded(inner: Converter, marks: list[Within]) -> Converter:
@@ -197,15 +202,6 @@ def _either(members: list[Converter], names: str) -> Converter:
             except UnfitError:
                 continue
         raise _unfit(where, names, value)
-
-    return convert
-
-
-def _one_of(choices: tuple[Any, ...]) -> Converter:
-    def convert(value: Any, where: str) -> Any:
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise _unfit(where, " or ".join(map(str, choices)), value)
-        return value
 
     return convert
 

@@ -49,8 +49,7 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
     for kind, what in _MODULES.items():
         if next(iter(model.traverse(kind)), None):
             name = kind.__qualname__.partition(".")[0]
-            message = f"the model of [job] config has {name}, {what}: it needs a GPU, and there is none here"
-            yield Problem(("job", "config"), message)
+            yield Problem(("job", "config"), f"has {name}, {what}: it needs a GPU, and there is none here")
 
 
 def _kernel(item: Any) -> str:
@@ -102,4 +101,4 @@ def trained_parameters(model: nn.Module, config: Any) -> tuple[int, int]:
 
 def _problem(section: str, key: str, value: Any, why: str) -> Problem:
     shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
-    return Problem((section, key), f"[{section}] {key} = {shown} needs a GPU, and there is none here: {why}")
+    return Problem((section, key), f"= {shown} needs a GPU, and there is none here: {why}")

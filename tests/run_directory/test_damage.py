@@ -1,0 +1,216 @@
+"""Damaged bytes at every door of a run directory: they are refused, or what is taken from them can be used."""
+
+import contextlib
+import json
+import math
+import os
+import random
+from dataclasses import asdict
+
+import pytest
+
+from damage import damaged
+from everstep.chaos.view import View
+from everstep.config.errors import ConfigError
+from everstep.config.source import parse_source
+from everstep.launch.prepare import Prepared, leave_answer, prepared_file, take_answer
+from everstep.launch.view import RunState
+from everstep.report import metrics
+from everstep.report.score import score
+from everstep.run.address import address_file, publish_address, published_address
+from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
+from everstep.run.directory import groups_file, wanted_groups
+from everstep.run.events import EventLog, read_events
+from everstep.run.fence import Claim, claim_group, fence_file, holder, holds
+from everstep.run.files import write_json
+from everstep.wire import WireError, parse_address
+
+CONFIG = """
+[job]
+module = "llama3"
+[fault_tolerance]
+enable = true
+stall_timeout_s = 120.0
+[[optimizer.param_groups]]
+lr = 1e-3
+"""
+
+
+def finite(value):
+    if isinstance(value, dict | list):
+        return all(map(finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def config(run):
+    with contextlib.suppress(ConfigError):
+        assert finite(parse_source((run / "config.toml").read_text(errors="replace"), "run.toml").table)
+
+
+def address(run):
+    found = published_address(run)
+    assert found == "" or parse_address(found.removeprefix("http://").removeprefix("https://").rstrip("/"))
+
+
+def place(run):
+    with contextlib.suppress(WireError):
+        host, port = parse_address((run / "place").read_bytes().decode("latin-1"))
+        assert host.isascii()
+        assert host.isprintable()
+        assert 0 <= port <= 65535
+
+
+def beat(run):
+    found = read_beat(beat_path(run, 0, 0))
+    assert found is None or (found.pid > 1 and math.isfinite(found.mono) and found.phase.isprintable())
+    beats_of_groups(run)
+
+
+def fence(run):
+    assert isinstance(holder(run, 0), Claim | None)
+    holds(run, 0, Claim(2, 0))
+
+
+def groups(run):
+    assert wanted_groups(run, 2) >= 1
+
+
+def prepared(run):
+    assert isinstance(take_answer(run), Prepared | str)
+
+
+def events(run):
+    """What the readers of a run do with its events, but for the pages."""
+    state, view = RunState(), View(run)
+    found = list(read_events(run))
+    for event in found:
+        state.apply(event)
+    metrics.text(state, 2, 1)
+    view.apply(found)
+
+
+def write_all(run):
+    """A run directory with a file at each door; the door's reader and checks by file."""
+    publish_address(run, "http://[::1]:29510", 7)
+    BeatFile(beat_path(run, 0, 0)).beat("compute", 5)
+    claim_group(run, 0, Claim(1, 0), lambda: True)
+    write_json(groups_file(run), {"groups": 2})
+    leave_answer(run, asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
+    (run / "config.toml").write_text(CONFIG)
+    (run / "place").write_text("node-7:443")
+    write_events(run, steps=4)
+    return {
+        run / "config.toml": config, run / "place": place, address_file(run): address, fence_file(run, 0): fence,
+        beat_path(run, 0, 0): beat, groups_file(run): groups, prepared_file(run): prepared,
+    } | dict.fromkeys((run / "events").iterdir(), events)  # fmt: skip
+
+
+def write_events(folder, steps=12):
+    """A small run's events, of every kind that its readers look at closely."""
+    supervisor, agent, worker, chaos = (
+        EventLog(folder, *whose)
+        for whose in ((None, None, "supervisor"), (0, None, "agent"), (0, 0, "worker"), (None, None, "chaos"))
+    )
+    supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=steps)
+    supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
+    agent.emit("agent_up", pid=78)
+    agent.emit("workers_started", incarnation=0, pids=[79])
+    worker.emit("worker_up", incarnation="0", pid=79, cpu_s=1.0)
+    worker.emit("worker_ready", incarnation="0", pid=79, startup_s=1.0)
+    worker.emit("training_started", 1, source="start", slots=4, global_batch_size=8, ranks=1)
+    for step in range(1, steps + 1):
+        worker.emit("attempt", step, attempt=1, quorum_id=1, committed=True, reason="", computed=[0, 1], recomputed=[])
+        fields = {"attempt": 1, "owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
+        fields |= {"history": f"{step:x}", "parent": f"{step - 1:x}"}
+        fields |= {"inner_steps": 5, "payload_bytes": 8, "gradient_bytes": 80, "kept_bytes": 9}
+        worker.emit("commit", step, **fields, lr=0.1, took_s=0.1, compute_s=0.1, reduce_s=0.0, quorum_id=1)
+        worker.emit("heal", step, source_group=1, history=f"{step:x}", bytes=10, took_s=0.1)
+        worker.emit("audit", step, checksum="0", agreed=True, differing=[])
+        worker.emit("finding", step, action="corrected", outcome="corrected")
+        worker.emit("checkpoint_saved", step, took_s=0.1)
+    agent.emit("workers_stalled", incarnation=0, phase="compute", idle_s=3.0, stalled_rank=0)
+    agent.emit("workers_died", incarnation=0, reason="killed", exitcodes={"0": -9})
+    agent.emit("agent_ended", status="done", reason="finished")
+    chaos.emit("fault", fault="kill-group", target_group=[0, 1], pids=[79], until=1.0)
+    supervisor.emit("run_ended", status="done", reason="finished")
+
+
+VALUES = [
+    None, True, False, -1, 0, 1, 1.5, 1e300, -1e300, 1 << 62, 1 << 80, "", "x", "\x1b[2J", [], [None], [1e300], {},
+]  # fmt: skip
+KINDS = ("commit", "heal", "fault", "run_started", "workers_started", "agent_up")
+
+
+def planted(line, chance):
+    """One of the lines of a file, a JSON object, with another value, another kind, or without a key."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return b""
+    if not isinstance(found, dict) or not found:
+        return b""
+    key = chance.choice([*found])
+    match chance.randrange(3):
+        case 0:
+            del found[key]
+        case 1:
+            found[key] = chance.choice(VALUES)
+        case 2:
+            found["kind"] = chance.choice(KINDS)
+    return json.dumps(found).encode()
+
+
+@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_no_damage_ends_a_reader_or_is_believed(tmp_path, rounds):
+    doors, chance = write_all(tmp_path), random.Random(rounds)
+    whole = {path: path.read_bytes() for path in doors}
+    for number in range(rounds):
+        path = chance.choice([*doors])
+        lines = whole[path].split(b"\n")
+        for _ in range(chance.choice([1, 2, 5])):
+            at = chance.randrange(len(lines))
+            lines[at] = chance.choice([planted, damaged])(lines[at] or b"x", chance)
+        hurt = b"\n".join(lines) if path.suffix in (".jsonl", ".toml") else damaged(whole[path], chance)
+        path.write_bytes(hurt)
+        doors[path](tmp_path)
+        if number % 40 == 0:
+            score(tmp_path)
+        path.write_bytes(whole[path])
+    assert published_address(tmp_path) == "http://[::1]:29510"
+    assert read_beat(beat_path(tmp_path, 0, 0)).phase == "compute"
+    assert (holder(tmp_path, 0), take_answer(tmp_path).groups) == (Claim(1, 0), 2)
+
+
+STANDS_THERE = {
+    "a link": lambda path, precious: path.symlink_to(precious),
+    "a link to nothing": lambda path, precious: path.symlink_to(path.with_name("nothing")),
+    "a pipe": lambda path, precious: os.mkfifo(path),
+    "a list": lambda path, precious: path.write_text("[1]"),
+    "other types": lambda path, precious: path.write_text(
+        '{"epoch": "x", "address": 3, "began_after": "x", "groups": "x", "status": [], "job": null}'
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STANDS_THERE)
+def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_waited_for(tmp_path, what):
+    from everstep.run.data_start import began_after
+
+    precious, run, data = tmp_path / "precious", tmp_path / "run", tmp_path / "data"
+    precious.write_text("precious")
+    began_after(data, "a", 3)
+    (note,) = (data / "state" / "data").iterdir()
+    names = ("lighthouse.json", "lighthouse.lock", "group-0.rank-0.beat", "group-0.fence.json", "group-0.fence.lock")
+    names += ("groups.json", "prepared.json", f"data/{note.name}", "../events/scale.jsonl")
+    for path in (run / "state" / name for name in names):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        STANDS_THERE[what](path, precious)
+    assert publish_address(run, "http://h:1", 7) == 1
+    BeatFile(beat_path(run, 0, 0)).beat("compute", 5)
+    claim_group(run, 0, Claim(1, 0), lambda: True)
+    EventLog(run, None, None, "scale").emit("scaled", count=1)
+    assert (published_address(run), read_beat(beat_path(run, 0, 0)).step) == ("http://h:1", 5)
+    assert (holder(run, 0), wanted_groups(run, 2), take_answer(run)) == (Claim(1, 0), 2, "")
+    assert began_after(run, "a", 7) == 7
+    assert precious.read_text() == "precious"
+    assert not list(tmp_path.rglob("nothing"))
