@@ -212,7 +212,7 @@ def test_a_run_that_could_not_start_says_why():
     figures = figures_of(read(line.events))
     assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
     said = summary(figures)
-    assert "wrong     Group 0 is given up, it was started 3 times. The others" in said
+    assert "wrong     Group 0 is given up, it was started 3 times. Groups that are left" in said
     assert (
         "wrong     The run failed: every group was given up. Last error of a worker: KeyError: 'c4'; its log: " in said
     )

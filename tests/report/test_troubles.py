@@ -79,10 +79,10 @@ CAUSES = {
     "failing alike, without a time": ("group", [("group_failing", {"count": 3, "reason": "group 1 failed 3 times"})],
                                       "starts again in ? s", COMMIT),
     "given up": ("group", [("agent_ended", {"status": "failed", "reason": "group 1 is given up"})],
-                 "Group 1 is given up. The others go on without it; its logs: logs/group-1.", COMMIT),
+                 "Group 1 is given up. Groups that are left go on without it; its logs: logs/group-1.", COMMIT),
     "no restarts left": (
         "group", [("agent_ended", {"status": "failed", "reason": "group 1 is given up, it was started 9 times"})],
-        "Group 1 is given up, it was started 9 times. The others", COMMIT),
+        "Group 1 is given up, it was started 9 times. Groups that are left", COMMIT),
     "hung in a sum": ("group", [("workers_stalled", {"stalled_rank": 1, "phase": "reduce", "idle_s": 9.0})],
                       "Group 1 hung: rank 1 made no progress in reduce for 9 s. It is killed and starts again", COMMIT),
     "hung in a quorum": ("group", [("workers_stalled", {"stalled_rank": 0, "phase": "quorum", "idle_s": 120.0})],
@@ -173,7 +173,7 @@ CAUSES = {
                                 "when asked to stop.", None),
     "words that forge a line": (
         "group", [("agent_ended", {"status": "failed", "reason": "lost\r\x1b[1mrun done\nfine"})],
-                                "Lost\\r\\x1b[1mrun done\\nfine. The others", COMMIT),
+                                "Lost\\r\\x1b[1mrun done\\nfine. Groups that are left", COMMIT),
     "words that are markup": ("snapshots", [("snapshot_failed", {"reason": "<script>alert(1)</script>"})],
                               "not taken: <script>alert(1)</script>.", CODED),
     "words that are a format": ("snapshots", [("snapshot_failed", {"reason": "{group} {0} {nothing!r:>9}"})],

@@ -147,7 +147,7 @@ ROWS: dict[str, Row] = {
     ),
     "agent_ended": Row(
         "group",
-        "{Cause}. The others go on without it; its logs: logs/group-{group}.",
+        "{Cause}. Groups that are left go on without it; its logs: logs/group-{group}.",
         ends=("commit",),
         who="{group}",
         when=lambda event: event.get("status") == "failed",
