@@ -132,17 +132,19 @@ def watch_rows(guard: Guard, v: torch.Tensor, out: torch.Tensor, lse: torch.Tens
         v: (B, L, N_kv, H_v), read by the kernel alone.
     """
     seen = None if lse is None else (lse.detach() > -torch.inf).unsqueeze(-1)
-    rows, tiny = out.shape[1] * out.shape[2] // v.shape[2], torch.finfo(out.dtype).tiny
+    key_heads, tiny = v.shape[2], torch.finfo(out.dtype).tiny
+    rows = out.shape[1] * out.shape[2] // key_heads
     of_out: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def before(d_out: torch.Tensor) -> None:
         d_out = d_out if seen is None else torch.where(seen, d_out, 0)
-        of_out[:] = [(d_out.sum(1), torch.linalg.vector_norm(d_out))]
+        by_key_head = d_out.unflatten(2, (key_heads, -1))
+        of_out[:] = [(by_key_head.sum((1, 3)), torch.linalg.vector_norm(d_out).add_(tiny))]
 
     def after(d_v: torch.Tensor) -> None:
         total, size = of_out.pop()
-        apart = torch.linalg.vector_norm(d_v.sum(1) - total.unflatten(1, (d_v.shape[2], -1)).sum(2))
-        guard.report(BACKWARD, apart / (size + tiny), "refused", backward=True, bound=LOST * math.sqrt(rows))
+        apart = torch.linalg.vector_norm(total.sub_(d_v.sum(1)))
+        guard.report(BACKWARD, apart / size, "refused", backward=True, bound=LOST * math.sqrt(rows))
 
     out.register_hook(before)
     v.register_hook(after)

@@ -463,7 +463,8 @@ def attach(
                     number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
                 if isinstance(module, _CheckedInner):
-                    module.guard.kernel, module.guard.narrow = module.kernel, module.narrow
+                    flash = getattr(module, "kernel_options", {}).get("BACKEND") == "FLASH"  # has widths of its own
+                    module.guard.kernel, module.guard.narrow = module.kernel, module.narrow and not flash
                     inner += 1
     if not inner:
         raise ValueError(
