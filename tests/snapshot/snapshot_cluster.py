@@ -287,9 +287,7 @@ def is_zombie(pid: int) -> bool:
     """All of it: while another thread is still ending, the process holds its files and their locks."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{pid}/task")) <= 1
-    except FileNotFoundError:
-        return True
-    except psutil.NoSuchProcess:
+    except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
         return True
 
 
