@@ -165,8 +165,9 @@ class Copier:
             else:
                 late = f"{named(sorted(found.left_out))} did not keep up" if found.left_out else ""
                 why = "; ".join(filter(None, (late, self._segment.read_notes(self._rank).reason)))
-                coded, why = self.agreed.anchor and self.agreed.anchor[0], why or "another group did not finish it"
-                self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=why)
+                coded = self.agreed.anchor[0] if self.agreed.anchor else None
+                reason = why or "another group did not finish it"
+                self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=reason)
         return found.waiting, found.left_out
 
     def _begin(
