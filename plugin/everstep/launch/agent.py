@@ -24,8 +24,8 @@ ADDRESS_TIMEOUT_S = 24 * 3600.0
 
 
 def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
-    """Run a group until its workers finish (0), are stopped by one of STOPS or the run's stop file (0, or
-    KILLED_EXIT), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
+    """Run a group until its workers finish (0), are stopped by one of STOPS or the run's stop file (0, or 1 if some had
+    to be killed), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
     the group was started again elsewhere (FENCED_EXIT).
 
     Must be called in the main thread; `preload` are the modules that are imported before anything is forked.

@@ -27,7 +27,7 @@ from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
 from everstep.run.directory import ended_file, starts_file, wanted_groups
 from everstep.run.events import EventLog, event_path, last_event
-from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, KILLED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
 from everstep.run.poison import Slot, deaths_at
 
@@ -48,8 +48,8 @@ FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 
 Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
 EXITS: dict[Status, int] = {
-    "done": 0, "stopped": 0, "killed": KILLED_EXIT, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
-    "node_bad": NODE_BAD_EXIT, "crashed": 1,
+    "done": 0, "stopped": 0, "killed": 1, "crashed": 1, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
+    "node_bad": NODE_BAD_EXIT,
 }  # fmt: skip
 
 

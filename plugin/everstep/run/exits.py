@@ -6,9 +6,6 @@ USAGE_EXIT = 2
 GAVE_UP_EXIT = 3
 """An agent that should not be started again."""
 
-KILLED_EXIT = 4
-"""An agent that was asked to stop and whose workers did not end by themselves."""
-
 NODE_BAD_EXIT = 5
 """An agent that should be started again on another node."""
 
