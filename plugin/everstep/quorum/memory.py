@@ -4,7 +4,7 @@ not all of them see the same free bytes and take them at once."""
 import contextlib
 import fcntl
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,15 +35,19 @@ def _fits(nbytes: int, taken: int) -> bool:
 @contextlib.contextmanager
 def _claim(nbytes: int) -> Iterator[bool]:
     CLAIMS.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=CLAIMS) as mine:
-        with open(CLAIMS / "turn", "w") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
+    path = CLAIMS / uuid.uuid4().hex
+    with open(CLAIMS / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        with open(path, "w") as mine:  # in its turn: nobody sees it before it is locked
             fcntl.flock(mine, fcntl.LOCK_EX)
-            taken = sum(map(_claimed, CLAIMS.iterdir()))
-            has_room = _fits(nbytes, taken)
+            has_room = _fits(nbytes, sum(map(_claimed, CLAIMS.iterdir())))
             if has_room:
                 mine.truncate(nbytes)
-        yield has_room
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            try:
+                yield has_room
+            finally:
+                path.unlink(missing_ok=True)
 
 
 def _claimed(path: Path) -> int:
