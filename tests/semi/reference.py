@@ -86,7 +86,7 @@ def simulate(
                 positions = inputs["positions"]
                 masks = local.get_attention_masks(positions=positions)
                 logits = local(inputs["input"], positions=positions, attention_masks=masks)
-                loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / each
+                loss = cross_entropy(logits.flatten(0, 1), labels.flatten()) / each
                 loss.backward()
                 losses[-1] += loss.item() / workers
             torch.nn.utils.clip_grad_norm_(local.parameters(), 1.0)

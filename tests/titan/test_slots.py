@@ -15,14 +15,15 @@ HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 def group():
     """Makes a step of one expert layer and three parameters, with gradients for some of them."""
 
-    def make(loads, gradients, held=(0,)):
+    def make(loads, gradients, held=(0,), *, eager=False):
         slots = Slots.__new__(Slots)
         slots._trainer = SimpleNamespace(device=torch.device("cpu"), parallel_dims=HERE)
         slots.number = 2
-        slots._tokens, slots._rows = dict.fromkeys(held, 10), {}
+        slots._tokens, slots._rows, slots.computes_eagerly = dict.fromkeys(held, 10), {}, eager
         slots._losses = {slot: torch.tensor(2.5) for slot in held}
         slots.expert_loads = [torch.tensor(loads)]
         slots.trainable = [torch.nn.Parameter(torch.ones(2)) for _ in gradients]
+        slots._reached = {at for at, has in enumerate(gradients) if held and has}
         for param, has in zip(slots.trainable, gradients, strict=True):
             param.grad = torch.ones(2) if has else None
         return Steps(slots, None, None, is_exact=True)
@@ -54,19 +55,20 @@ def test_only_the_slots_that_were_computed_are_told(group):
     assert sums.slots == {1}
 
 
-@pytest.fixture
-def auditor(group, monkeypatch):
+@pytest.fixture(params=["eager", "in a graph"])
+def auditor(request, group, monkeypatch):
     """Holds a slot that reached the first of two parameters. Its second slot reaches both, and one more expert."""
     monkeypatch.setattr("everstep.titan.group.dist.get_world_size", lambda: 1)
-    step = group([3.0], [True, False])
+    step = group([3.0], [True, False], eager=request.param == "eager")
     slots, processor = step._slots, SimpleNamespace(ntokens_since_last_log=7)
-    slots.trainable[0].grad.zero_()  # as exact sums leave it
+    slots.trainable[0].grad = None if slots.computes_eagerly else torch.zeros(2)  # as exact sums leave it
     slots._trainer.metrics_processor = processor
 
     def compute(number, slot, *, whole):
         for param, value in zip(slots.trainable, (-0.0, 2.0), strict=True):
             (param * value).sum().backward()
         slots._tokens[slot], slots._losses[slot] = 5, torch.tensor(1.0)
+        slots._reached |= {0, 1}
         slots.expert_loads[0] += 1
         processor.ntokens_since_last_log += 5
 
@@ -81,7 +83,7 @@ def test_an_audited_slot_is_added_to_nothing(auditor):
     assert after.slots == before.slots == {0}
     assert torch.equal(after.tokens, before.tokens)
     assert auditor._sums.unpack(after.extra).loads.tolist() == [3.0]
-    assert auditor._sums.unpack(after.extra).reached.tolist()[0] == 1.0, "the held slot reached it"
+    assert auditor._sums.unpack(after.extra).reached.tolist() == [1.0, 0.0], "the held slot reached the first alone"
     assert all(param.grad is None or not param.grad.any() for param in auditor._slots.trainable)
     assert auditor._slots._trainer.metrics_processor.ntokens_since_last_log == 7
 

@@ -12,6 +12,7 @@ larger by a factor that moves it off the middle, away from zero, and changes no 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -35,17 +36,18 @@ def most_of_slot(slots: int) -> float:
     return min(_ROOM / 2, 2.0 ** math.floor(math.log2(_ROOM / slots)))
 
 
-def add(into: torch.Tensor, values: torch.Tensor, most: float) -> None:
-    """Add floats to a sum over slots; if one is above `most` or NaN, the sum becomes NaN.
+def nan_beyond(most: float, extremes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """NaN if one of these numbers is above `most`, or NaN; else 0."""
+    return torch.where((torch.stack(list(extremes)).abs() <= most).all(), 0.0, torch.nan)
+
+
+def add(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Add floats to a sum over slots.
 
     Args:
         into: float64, with the offset.
-        values: bfloat16 or float32, in the shape of `into`.
+        values: bfloat16 or float32, in the shape of `into`; exact if none is above `most_of_slot`.
     """
-    if not values.numel():
-        return
-    within = (torch.stack(torch.aminmax(values)).abs() <= most).all()
-    into[(0,) * into.dim()].add_(torch.where(within, 0.0, torch.nan))
     if values.device.type != "cpu" or not (into.is_contiguous() and values.is_contiguous()):
         into.add_(values, alpha=_OFF_THE_MIDDLE)
         return

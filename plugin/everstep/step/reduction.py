@@ -101,7 +101,7 @@ class _Bucket:
         grad = self.params[index].grad
         if self.held is not None:
             self.memory.views[index].copy_(self.held.views[index])
-            self._add(index, self.memory)
+            self._add([index], self.memory)
             self.memory.views[index].sub_(exact.OFFSET)
         elif grad is None:
             self.memory.views[index].zero_()
@@ -109,18 +109,26 @@ class _Bucket:
             self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
 
-    def _add(self, index: int, memory: _Memory) -> None:
-        """Add what a slot made of a gradient to an exact sum."""
-        grad = self.params[index].grad
-        if grad is not None and self._most is not None:
-            exact.add(memory.views[index], local(grad), self._most)
+    def _add(self, places: Iterable[int], memory: _Memory) -> None:
+        """Add what a slot made of some gradients to their exact sums. If it has no place there, one becomes NaN."""
+        grads = ((memory.views[at], self.params[at].grad) for at in places)
+        some = [(into, local(grad)) for into, grad in grads if grad is not None and into.numel()]
+        extremes: list[torch.Tensor] = []
+        for into, values in some:
+            extremes += torch.aminmax(values)
+            exact.add(into, values)
+        if some and self._most is not None:
+            some[0][0].view(-1)[0].add_(exact.nan_beyond(self._most, extremes))
 
-    def hold(self) -> None:
-        """A slot has ended: its gradients become part of what is held. Only where sums are exact."""
+    def hold(self, *, in_place: bool) -> None:
+        """A slot has ended: its gradients become part of what is held. Only where sums are exact. `in_place`: the next
+        slot's are added to zeros in the same memory."""
         assert self.held is not None
-        for index, param in enumerate(self.params):
-            self._add(index, self.held)
-            if param.grad is not None:
+        self._add(range(len(self.params)), self.held)
+        for param in self.params:
+            if not in_place:
+                param.grad = None
+            elif param.grad is not None:
                 local(param.grad).zero_()
 
     def forget(self) -> None:
@@ -149,7 +157,8 @@ class GradientReducer:
         params: trainable parameters, DTensor or plain, in the model's order.
         bucket_bytes: size a bucket grows to.
         streams: of the parameters' device.
-        hooks: whether backward runs hooks of parameters. Without, all sums start after an attempt's last slot.
+        hooks: whether backward runs hooks of parameters, and makes new memory for the gradients of each slot. Without
+            hooks, all sums start after an attempt's last slot.
         exact_slots: make sums that have the same bits in every order, of up to so many slots; 0: ordinary sums.
         fragments: places of parameters among `params`; in turn each step sums those of one fragment. Empty: each sums
             all.
@@ -166,7 +175,7 @@ class GradientReducer:
         fragments: Sequence[Sequence[int]] = (),
     ) -> None:
         self._streams = streams or Streams()
-        self._is_exact = exact_slots > 0
+        self._is_exact, self._hooks = exact_slots > 0, hooks
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
         every: list[torch.Tensor] = list(params)
         parts = [[every[at] for at in places] for places in fragments] or [every]
@@ -228,7 +237,7 @@ class GradientReducer:
             if self._is_exact:
                 self._wait_for_fills(bucket)
                 with torch.no_grad():
-                    bucket.hold()
+                    bucket.hold(in_place=not self._hooks)
         self._counted, self._armed = True, False
 
     def forget(self) -> None:

@@ -67,8 +67,14 @@ class Slots:
         """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
+        self._reached: set[int] = set()
+        """Places in `trainable` of parameters of which the slots had a gradient."""
         self._rows: dict[int, torch.Tensor] = {}
         """With exact sums, what checksums of the slots' gradients are made of."""
+        self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
+        """Whether backward runs hooks of parameters and gives each slot's gradients new memory if they have none. A
+        replayed graph does neither, and one that is recorded must not start sums; some pipeline schedules add weights'
+        gradients without hooks."""
         self._refused: set[int] = set()
         """Slots in which this rank's checks found what was not repaired."""
         self.source = self._opened_source()
@@ -111,6 +117,7 @@ class Slots:
         if self._checks is not None:
             self._checks.end()
         self._tokens[slot] = valid
+        self._reached.update(at for at, param in enumerate(self.trainable) if param.grad is not None)
         # Of a pipeline's stages only the last one knows the loss; the others give -1.
         known = not pipelined or trainer.pp_has_last_stage
         self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
@@ -164,6 +171,10 @@ class Slots:
         """The slots computed since `discard`."""
         return frozenset(self._tokens)
 
+    def reached(self) -> torch.Tensor:
+        """For each trained parameter 1.0 if a slot computed since `discard` has a gradient of it, else 0.0."""
+        return torch.tensor([float(at in self._reached) for at in range(len(self.trainable))])
+
     def refused(self) -> frozenset[int]:
         """See `Work.refused`. What the checks saw since this was last asked is told of. One host synchronisation."""
         if self._checks is not None:
@@ -180,6 +191,7 @@ class Slots:
         self._tokens.clear()
         self._losses.clear()
         self._rows.clear()
+        self._reached.clear()
         self._refused.clear()
         if self._checks is not None:
             self._checks.forget()
@@ -222,8 +234,10 @@ class Slots:
 
     @torch.no_grad()
     def _row_sums(self) -> torch.Tensor:
-        # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
-        return row_sums(None if param.grad is None else local(param.grad) + 0.0 for param in self.trainable)
+        grads = (None if param.grad is None else local(param.grad) for param in self.trainable)
+        if not self.computes_eagerly:  # added to zeros that an earlier slot left, -0 becomes 0: here it does always
+            grads = (None if grad is None else grad + 0.0 for grad in grads)
+        return row_sums(grads)
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
@@ -235,15 +249,18 @@ class Slots:
 
     def audit(self, step: int, slot: int) -> int:
         """See `Work.audit`."""
-        loads = [local(load).clone() for load in self.expert_loads]
+        loads, reached = [local(load).clone() for load in self.expert_loads], set(self._reached)
         processor = self._trainer.metrics_processor
         counted = processor.ntokens_since_last_log
         self.compute(step, slot, whole=False)
         processor.ntokens_since_last_log = counted
         bits = _in_tally(self._row_sums())
         del self._tokens[slot], self._losses[slot]
+        self._reached = reached
         for param in self.trainable:
-            if param.grad is not None:  # not None: that says which parameters the held slots reached
+            if self.computes_eagerly:
+                param.grad = None
+            elif param.grad is not None:
                 local(param.grad).zero_()
         for load, before in zip(self.expert_loads, loads, strict=True):
             local(load).copy_(before)

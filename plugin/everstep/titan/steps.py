@@ -52,7 +52,7 @@ class Steps(Unit):
         held = self._slots.held
         further = StepSums(
             loads=torch.cat([torch.zeros(0), *(local(load).flatten().cpu() for load in self._slots.expert_loads)]),
-            reached=torch.tensor([float(bool(held) and p.grad is not None) for p in self._slots.trainable]),
+            reached=self._slots.reached(),
             words=self._words(),
         )
         return SlotSums(tokens, loss, self._sums.pack(further), held)

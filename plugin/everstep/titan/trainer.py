@@ -168,9 +168,7 @@ class EverstepTrainer(titan.Trainer):
             self.slots.trainable,
             BUCKET_BYTES,
             self.streams,
-            # A replayed graph runs no hooks, and one that is recorded must not start sums; some pipeline schedules add
-            # weights' gradients without.
-            hooks=private.computes_eagerly(self) and not self.parallel_dims.pp_enabled,
+            hooks=self.slots.computes_eagerly,
             exact_slots=self.slots.number if self.is_exact else 0,
         )
         return Steps(self.slots, self.place.snapshots, reducer, is_exact=self.is_exact)
