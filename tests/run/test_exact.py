@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow
 def config_of(folder, shape, *, steps, **more):
     sections = SHAPES[shape] | more
     sections["training"] = {**sections.get("training", {}), "steps": steps}
-    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1}
+    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1, "allow_faults": True}
     return write_config(folder / f"{shape}.toml", **sections)
 
 
