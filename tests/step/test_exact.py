@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from everstep.step import exact
+from everstep.step.interfaces import SumsBroken
 from everstep.step.reduction import GradientReducer
 
 SLOTS = 12
@@ -131,6 +132,27 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert not reducer.own_finite()
     assert not reducer.finite()
     reducer.forget()
+    assert reducer.own_finite()
+
+
+def test_a_slot_that_comes_in_more_parts_than_the_one_before_is_not_summed_in_two():
+    """It would be rounded twice. What is held is refused, and computed again; then it is known how many there are."""
+    params, sums = parameters(), Groups()
+    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    for attempt in range(2):
+        sums.parts.clear()
+        reducer.begin(sums, WAIT)
+        for slot in range(2):
+            reducer.begin_slot(last=slot == 1)
+            for _ in range(1 + slot if attempt == 0 else 2):
+                backward(params, slot)
+            reducer.end_slot()
+        if attempt == 0:
+            with pytest.raises(SumsBroken, match="more often"):
+                reducer.finish()
+            assert not reducer.own_finite()
+            reducer.forget()
+    reducer.finish()
     assert reducer.own_finite()
 
 

@@ -6,7 +6,7 @@ last of its gradients is there and every bucket before it has started, so all gr
 those that compute nothing in this attempt as well.
 
 With exact sums (`everstep.step.exact`) a slot's gradients leave `param.grad` when the slot ends: what the group holds
-is an exact sum, and a bucket is filled with that sum and what `param.grad` has of the slot in progress.
+is an exact sum. In an attempt's last slot they are added to it when they are there, and fill the bucket.
 
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
 How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
@@ -97,21 +97,20 @@ class _Bucket:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
     def fill(self, index: int) -> None:
-        """Take what is held of a gradient into the memory that is summed."""
+        """Take what is held of a gradient into the memory that is summed. With exact sums it is held from here on."""
         grad = self.params[index].grad
         if self.held is not None:
-            self.memory.views[index].copy_(self.held.views[index])
-            self._add([index], self.memory)
-            self.memory.views[index].sub_(exact.OFFSET)
+            self._add([index], self.held)
+            torch.sub(self.held.views[index], exact.OFFSET, out=self.memory.views[index])
         elif grad is None:
             self.memory.views[index].zero_()
         else:
             self.memory.views[index].copy_(local(grad))
         self.filled[index] = True
 
-    def _add(self, places: Iterable[int], memory: _Memory) -> None:
+    def _add(self, places: Iterable[int], held: _Memory) -> None:
         """Add what a slot made of some gradients to their exact sums. If it has no place there, one becomes NaN."""
-        grads = ((memory.views[at], self.params[at].grad) for at in places)
+        grads = ((held.views[at], self.params[at].grad) for at in places)
         some = [(into, local(grad)) for into, grad in grads if grad is not None and into.numel()]
         extremes: list[torch.Tensor] = []
         for into, values in some:
@@ -124,7 +123,7 @@ class _Bucket:
         """A slot has ended: its gradients become part of what is held. Only where sums are exact. `in_place`: the next
         slot's are added to zeros in the same memory."""
         assert self.held is not None
-        self._add(range(len(self.params)), self.held)
+        self._add((at for at, filled in enumerate(self.filled) if not filled), self.held)
         for param in self.params:
             if not in_place:
                 param.grad = None
@@ -233,6 +232,8 @@ class GradientReducer:
             )
             if self._armed and early and self._error is None:
                 self._error = SumsBroken("a gradient was added to more often than in earlier slots")
+                if bucket.held is not None:
+                    bucket.held.flat[0] = torch.nan  # a part of the slot is held without the rest: to be computed again
             bucket.usual = bucket.additions
             if self._is_exact:
                 self._wait_for_fills(bucket)
