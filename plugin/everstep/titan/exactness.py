@@ -5,8 +5,11 @@ start of a run writes its fingerprint to RUN_DIR/state/exact.json, and a start w
 anything. A part of the fingerprint is the bits that a small computation comes to on this device.
 """
 
+import contextlib
 import hashlib
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from everstep.run import typed
-from everstep.run.exits import UNFIT_EXIT, TrainerEnds
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.run.files import read_json, write_first
 
 FILE = "exact.json"
@@ -25,8 +28,8 @@ SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS
 
 
 def prepare(config: Any) -> None:
-    """Settings of a trainer's config, in place, without which a slot has no bits of its own. A kernel that is not
-    deterministic raises then, and PyTorch's error names it."""
+    """Settings of a trainer's config, in place, without which a slot has no bits of its own. An operator that is not
+    deterministic raises then (`naming_operators`)."""
     config.debug.deterministic, config.debug.deterministic_warn_only = True, False
     config.attention_check.mode = "detect"
 
@@ -35,6 +38,22 @@ def after_build() -> None:
     """PyTorch's deterministic mode also fills memory before its first use, for programs that read what nobody wrote:
     a write of all activations in every slot."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute] set by its class
+
+
+@contextlib.contextmanager
+def naming_operators() -> Iterator[None]:
+    """Raises TrainerEnds for an operator that has no deterministic implementation: it has none on any group."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+        if found is None:
+            raise
+        raise TrainerEnds(
+            HOPELESS_EXIT,
+            f"{found[1]} has no deterministic implementation in PyTorch {torch.__version__}, and [fault_tolerance] "
+            "exact = true needs one: replace this operator in the model, or train with exact = false",
+        ) from error
 
 
 def fingerprint(config: Any, device: torch.device) -> dict[str, str]:

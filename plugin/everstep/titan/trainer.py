@@ -185,6 +185,7 @@ class EverstepTrainer(titan.Trainer):
         )
         return Rounds(self, self.disk, self.slots, state, store)
 
+    @exactness.naming_operators()
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
             super().train()
