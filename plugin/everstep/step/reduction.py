@@ -178,7 +178,8 @@ class GradientReducer:
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
         every: list[torch.Tensor] = list(params)
         parts = [[every[at] for at in places] for places in fragments] or [every]
-        self._fragments = [[_Bucket(part, most) for part in _split(some, bucket_bytes)] for some in parts]
+        as_sums = torch.float64 if self._is_exact else None
+        self._fragments = [[_Bucket(part, most) for part in _split(some, bucket_bytes, as_sums)] for some in parts]
         self._now = 0
         """Which of them is summed."""
         self._given_up: list[tuple[Any, torch.Tensor]] = []
@@ -350,13 +351,14 @@ def all_within(most: float, tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(flag) for flag in found.values())
 
 
-def _split(params: list[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
-    """Parameters in backward order, cut where a bucket is full or the dtype or device changes."""
+def _split(params: list[torch.Tensor], bucket_bytes: int, dtype: torch.dtype | None) -> list[list[torch.Tensor]]:
+    """Parameters in backward order, cut where a bucket is full or the dtype or device changes. `dtype`: of the sums, if
+    it is not that of the parameters."""
     buckets: list[list[torch.Tensor]] = []
     size = 0
     for param in reversed(params):
         part = local(param)
-        nbytes = part.numel() * part.element_size()
+        nbytes = part.numel() * (dtype or part.dtype).itemsize
         alike = buckets and (local(buckets[-1][0]).dtype, local(buckets[-1][0]).device) == (part.dtype, part.device)
         if not alike or (size and size + nbytes > bucket_bytes):
             buckets.append([])
