@@ -88,7 +88,7 @@ def test_an_audited_slot_is_added_to_nothing(auditor):
     assert auditor._slots._trainer.metrics_processor.ntokens_since_last_log == 7
 
 
-def test_bits_are_the_gradients_alone_whatever_was_held_before(auditor):
+def test_bits_are_those_of_the_slot_alone_whatever_was_held_before(auditor):
     """Minus zero added to what an earlier slot left is zero, and in the first slot it is minus zero."""
     found = {auditor._slots.audit(1, 1)}
     for param in auditor._slots.trainable:
@@ -99,3 +99,11 @@ def test_bits_are_the_gradients_alone_whatever_was_held_before(auditor):
     auditor._slots.trainable[1].grad = torch.full((2,), 2.0).nextafter(torch.zeros(2))
     auditor._slots.keep_bits(1)
     assert auditor._slots.bits(1) not in found
+    for param in auditor._slots.trainable:
+        param.grad = None
+    auditor.compute(1, 1, whole=False)
+    auditor._slots.keep_bits(1)
+    assert auditor._slots.bits(1) in found
+    auditor._slots._losses[1] = torch.tensor(1.0).nextafter(torch.tensor(2.0))
+    auditor._slots.keep_bits(1)
+    assert auditor._slots.bits(1) not in found, "the loss is of the slot too"

@@ -70,7 +70,7 @@ class Slots:
         self._reached: set[int] = set()
         """Places in `trainable` of parameters of which the slots had a gradient."""
         self._rows: dict[int, torch.Tensor] = {}
-        """With exact sums, what checksums of the slots' gradients are made of."""
+        """With exact sums, what checksums of the slots' losses and gradients are made of."""
         self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
         """Whether backward runs hooks of parameters and gives each slot's gradients new memory if they have none. A
         replayed graph does neither, and one that is recorded must not start sums; some pipeline schedules add weights'
@@ -229,22 +229,23 @@ class Slots:
     # Bits, to compare with another group's
 
     def keep_bits(self, slot: int) -> None:
-        """Remember the bits of the gradients of a slot that was just computed, where `param.grad` has nothing else."""
-        self._rows[slot] = self._row_sums()
+        """Remember the bits of a slot that was just computed, of its loss and of its gradients, where `param.grad` has
+        nothing else."""
+        self._rows[slot] = self._row_sums(slot)
 
     @torch.no_grad()
-    def _row_sums(self) -> torch.Tensor:
+    def _row_sums(self, slot: int) -> torch.Tensor:
         grads = (None if param.grad is None else local(param.grad) for param in self.trainable)
         if not self.computes_eagerly:  # added to zeros that an earlier slot left, -0 becomes 0: here it does always
             grads = (None if grad is None else grad + 0.0 for grad in grads)
-        return row_sums(grads)
+        return row_sums((self._losses[slot], *grads))
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
         return _in_tally(self._rows[slot])
 
     def own_bits(self) -> dict[int, str]:
-        """Of the gradients of each slot that is held, on this rank."""
+        """Of each slot that is held, on this rank."""
         return {slot: f"{digest(rows):x}" for slot, rows in sorted(self._rows.items())}
 
     def audit(self, step: int, slot: int) -> int:
@@ -254,7 +255,7 @@ class Slots:
         counted = processor.ntokens_since_last_log
         self.compute(step, slot, whole=False)
         processor.ntokens_since_last_log = counted
-        bits = _in_tally(self._row_sums())
+        bits = _in_tally(self._row_sums(slot))
         del self._tokens[slot], self._losses[slot]
         self._reached = reached
         for param in self.trainable:
