@@ -27,9 +27,12 @@ SLOTS = 7
 SLOW = pytest.mark.slow
 
 
-def config_of(folder, shape, *, steps, **more):
+def config_of(folder, shape, *, steps, ranks=1, **more):
+    """Each slot has a row for each of the group's ranks."""
     sections = SHAPES[shape] | more
-    sections["training"] = {**sections.get("training", {}), "steps": steps}
+    training = {"global_batch_size": SLOTS} | sections.get("training", {})
+    training["global_batch_size"] *= ranks
+    sections["training"] = training | {"steps": steps}
     sections["fault_tolerance"] = {"exact": True, "audit_interval": 1, "allow_faults": True}
     return write_config(folder / f"{shape}.toml", **sections)
 
@@ -155,7 +158,12 @@ def test_of_the_wrong_slots_as_many_are_found_as_are_drawn(start, tmp_path, monk
 MODELS = {
     "tied and frozen weights in bfloat16, no clipping, the schedule ends, two ranks": {
         "job": {"module": "exact_job", "config": "debugmodel"},
-        "training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16", "max_norm": 1e9},
+        "training": {
+            "global_batch_size": 2 * SLOTS,
+            "dtype": "bfloat16",
+            "mixed_precision_param": "bfloat16",
+            "max_norm": 1e9,
+        },
         "lr_scheduler": {"warmup_steps": 1, "total_steps": 6},
     },
     "experts": {"job": {"module": "tiny_llama", "config": "tiny_moe"}},
@@ -211,7 +219,7 @@ def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, m
     run dies, and goes on with other groups, once from an older checkpoint."""
     draw, faults, legs, run = random.Random(shape), 0, 0, None
     each = ("--ranks-per-group", str(ranks))
-    config = config_of(tmp_path, shape, steps=1_000_000)
+    config = config_of(tmp_path, shape, steps=1_000_000, ranks=ranks)
     while faults < 60:
         legs += 1
         again = {"run_dir": run.run_dir} if run else {}
