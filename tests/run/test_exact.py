@@ -223,10 +223,10 @@ def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, m
     while faults < 60:
         legs += 1
         again = {"run_dir": run.run_dir} if run else {}
-        run = start(config, "--groups", str(draw.randint(1, most)), *each, **again)
+        run = start(config, "--groups", str(draw.randint(2, most)), *each, **again)
         run.wait_for("commit")
         for part in range(2):
-            everstep("chaos", run, "--faults", "all", "--every", "4", "--for", "40s", "--seed", str(2 * legs + part))
+            everstep("chaos", run, "--faults", "all", "--every", "2", "--for", "30s", "--seed", str(2 * legs + part))
             everstep("scale", run, "--groups", str(draw.randint(1, most)))
         faults += len(run.events("fault"))
         print(f"leg {legs}: {faults} faults, step {run.events('commit')[-1]['step']}", flush=True)
