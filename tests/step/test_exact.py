@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everstep.quorum.errors import SumsBroken
 from everstep.step import exact
-from everstep.step.interfaces import SumsBroken
 from everstep.step.reduction import GradientReducer
 
 SLOTS = 12
