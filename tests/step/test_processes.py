@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from harness import ENDLESS, check, check_states, newest
+from harness import ENDLESS, Run, check, check_states, newest
 
 SHORT = {"steps": ENDLESS, "slots": 3, "slot_s": 0.1, "quorum_s": 4, "reduce_s": 2, "heal_s": 6}
 COMMITS_ON = 8
@@ -79,6 +79,19 @@ def test_a_stopped_rank_holds_nobody_and_its_group_heals_when_it_wakes(run):
     os.kill(sleeper[0].process.pid, signal.SIGCONT)
     assert_goes_on([first, sleeper, third])
     assert run.events("heal")[-1]["group"] == 1
+
+
+def test_the_death_of_a_process_costs_no_heartbeat_timeout(tmp_path, context):
+    """Its connections to the lighthouse are closed; a host that is silent would be waited for."""
+    timeout_s = 4.0
+    run = Run(tmp_path, context, heartbeat_timeout_s=timeout_s)
+    groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=20)
+    at, begin = newest(groups[0]), time.monotonic()
+    groups[2][0].kill()
+    groups[0][0].until(at + 3)
+    assert time.monotonic() - begin < timeout_s - 1
+    assert_goes_on(groups[:2])
+    run.close()
 
 
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):

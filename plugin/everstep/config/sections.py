@@ -64,7 +64,8 @@ class FaultTolerance:
 
     heartbeat_timeout_s: float = 2.0
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
-    when a group dies; too low: a busy host is taken for a dead one."""
+    when a host falls silent; too low: a busy host is taken for a dead one. The death of a process is noticed without
+    it."""
 
     join_timeout_s: float = 10.0
     """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a

@@ -10,7 +10,8 @@ does not prove to hold the run's token is heard. Each request is one message and
 ID is the group's name and TEXT what it says of itself (`everstep.quorum.request`: `name_of`, `encode`). A request
 without a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
 (`everstep.quorum.turns`). What groups say stays at the gate: torchft's lighthouse names all members in each of its
-answers, and would copy it once for each pair of members.
+answers, and would copy it once for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, and
+stops at once for a group whose connections have closed, however long the heartbeat timeout is.
 """
 
 import math
@@ -18,6 +19,7 @@ import os
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +28,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
-from everstep.quorum.membership import PURPOSE, Asked, beat_every_s
+from everstep.quorum.membership import PURPOSE, Asked
 from everstep.quorum.request import Request, decode, encode, group_of, read_quorum
 from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
@@ -34,6 +36,9 @@ from everstep.run import typed
 HEARING = 1.5
 """For how many heartbeat timeouts nobody may ask after the gate has begun to hear groups: by then it has heard all that
 live, so that the first of them does not get a quorum of its own."""
+BEATS_S = 0.2
+"""Between two heartbeats that torchft's lighthouse gets of each group that lives. After three times that without one it
+takes a group for dead: what the death of a process costs."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
@@ -89,13 +94,12 @@ class Gate:
         # The lighthouse and each of its clients have a runtime of their own. Set before there is any: their threads
         # read the environment, which must not move under them.
         os.environ["TOKIO_WORKER_THREADS"] = "1"
-        late_s = beat_every_s(rules.heartbeat_timeout_s)  # by so much later may a silent group be noticed
         self._inner = LighthouseServer(
             bind=f"{LOOPBACK}:0",
             min_replicas=rules.min_groups,
             join_timeout_ms=round(rules.join_timeout_s * 1000),
             quorum_tick_ms=QUORUM_TICK_MS,
-            heartbeat_timeout_ms=round((rules.heartbeat_timeout_s + late_s) * 1000),
+            heartbeat_timeout_ms=round(3 * BEATS_S * 1000),
         )
         inner = f"http://{LOOPBACK}:{self._inner.address().rstrip('/').rpartition(':')[2]}"
         try:
@@ -108,13 +112,18 @@ class Gate:
         """By replica, in the order in which they were first heard: when it last beat or asked."""
         self._asking: dict[str, _Waiting] = {}
         self._turns = Turns(self._is_heard)
+        self._beating: Counter[str] = Counter()
+        """By replica, the connections on which it beats."""
         self._held = 0
         """Requests that wait for their turn."""
         self._newest: tuple[tuple[int, int], bytes] | None = None
         """When the newest quorum was formed, and the answer to all that are in it."""
-        self._last_heard = self._asks_from = -math.inf
+        self._last_heard = self._asks_from = self._believed_from = -math.inf
+        self._beaten = time.monotonic()
+        """When the lighthouse was last told who lives."""
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
+        self._closed = threading.Event()
         host, port = bind
         try:
             self._server = wire.Server(
@@ -124,9 +133,11 @@ class Gate:
             raise GateError(f"cannot listen on {wire.format_address(host, port)}: {error}") from error
         self.address = self._server.address
         """`host:port` where groups reach it."""
+        threading.Thread(target=self._keep_beating, name="lighthouse-heartbeats", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and end the lighthouse."""
+        self._closed.set()
         self._server.shut()
         self._inner.shutdown()
 
@@ -137,22 +148,33 @@ class Gate:
             self._tell(self._refused, what)
 
     def _talk(self, channel: wire.Channel) -> None:
-        while True:
-            message = channel.receive_frame()
-            try:
-                asked = typed.parse(Asked, message)
-                request = decode(asked.said) if asked.said else None
-                if request is not None and asked.replica != request.name:
-                    raise ValueError("it is of another replica")
-            except ValueError as error:
-                raise wire.RefusedError(f"the request is not understood: {error}") from error
-            self._hear(asked.replica)
-            if request is not None:
-                channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
-            else:
-                if self._is_newest(asked.replica):
-                    self._beat(asked.replica)
+        beats = ""
+        try:
+            while True:
+                message = channel.receive_frame()
+                try:
+                    asked = typed.parse(Asked, message)
+                    request = decode(asked.said) if asked.said else None
+                    if request is not None and asked.replica != request.name:
+                        raise ValueError("it is of another replica")
+                except ValueError as error:
+                    raise wire.RefusedError(f"the request is not understood: {error}") from error
+                self._hear(asked.replica)
+                if request is not None:
+                    channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
+                    continue
+                if not beats:
+                    beats = asked.replica
+                    self._beats_on(beats, 1)
                 channel.send_frame({})
+        finally:
+            if beats:
+                self._beats_on(beats, -1)
+
+    def _beats_on(self, replica: str, connections: int) -> None:
+        """A replica beats on so many connections more."""
+        with self._changed:
+            self._beating[replica] += connections
 
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
@@ -162,15 +184,24 @@ class Gate:
             self._heard[replica] = self._last_heard = now
 
     def _is_heard(self, replica: str) -> bool:
-        return time.monotonic() - self._heard.get(replica, -math.inf) < self._timeout_s
+        patience_s = self._timeout_s if self._beating[replica] > 0 else min(2 * BEATS_S, self._timeout_s)
+        return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
-    def _is_newest(self, replica: str) -> bool:
-        """Whether no other start of this group is heard that was heard of later: a group that is there twice would keep
-        all from a quorum until the older start finds that it is not wanted."""
-        group = group_of(replica)
+    def _counting(self) -> dict[str, str]:
+        """By group the replica that counts: of several starts that are heard, the one that was heard of last. A group
+        that is there twice would keep all from a quorum until the older start finds that it is not wanted."""
         with self._changed:
-            starts = [name for name in self._heard if group_of(name) == group and self._is_heard(name)]
-        return starts[-1:] in ([], [replica])
+            return {group_of(replica): replica for replica in self._heard if self._is_heard(replica)}
+
+    def _keep_beating(self) -> None:
+        """Tell the lighthouse who lives: whoever beats, and not who has closed its connections."""
+        while not self._closed.wait(BEATS_S):
+            if (now := time.monotonic()) - self._beaten > 2 * BEATS_S:
+                self._believed_from = now + 2 * BEATS_S
+            self._beaten = now
+            for replica in self._counting().values():
+                if self._beating[replica] > 0:
+                    self._beat(replica)
 
     def _beat(self, replica: str) -> None:
         try:
@@ -181,7 +212,7 @@ class Gate:
             self.lost.set()
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
-        if not self._is_newest(asked.replica):
+        if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
             return {"failed": "another start of this group counts now"}
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(asked.replica, until) or waiting.channel.hung_up():
@@ -222,7 +253,11 @@ class Gate:
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
-        gone_at = time.monotonic() - SILENCE.total_seconds()
+        now = time.monotonic()
+        if now < self._believed_from or now - self._beaten > 2 * BEATS_S:
+            return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
+        gone_at = now - SILENCE.total_seconds()
+        self._beating = +self._beating
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._asking = {replica: asking for replica, asking in self._asking.items() if replica in self._heard}
         members = {replica: self._asking.get(replica) for replica in replicas}
@@ -240,7 +275,7 @@ class Gate:
         if len(read.groups) < self._min_groups:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
-        self._heard |= dict.fromkeys(found, time.monotonic())  # each waits on a connection that stands
+        self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._turns.formed(replica for replica, waiting in found.items() if waiting.request.group in read.able)
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 
