@@ -39,6 +39,8 @@ live, so that the first of them does not get a quorum of its own."""
 BEATS_S = 0.2
 """Between two heartbeats that torchft's lighthouse gets of each group that lives. After three times that without one it
 takes a group for dead: what the death of a process costs."""
+LATE_S = 2 * BEATS_S
+"""After a longer gap neither a group without a connection to beat on counts, nor a quorum that the lighthouse forms."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
@@ -175,6 +177,8 @@ class Gate:
         """A replica beats on so many connections more."""
         with self._changed:
             self._beating[replica] += connections
+            if not self._beating[replica]:
+                del self._beating[replica]
 
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
@@ -184,7 +188,7 @@ class Gate:
             self._heard[replica] = self._last_heard = now
 
     def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if self._beating[replica] > 0 else min(2 * BEATS_S, self._timeout_s)
+        patience_s = self._timeout_s if replica in self._beating else min(LATE_S, self._timeout_s)
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
     def _counting(self) -> dict[str, str]:
@@ -196,11 +200,11 @@ class Gate:
     def _keep_beating(self) -> None:
         """Tell the lighthouse who lives: whoever beats, and not who has closed its connections."""
         while not self._closed.wait(BEATS_S):
-            if (now := time.monotonic()) - self._beaten > 2 * BEATS_S:
-                self._believed_from = now + 2 * BEATS_S
+            if (now := time.monotonic()) - self._beaten > LATE_S:
+                self._believed_from = now + LATE_S
             self._beaten = now
             for replica in self._counting().values():
-                if self._beating[replica] > 0:
+                if replica in self._beating:
                     self._beat(replica)
 
     def _beat(self, replica: str) -> None:
@@ -254,10 +258,9 @@ class Gate:
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
         now = time.monotonic()
-        if now < self._believed_from or now - self._beaten > 2 * BEATS_S:
+        if now < self._believed_from or now - self._beaten > LATE_S:
             return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
         gone_at = now - SILENCE.total_seconds()
-        self._beating = +self._beating
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._asking = {replica: asking for replica, asking in self._asking.items() if replica in self._heard}
         members = {replica: self._asking.get(replica) for replica in replicas}

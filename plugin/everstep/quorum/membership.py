@@ -36,11 +36,6 @@ class Asked:
     timeout_s: Annotated[float, typed.Within(0.001, 86400.0)] = 1.0
 
 
-def beat_every_s(heartbeat_timeout_s: float) -> float:
-    """The time between two heartbeats of a group that is taken for dead after `heartbeat_timeout_s` of silence."""
-    return min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
-
-
 class Line:
     """One thread's connection to the lighthouse, made anew after every failure and for every other address.
 
@@ -104,7 +99,7 @@ class Membership:
         self, *, group: int, life: str, token: bytes, find_lighthouse: Callable[[], str], heartbeat_timeout_s: float
     ) -> None:
         self._replica, self._find_lighthouse = name_of(group, life), find_lighthouse
-        self._timeout_s, self._every_s = heartbeat_timeout_s, beat_every_s(heartbeat_timeout_s)
+        self._timeout_s, self._every_s = heartbeat_timeout_s, min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
         patience = timedelta(seconds=heartbeat_timeout_s / 2)
         self._asking, self._beating = Line(token, patience), Line(token, patience)
         self._patience = patience
