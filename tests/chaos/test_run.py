@@ -72,8 +72,13 @@ def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert faults["kill-lighthouse"]["target_group"] is None
     assert not run.events("workers_died", after=begin, group=2)
     assert tellers(run) == telling, "it is no orphan of theirs"
-    page = urllib.request.urlopen(run.events("page")[0]["address"], timeout=30).read().decode()
-    assert "kill-lighthouse" in page
+    address = run.events("page")[0]["address"]
+
+    def shown() -> bool:
+        with urllib.request.urlopen(address, timeout=30) as page:
+            return "kill-lighthouse" in page.read().decode()
+
+    until(shown, "the page, which is written every few seconds, to show the fault")
 
 
 def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):

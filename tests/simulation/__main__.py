@@ -25,7 +25,7 @@ def span(text: str) -> tuple[int, int]:
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
-    parser.add_argument("--seeds", type=span, default=(0, 199), metavar="A-B")
+    parser.add_argument("--seeds", type=span, default=(0, 1999), metavar="A-B", help="default: 0-1999")
     parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="replica groups at the start")
     parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="ranks of each group")
     parser.add_argument("--faults", type=int, default=8, help="faults in each run")

@@ -35,11 +35,11 @@ def assert_promise_kept(outcomes: list[Outcome]) -> None:
     assert not broken, f"{len(broken)} of {len(outcomes)} seeds: {dict(list(broken.items())[:5])}"
 
 
-PART = 250
-"""Seeds of a part: 40 s of one core at most. The parts of the default suite are 2,000 seeds."""
+PART = 200
+"""Seeds of a part: 40 s of one core at most. CI runs 2,000 seeds with `scripts/simulate` besides."""
 
 
-@pytest.mark.parametrize("part", [*range(8), *(pytest.param(part, marks=pytest.mark.slow) for part in range(8, 16))])
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(10, 20))])
 def test_mixed_faults_break_no_promise(part: int) -> None:
     """In this process: whoever runs tests in several has them share the parts."""
     outcomes = [simulate(seed) for seed in range(part * PART, (part + 1) * PART)]
