@@ -82,13 +82,6 @@ def test_a_key_that_is_gone_is_named_and_changes_nothing(load, gone):
     assert f": [{table}] {key} → {GONE[gone]}" in warnings[0]
 
 
-def test_whole_tables_move_and_empty_ones_say_nothing(load):
-    text = "[profiling]\nenable_profiling = true\nprofile_freq = 7\n[validation]\nfreq = 3\n[experimental]\n[mx]\n"
-    config = load(f"{text}[validation.dataloader]\nnum_workers = 2\n", base=BASE, check=False)
-    assert (config.profiler.enable_profiling, config.profiler.profile_freq) == (True, 7)
-    assert (config.validator.freq, config.validator.dataloader.num_workers) == (3, 2)
-
-
 def test_a_file_for_02_trains_the_same_model_with_the_defaults_of_02(load):
     config = load("[training]\nsteps = 5\n", base='[model]\nname = "llama3"\nflavor = "8B"\n')
     assert (config.job.module, config.job.flavor, config.job.config) == ("llama3", "8B", "")
@@ -121,43 +114,11 @@ def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load,
     ]
 
 
-def test_semi_synchronous_training_has_a_section_of_its_own(load):
-    config = load('[fault_tolerance]\nsemi_sync_method = "DiLoCo"\nnum_fragments = 1\n', base=BASE, check=False)
-    assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("diloco", 5)
-    config = load('[fault_tolerance]\nsync_steps = 7\nsemi_sync_method = "local_sgd"\n', base=BASE, check=False)
-    assert (config.semi_sync.method, config.semi_sync.sync_steps) == ("local_sgd", 7)
-    config = load(
-        '[fault_tolerance]\nsemi_sync_method = "diloco"\nsync_steps = 8\nnum_fragments = 2\nfragment_sync_delay = 1\n'
-        "fragment_update_alpha = 0.5\nshould_quantize = false\nmodule_fqns_per_model_fragment = []\n",
-        base=BASE,
-        check=False,
-    )
-    found = config.semi_sync
-    assert (found.sync_steps, found.fragments, found.overlap_steps, found.mixing) == (8, 2, 1, 0.5)
-
-
-def test_fragments_by_name_are_refused(load, tmp_path):
-    key = "module_fqns_per_model_fragment"
-    with pytest.raises(ConfigError) as caught:
-        load(f'[fault_tolerance]\nsemi_sync_method = "diloco"\n{key} = [["layers.0"], ["layers.1"]]\n', base=BASE)
-    assert str(caught.value) == (
-        f"{tmp_path}/run.toml:6: [fault_tolerance] {key} must be empty: layers are dealt to the fragments in turn"
-    )
-
-
 def test_a_key_under_both_its_names_is_refused(load, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load("[training]\nseed = 1\n[debug]\nseed = 2\n", base=BASE)
     assert str(caught.value).removeprefix(f"{tmp_path}/") == (
         "run.toml:5: [training] seed is torchtitan 0.2's name of [debug] seed, which the file sets too"
-    )
-
-
-def test_an_error_in_a_key_that_moved_names_it_on_the_line_where_it_stands(load, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        load("[training]\nsteps = 3\ndataset = 4\n", base=BASE)
-    assert str(caught.value).removeprefix(f"{tmp_path}/") == (
-        "run.toml:6: [dataloader] dataset ([training] dataset in the file) must be a string, got 4"
     )
 
 

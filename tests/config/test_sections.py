@@ -15,13 +15,6 @@ from everstep.titan.load import load_config
 from sectioned import SectionedTrainer
 
 
-def test_what_a_file_does_not_say_is_the_base_config(load):
-    config, base = load(""), config_registry.llama3_debugmodel()
-    assert config.training == base.training
-    assert config.optimizer == base.optimizer
-    assert config.lr_scheduler == base.lr_scheduler
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
@@ -62,24 +55,6 @@ def test_lr_is_refused_for_groups_that_differ_in_it(load, tmp_path):
         "run.toml:5: [optimizer] lr cannot stand for all 3 parameter groups, which have 0.0008, 0.0001, "
         "0.0008: write [[optimizer.param_groups]] instead"
     )
-
-
-def test_parameter_groups_can_be_written_out(load):
-    config = load(
-        '[[optimizer.param_groups]]\npattern = "bias$"\noptimizer_name = "Adam"\n'
-        "optimizer_kwargs = { lr = 1e-4, betas = [0.8, 0.9] }\n"
-        '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_name = "AdamW"\n'
-        "optimizer_kwargs = { lr = 1e-3 }\n"
-    )
-    first, second = config.optimizer.param_groups
-    assert (first.pattern, first.optimizer_name) == ("bias$", "Adam")
-    assert first.optimizer_kwargs == {"lr": 1e-4, "betas": (0.8, 0.9)}
-    assert second.optimizer_kwargs == {"lr": 1e-3}
-
-
-def test_override_imports_take_names_and_pairs(load):
-    config = load('[override]\nimports = ["a.b.f", ["c.d.g", { size = 256 }]]\n')
-    assert config.override.imports == ["a.b.f", ("c.d.g", {"size": 256})]
 
 
 def test_flavor_exchanges_the_model_of_a_config_and_the_vocabulary_of_its_loss(load):

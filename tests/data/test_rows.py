@@ -27,17 +27,6 @@ def test_a_permutation_takes_every_index_to_one_of_its_own_and_each_epoch_to_ano
     assert size < 30 or len({*map(tuple, orders)}) == 3
 
 
-def test_a_permutation_of_any_size_stays_in_its_range():
-    size = 10**12 + 39
-    permutation = Permutation(size, 0, 0)
-    images = {permutation(index) for index in range(2000)}
-    assert len(images) == 2000
-    assert all(0 <= image < size for image in images)
-    assert abs(np.mean(list(images)) / size - 0.5) < 0.03
-    with pytest.raises(IndexError, match="outside 0 to"):
-        permutation(size)
-
-
 def rows_one_by_one(lengths, seq_len):
     """Inputs, labels and positions of every row, by walking through the documents token by token."""
     pairs, token = [], 0
@@ -157,20 +146,6 @@ def test_a_torch_checkpoint_carries_the_position(build, tmp_path):
     again = build()
     dcp.load({"dataloader": again}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert same(next(iter(again)), next(batches))
-
-
-def test_data_that_a_run_turned_to_is_read_from_its_beginning(build):
-    fresh, turned = build(), build()
-    for source in (fresh, turned):
-        source.open_slots(6, 0, 1)
-    turned.began_after = 100
-    for step in (1, 2):
-        assert all(same(turned.microbatch(100 + step, slot), fresh.microbatch(step, slot)) for slot in range(6))
-        fresh.committed(step)
-        turned.committed(100 + step)
-        assert turned.state_dict() == fresh.state_dict()
-    with pytest.raises(ValueError, match="no such slot: step 100"):
-        turned.microbatch(100, 0)
 
 
 def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):

@@ -2,17 +2,14 @@
 
 import logging
 import pickle
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import IterableDataset
-from torchtitan.components.dataloader import DataloaderExhaustedError, ParallelAwareDataloader
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.hf_datasets.text_datasets import (
     HFDataSource,
     HuggingFaceTextDataLoader,
@@ -128,23 +125,6 @@ def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(dataset
                 groups = [streams(config, tokenizer, SLOTS) for _ in range(3)]
                 for group in groups:
                     group.load_state_dict(state)
-
-
-def test_a_stream_restored_after_its_last_document_was_read_still_gives_the_rows_left_in_its_buffer(
-    register, tokenizer
-):
-    rows = Dataset.from_list([{"text": "short"}, {"text": "long " * 100}])
-    register("iterable", lambda path: rows.to_iterable_dataset())
-    config = base("iterable", infinite=False)
-    expected = [batch for batch in uninterrupted(config, tokenizer, 1, 40)[0] if batch]
-    owner = streams(config, tokenizer, 1)
-    for step, batch in enumerate(expected, 1):
-        heir = streams(config, tokenizer, 1)
-        heir.learn(owner.known_states())
-        assert flat(heir.microbatch(step, 0)) == flat(owner.microbatch(step, 0)) == batch
-        owner.committed(step)
-    with pytest.raises(DataloaderExhaustedError, match=f"stream 0 of 1 ended before batch {len(expected)}"):
-        heir.microbatch(len(expected) + 1, 0)
 
 
 def test_whoever_adopts_a_stream_goes_on_from_its_newest_told_state_without_a_pickle(datasets, tokenizer, monkeypatch):
@@ -268,27 +248,6 @@ def test_a_torch_checkpoint_carries_streams_of_slots_and_of_plain_iteration(data
     assert [flat(next(rest)) for _ in range(5)] == [flat(next(batches)) for _ in range(5)]
 
 
-def test_jsonl_from_disk_through_worker_processes_and_an_interleaving_loader(
-    register, jsonl, tokenizer, tmp_path, documents
-):
-    def load(path):
-        return load_dataset("json", data_files=str(jsonl), split="train", cache_dir=str(tmp_path / "cache"))
-
-    register("disk", load)
-    workers = base("disk", num_workers=1)
-    mixed = InterleavedHuggingFaceTextDataLoader.Config(
-        sources=[HFDataSource(dataset="disk", weight=2), HFDataSource(dataset="disk", weight=1)]
-    )
-    for config in (workers, mixed):
-        owner, heir = streams(config, tokenizer, SLOTS), streams(config, tokenizer, SLOTS)
-        expected = uninterrupted(config, tokenizer, SLOTS, 5)[1]
-        for step in range(1, 4):
-            assert flat(owner.microbatch(step, 1)) == expected[step - 1]
-            owner.committed(step)
-        heir.learn(owner.known_states())
-        assert [flat(heir.microbatch(step, 1)) for step in (4, 5)] == expected[3:]
-
-
 def test_what_cannot_be_is_refused_in_a_sentence(datasets, tokenizer):
     with pytest.raises(ValueError, match="no dataloader to read from"):
         build(SlotStreams.Config(), tokenizer)
@@ -306,21 +265,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(datasets, tokenizer):
         next(iter(uneven))
 
 
-@pytest.mark.parametrize("dataset", ["map", "iterable"])
-def test_what_a_loaders_own_process_says_of_a_stream_is_of_that_batch(dataset, datasets, tokenizer):
-    """It sends its dataset's state in the background, and reads the next batches meanwhile."""
-    config = base(dataset, num_workers=1)
-    owner = streams(config, tokenizer, 1)
-    for step in range(1, 9):
-        owner.microbatch(step, 0)
-        owner.committed(step)
-        told = owner.known_states()
-        heir = streams(config, tokenizer, 1)
-        heir.learn(told)
-        heir.committed(step)
-        assert flat(heir.microbatch(step + 1, 0)) == flat(owner.microbatch(step + 1, 0)), f"after {step}"
-
-
 def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, tokenizer):
     """Two processes read a stream of their own each, again and again; who takes one over reads what its owner does."""
     config = base("iterable", num_workers=2)
@@ -336,50 +280,3 @@ def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, toke
             assert flat(heir.microbatch(step, 1)) == batch, f"step {step}"
         owner.committed(step)
         again.committed(step)
-
-
-class CountsNoEpochs(IterableDataset, Stateful):
-    """Reads its data again and again, as torchtitan's multimodal dataset does, which needs torchvision."""
-
-    def __init__(self, data):
-        self._data = data
-
-    def _get_data_iter(self):
-        return iter(self._data)
-
-    def __iter__(self):
-        while True:
-            for row in self._get_data_iter():
-                yield {"input": torch.tensor([row["n"]])}, torch.tensor([row["n"]])
-
-    def state_dict(self):
-        return {"data": self._data.state_dict()}
-
-    def load_state_dict(self, state):
-        self._data.load_state_dict(state["data"])
-
-
-class CountsNoEpochsLoader(ParallelAwareDataloader):
-    @dataclass(kw_only=True, slots=True)
-    class Config(ParallelAwareDataloader.Config):
-        pass
-
-    def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, **_):
-        data = Dataset.from_list([{"n": n} for n in range(7)]).to_iterable_dataset()
-        workers = {"num_workers": config.num_workers, "snapshot_every_n_steps": 1}
-        super().__init__(CountsNoEpochs(data), dp_rank, dp_world_size, batch_size=local_batch_size, **workers)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_epoch_after_the_one_of_a_state_begins_at_the_beginning(tokenizer, workers):
-    config = CountsNoEpochsLoader.Config(num_workers=workers)
-    owner = streams(config, tokenizer, 1)
-    for step in range(1, 9):
-        heir = streams(config, tokenizer, 1)
-        heir.learn(owner.known_states())
-        heir.committed(step - 1)
-        read = [flat(heir.microbatch(step + more, 0))["labels"] for more in range(8)]
-        assert read == [[[(2 * (step + more) - 2 + at) % 7] for at in range(BATCH)] for more in range(8)]
-        owner.microbatch(step, 0)
-        owner.committed(step)

@@ -153,19 +153,6 @@ def figures_after(story):
     return lambda name, *labels: found[f"everstep_{name}", *labels]
 
 
-def test_what_several_groups_tell_of_counts_once():
-    story = Timeline()
-    for group in (0, 1):
-        story.attempt(1.0, 1, group, computed=[0], recomputed=[0], committed=False)
-        story.add(2.0, "audit", group, 50, agreed=False, differing=[1])
-        story.add(3.0, "finding", group, 51, rank=1, action="refused")
-    of = figures_after(story)
-    assert of("attempts_thrown_away_total") == 1
-    assert of("replicas_diverged_total") == 1
-    assert of("findings_total", "refused") == 2, "those of ranks that do not speak for their group, too"
-    assert of("findings_total", "corrected") == 0
-
-
 def test_who_lives_is_known_between_commits():
     story = Timeline().add(0.5, "run_started", role="supervisor", groups=2).start(1.0, 0, 1)
     story.add(2.0, "workers_stalled", 1, role="agent")

@@ -3,12 +3,10 @@
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 
-from everstep.report import score
-from everstep.report.page import duration, write_page
+from everstep.report.page import write_page
 from simulator import Simulator
 from timeline import Timeline
 
@@ -79,14 +77,6 @@ def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
     assert "exactly once" not in text, "nothing is claimed yet"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "\N{EN DASH}"), (1.417, "1.42 s"), (466.2, "466 s"), (1740, "29 min"), (12_240, "3.4 h"), (2e6, "23.1 d")],
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_links_where_a_report_writes_are_replaced_and_none_is_shown(tmp_path):
     run, victim = simulated(tmp_path / "run", 3), tmp_path / "victim"
     victim.write_text("[job]\nmodule = 'do-not-show-this'\n")
@@ -110,18 +100,6 @@ def test_links_where_a_report_writes_are_replaced_and_none_is_shown(tmp_path):
     assert "do-not-show-this" in write_page(run).read_text()
 
 
-@pytest.mark.slow
-def test_ten_thousand_steps_and_a_thousand_faults_stay_small(tmp_path):
-    run = simulated(tmp_path / "run", 12_000)
-    begin = time.monotonic()
-    page = write_page(run)
-    assert time.monotonic() - begin < 60
-    figures = score.score(run)
-    assert figures["steps"] >= 9_000
-    assert figures["kills"] >= 1_000
-    assert page.stat().st_size < 5_000_000
-
-
 def failing(folder):
     """A run that could not start: three deaths of each of two groups, which are given up."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=8, ranks_per_group=2)
@@ -137,18 +115,6 @@ def failing(folder):
     line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up")
     line.write(folder)
     return folder
-
-
-def test_validations_are_dots_on_the_losses(tmp_path):
-    line = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0])
-    for t, loss in ((2.5, 7.25), (2.6, 6.5)):
-        line.add(t, "validation", 0, step=2, loss=loss)
-    line.write(tmp_path / "with")
-    text = write_page(tmp_path / "with").read_text()
-    assert "validation loss 6.5000 (step 2)" in text
-    assert '"validation":[[2,6.5]]' in text
-    Timeline().start(0, 0).commit(1, 1, [0]).write(tmp_path / "without")
-    assert '"validation"' not in write_page(tmp_path / "without").read_text()
 
 
 def test_a_failing_run_looks_failing(tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -41,16 +39,6 @@ def finished_run(loss_shift=0.0):
     return run.add(11, "run_ended", role="supervisor", status="done", reason="")
 
 
-def test_a_slot_that_was_skipped_is_lost_and_counted_once():
-    run = finished_run()
-    for rank in (0, 1):
-        run.add(7.4, "slot_skipped", 1, 5, rank=rank, slot=2)
-    run.add(7.5, "slot_skipped", 0, 5, slot=2)
-    figures = figures_of(read(run.events))
-    assert (figures["slots_skipped"], figures["samples_lost"], figures["samples"]) == (1, 4, 188)
-    assert verdict(figures) == ["4 samples of the committed steps did not enter the model."]
-
-
 def test_a_run_that_survived_a_kill_keeps_the_promise():
     account = read(finished_run().events)
     figures, losses = figures_of(account), loss_by_step(account.lineage.final())
@@ -81,34 +69,6 @@ def test_losses_that_are_not_numbers_are_counted_not_subtracted():
     nan, inf = math.nan, math.inf
     delta = loss_delta({1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf})
     assert delta == {"loss_delta_max": 0.5, "loss_delta_steps": 5, "loss_delta_undefined": 2}
-
-
-def test_the_score_is_one_json_object_that_needs_no_torch(tmp_path):
-    run_dir = finished_run().write(tmp_path / "run")
-    program = (
-        "import json, sys; from pathlib import Path; from everstep.report.score import score, summary\n"
-        "figures = score(Path(sys.argv[1]), Path(sys.argv[1])); summary(figures)\n"
-        "print(json.dumps(figures, allow_nan=False)); sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, run_dir], capture_output=True, check=True, text=True)
-    figures = json.loads(done.stdout)
-    assert figures["kills"] == 1
-    assert [name for name, value in figures.items() if isinstance(value, dict | list)] == [
-        "faults",
-        "badput",
-        "give_ups",
-        "troubles",
-        "time_by_group",
-    ]
-
-
-def test_a_fault_of_two_groups_stalls_the_run_once():
-    run = Timeline().start(0, 0, 1, 2).commit(1, 1, [0, 1, 2]).commit(2, 2, [0, 1, 2])
-    run.fault(2.1, "kill-group", [1, 2]).commit(6, 3, [0]).fault(6.5, "kill-group", [0])
-    run.start(7, 0, step=4, source="memory").commit(8.5, 4, [0]).fault(9, "kill-all", [0, 1])
-    figures = figures_of(read(run.events))
-    assert figures["stall_s_median"] == pytest.approx((2.9 + 1.0) / 2)
-    assert figures["stalls_unmeasured"] == 1
 
 
 def broken(**changes):
@@ -151,22 +111,6 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
         score(tmp_path / "nowhere")
 
 
-def test_the_summary_says_in_words_what_the_figures_are():
-    figures = figures_of(read(finished_run().events))
-    text = summary(figures | loss_delta({1: 1.0}, {1: 1.0}))
-    for line in (
-        "faults    1 kill-worker",
-        "steps     8 of 8",
-        "attempts  9, 0 thrown away",
-        "samples   192 trained, 0 lost, 0 repeated",
-        "rejoin    median 4.60 s, longest 4.60 s",
-        "loss      differs by at most 0 over 1 step",
-        "Every step happened with its whole batch, exactly once.",
-    ):
-        assert line in text.splitlines()
-    assert "1 attempt had work" in summary(figures | {"attempts_thrown_away": 1})
-
-
 def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     kept = finished_run().write(tmp_path / "kept")
     broken = finished_run(loss_shift=0.25).write(tmp_path / "broken")
@@ -201,19 +145,3 @@ def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
     assert figures["badput"]["lost"] > 0.2
     assert figures["ettr"] == pytest.approx(8 / 14.1, abs=0.08)
     assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
-
-
-def test_a_run_that_could_not_start_says_why():
-    line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=8)
-    for t in (1, 2, 3):
-        line.add(t, "workers_died", 0, role="agent", exitcodes={"0": 1}, error="KeyError: 'c4'", by_itself=True)
-    line.add(3, "agent_ended", 0, role="agent", status="failed", reason="group 0 is given up, it was started 3 times")
-    line.add(4, "run_ended", role="supervisor", status="failed", reason="every group was given up.")
-    figures = figures_of(read(line.events))
-    assert (figures["deaths"], figures["error"]) == (3, "KeyError: 'c4'")
-    said = summary(figures)
-    assert "wrong     Group 0 is given up, it was started 3 times. Groups that are left" in said
-    assert (
-        "wrong     The run failed: every group was given up. Last error of a worker: KeyError: 'c4'; its log: " in said
-    )
-    assert ".." not in said

@@ -52,8 +52,8 @@ def test_the_file_and_what_is_served_are_the_same_page_and_grow_with_the_run(goi
     assert "broken" not in text[text.index("<header>") : text.index("</header>")], "a run that goes has not failed"
     grow(folder, 6, 7)
     until(lambda: page_says(7), "the page to grow")
-    assert "<b>7</b><span>steps of 9</span>" in (folder / "report.html").read_text()
-    assert (folder / "report.json").is_file()
+    until(lambda: "<b>7</b><span>steps of 9</span>" in (folder / "report.html").read_text(), "the file to grow")
+    until((folder / "report.json").is_file, "the figures")
     server._process.kill()
     server._process.wait()
     grow(folder, 8)
@@ -87,7 +87,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     serve.serve(listening, {"/"}, "text/html", lambda: b"here")
     place = listening.getsockname()
     held = [socket.create_connection(place) for _ in range(64)]
-    until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused", 10)
+    until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused")
     slow = [connection for connection in held if not is_closed(connection)]
     assert 0 < len(slow) <= 16
     begin = time.monotonic()
@@ -134,24 +134,3 @@ def test_a_name_that_is_not_this_machines_reads_nothing(served, host, status):
         assert answer.status in (403, 404)
         answer.read()
     connection.close()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-def test_a_browser_that_stays_sees_the_run_go_on(going, tmp_path_factory):
-    folder, _ = going
-    until(lambda: (folder / "report.html").exists(), "the page")
-    text, asked = (folder / "report.html").read_text(), []
-    ended = text[: text.index("<script>")].replace("<b>5</b>", "<b>6</b>")
-
-    def page():
-        asked.append(len(asked))
-        return (text if len(asked) == 1 else ended).encode()
-
-    served = socket.create_server(("127.0.0.1", 0))
-    serve.serve(served, {"/"}, "text/html", page)
-    # Its clock runs ahead while nothing is being fetched.
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "http://{}:{}/".format(*served.getsockname())]
-    seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert len(asked) >= 2, "it asks again"
-    assert "<b>6</b><span>steps of 9</span>" in seen

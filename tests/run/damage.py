@@ -1,11 +1,17 @@
 """The one way in which tests damage what a door reads: bytes of a file, of a message or of a config."""
 
+import json
+
 PIECES = (
     b"[" * 3000, b"{" * 3000, b"9" * 5000, b"0x" + b"f" * 99, b"1e999", b"-1", b"-", b"NaN", b"inf", b"null", b"true",
     b'"', b"'''", b"[", b"]", b"[[", b"{", b"}", b"=", b".", b",", b"\n", b"\t", b"\r", b"#", b"\0", b"\x1b[2J",
     b"\xff", "é".encode(), b"\\u0000", b"1979-05-27", b'{"dict":', b"class", b"mode", b"[training]",
     b"[fault_tolerance]", bytes(8), b"\xff" * 8,
 )  # fmt: skip
+VALUES = [
+    None, True, False, -1, 0, 1, 1.5, 1e300, -1e300, 1 << 62, 1 << 80, "", "x", "\x1b[2J", "commit", "fault", [],
+    [None], [1e300], [[1, 2]], {},
+]  # fmt: skip
 
 
 def damaged(data, chance, structure=0):
@@ -19,7 +25,7 @@ def damaged(data, chance, structure=0):
         for _ in range(chance.choice([1, 1, 2, 5])):
             least = max(0, len(hurt) - structure) if structure and chance.random() < 0.5 else 0
             at = chance.randrange(least, len(hurt)) if hurt else 0
-            match chance.randrange(7):
+            match chance.randrange(8):
                 case 0 if hurt:
                     hurt[at] ^= 1 << chance.randrange(8)
                 case 1:
@@ -36,5 +42,25 @@ def damaged(data, chance, structure=0):
                     hurt[:] = b"\n".join(lines)
                 case 6:
                     hurt[:] = chance.choice(PIECES) if chance.random() < 0.1 else hurt
+                case 7:
+                    lines = bytes(hurt).split(b"\n")
+                    place = chance.randrange(len(lines))
+                    lines[place] = planted(lines[place], chance)
+                    hurt[:] = b"\n".join(lines)
         hurt = bytes(hurt)
     return hurt
+
+
+def planted(line, chance):
+    """A JSON object with another value or without a key; other lines as they are."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if isinstance(found, dict) and found:
+        key = chance.choice([*found])
+        if chance.random() < 0.3:
+            del found[key]
+        else:
+            found[key] = chance.choice(VALUES)
+    return json.dumps(found).encode()

@@ -1,7 +1,6 @@
 """Damaged bytes at every door of a run directory: they are refused, or what is taken from them can be used."""
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -19,11 +18,12 @@ from everstep.report import metrics
 from everstep.report.score import score
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
+from everstep.run.data_start import began_after
 from everstep.run.directory import groups_file, wanted_groups
 from everstep.run.events import EventLog, read_events
-from everstep.run.fence import Claim, claim_group, fence_file, holder, holds
+from everstep.run.fence import Claim, claim_group, fence_file, holder
 from everstep.run.files import write_json
-from everstep.wire import WireError, parse_address
+from everstep.wire import parse_address
 
 CONFIG = """
 [job]
@@ -36,28 +36,14 @@ lr = 1e-3
 """
 
 
-def finite(value):
-    if isinstance(value, dict | list):
-        return all(map(finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def config(run):
     with contextlib.suppress(ConfigError):
-        assert finite(parse_source((run / "config.toml").read_text(errors="replace"), "run.toml").table)
+        parse_source((run / "config.toml").read_text(errors="replace"), "run.toml")
 
 
 def address(run):
     found = published_address(run)
     assert found == "" or parse_address(found.removeprefix("http://").removeprefix("https://").rstrip("/"))
-
-
-def place(run):
-    with contextlib.suppress(WireError):
-        host, port = parse_address((run / "place").read_bytes().decode("latin-1"))
-        assert host.isascii()
-        assert host.isprintable()
-        assert 0 <= port <= 65535
 
 
 def beat(run):
@@ -66,26 +52,19 @@ def beat(run):
     beats_of_groups(run)
 
 
-def fence(run):
+def state(run):
     assert isinstance(holder(run, 0), Claim | None)
-    holds(run, 0, Claim(2, 0))
-
-
-def groups(run):
     assert wanted_groups(run, 2) >= 1
-
-
-def prepared(run):
     assert isinstance(take_answer(run), Prepared | str)
 
 
 def events(run):
     """What the readers of a run do with its events, but for the pages."""
-    state, view = RunState(), View(run)
+    shown, view = RunState(), View(run)
     found = list(read_events(run))
     for event in found:
-        state.apply(event)
-    metrics.text(state, 2, 1)
+        shown.apply(event)
+    metrics.text(shown, 2, 1)
     view.apply(found)
 
 
@@ -97,32 +76,27 @@ def write_all(run):
     write_json(groups_file(run), {"groups": 2})
     leave_answer(run, asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
     (run / "config.toml").write_text(CONFIG)
-    (run / "place").write_text("node-7:443")
-    write_events(run, steps=4)
+    write_events(run)
     return {
-        run / "config.toml": config, run / "place": place, address_file(run): address, fence_file(run, 0): fence,
-        beat_path(run, 0, 0): beat, groups_file(run): groups, prepared_file(run): prepared,
+        run / "config.toml": config, address_file(run): address, beat_path(run, 0, 0): beat, fence_file(run, 0): state,
+        groups_file(run): state, prepared_file(run): state,
     } | dict.fromkeys((run / "events").iterdir(), events)  # fmt: skip
 
 
-def write_events(folder, steps=12):
+def write_events(folder):
     """A small run's events, of every kind that its readers look at closely."""
     supervisor, agent, worker, chaos = (
         EventLog(folder, *whose)
         for whose in ((None, None, "supervisor"), (0, None, "agent"), (0, 0, "worker"), (None, None, "chaos"))
     )
-    supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=steps)
+    supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=4)
     supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
-    agent.emit("agent_up", pid=78)
     agent.emit("workers_started", incarnation=0, pids=[79])
-    worker.emit("worker_up", incarnation="0", pid=79, cpu_s=1.0)
-    worker.emit("worker_ready", incarnation="0", pid=79, startup_s=1.0)
     worker.emit("training_started", 1, source="start", slots=4, global_batch_size=8, ranks=1)
-    for step in range(1, steps + 1):
+    for step in range(1, 5):
         worker.emit("attempt", step, attempt=1, quorum_id=1, committed=True, reason="", computed=[0, 1], recomputed=[])
         fields = {"attempt": 1, "owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
         fields |= {"history": f"{step:x}", "parent": f"{step - 1:x}"}
-        fields |= {"inner_steps": 5, "payload_bytes": 8, "gradient_bytes": 80, "kept_bytes": 9}
         worker.emit("commit", step, **fields, lr=0.1, took_s=0.1, compute_s=0.1, reduce_s=0.0, quorum_id=1)
         worker.emit("heal", step, source_group=1, history=f"{step:x}", bytes=10, took_s=0.1)
         worker.emit("audit", step, checksum="0", agreed=True, differing=[])
@@ -135,43 +109,13 @@ def write_events(folder, steps=12):
     supervisor.emit("run_ended", status="done", reason="finished")
 
 
-VALUES = [
-    None, True, False, -1, 0, 1, 1.5, 1e300, -1e300, 1 << 62, 1 << 80, "", "x", "\x1b[2J", [], [None], [1e300], {},
-]  # fmt: skip
-KINDS = ("commit", "heal", "fault", "run_started", "workers_started", "agent_up")
-
-
-def planted(line, chance):
-    """One of the lines of a file, a JSON object, with another value, another kind, or without a key."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return b""
-    if not isinstance(found, dict) or not found:
-        return b""
-    key = chance.choice([*found])
-    match chance.randrange(3):
-        case 0:
-            del found[key]
-        case 1:
-            found[key] = chance.choice(VALUES)
-        case 2:
-            found["kind"] = chance.choice(KINDS)
-    return json.dumps(found).encode()
-
-
 @pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_no_damage_ends_a_reader_or_is_believed(tmp_path, rounds):
     doors, chance = write_all(tmp_path), random.Random(rounds)
     whole = {path: path.read_bytes() for path in doors}
     for number in range(rounds):
         path = chance.choice([*doors])
-        lines = whole[path].split(b"\n")
-        for _ in range(chance.choice([1, 2, 5])):
-            at = chance.randrange(len(lines))
-            lines[at] = chance.choice([planted, damaged])(lines[at] or b"x", chance)
-        hurt = b"\n".join(lines) if path.suffix in (".jsonl", ".toml") else damaged(whole[path], chance)
-        path.write_bytes(hurt)
+        path.write_bytes(damaged(whole[path], chance))
         doors[path](tmp_path)
         if number % 40 == 0:
             score(tmp_path)
@@ -185,7 +129,6 @@ STANDS_THERE = {
     "a link": lambda path, precious: path.symlink_to(precious),
     "a link to nothing": lambda path, precious: path.symlink_to(path.with_name("nothing")),
     "a pipe": lambda path, precious: os.mkfifo(path),
-    "a list": lambda path, precious: path.write_text("[1]"),
     "other types": lambda path, precious: path.write_text(
         '{"epoch": "x", "address": 3, "began_after": "x", "groups": "x", "status": [], "job": null}'
     ),
@@ -194,8 +137,6 @@ STANDS_THERE = {
 
 @pytest.mark.parametrize("what", STANDS_THERE)
 def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_waited_for(tmp_path, what):
-    from everstep.run.data_start import began_after
-
     precious, run, data = tmp_path / "precious", tmp_path / "run", tmp_path / "data"
     precious.write_text("precious")
     began_after(data, "a", 3)

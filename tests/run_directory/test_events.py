@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 
-from everstep.run.events import EventLog, EventTail, last_event, read_events
+from everstep.run.events import EventLog, EventTail, read_events
 from run_directory.test_damage import write_events
 
 
@@ -31,29 +31,6 @@ def test_a_pid_that_would_be_everybody_is_no_event(tmp_path):
         log.emit("workers_started", pids=[pid])
         log.emit("agent_up", pid=pid)
     assert list(read_events(tmp_path)) == []
-
-
-def test_escape_sequences_do_not_reach_a_reader(tmp_path):
-    log = EventLog(tmp_path, 0, None, "agent")
-    log.emit("workers_died", reason="\x1b[2J\x9b1mgone\r\nrun done\u202e", exitcodes={"\x1b": 1})
-    (event,) = read_events(tmp_path)
-    assert event["reason"] == "\\x1b[2J\\x9b1mgone\\r\\nrun done\\u202e", "shown, not obeyed"
-    assert event["exitcodes"] == {"\\x1b": 1}
-
-
-def test_pipes_and_links_among_the_events_are_not_waited_for_nor_followed(tmp_path):
-    write_events(tmp_path)
-    whole = list(read_events(tmp_path))
-    secret = tmp_path / "secret"
-    secret.write_text('{"t":1.0,"kind":"x","secret":1}\n')
-    os.mkfifo(tmp_path / "events" / "pipe.jsonl")
-    (tmp_path / "events" / "link.jsonl").symlink_to(secret)
-    assert list(read_events(tmp_path)) == whole
-    assert EventTail(tmp_path).new() == whole
-    (tmp_path / "events" / "chaos.jsonl").unlink()
-    (tmp_path / "events" / "chaos.jsonl").symlink_to(secret)
-    EventLog(tmp_path, None, None, "chaos").emit("fault", fault="kill-group")
-    assert secret.read_text() == '{"t":1.0,"kind":"x","secret":1}\n'
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
@@ -120,15 +97,3 @@ def test_a_full_disk_costs_the_event_and_is_said_once(tmp_path, capsys):
     log.emit("lost")
     log.emit("lost")
     assert capsys.readouterr().err.count("No space left") == 1
-
-
-def test_the_newest_event_is_found_across_blocks_and_torn_lines(tmp_path):
-    log = EventLog(tmp_path, 0, 0, "worker")
-    assert last_event(log.path, {"commit"}) is None
-    log.emit("commit", 7, groups=[0], pad="x" * 70_000, loss=1.0, tokens=1.0, grad_norm=1.0, history="b", parent="a")
-    for _ in range(50):
-        log.emit("quorum", pad="y" * 5_000)
-    with log.path.open("ab") as torn:
-        torn.write(b'{"t":1,"kind":"commit","step":99')
-    assert last_event(log.path, {"commit"})["step"] == 7
-    assert last_event(log.path, {"left"}) is None

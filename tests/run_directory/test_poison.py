@@ -30,21 +30,7 @@ def test_deaths_of_as_many_groups_as_there_are_up_to_three_make_a_slot_poison(
     assert strikes(tmp_path, struck, worked).poisoned(groups) == poisoned
 
 
-def test_the_same_start_counts_once(tmp_path):
-    for _ in range(3):
-        strike(tmp_path, (7, 3), 1, 4, worked=True)
-    assert deaths_at(tmp_path, (7, 3)).deaths == {1: 1}
-
-
 def test_one_of_all_tells(tmp_path):
     deaths = strikes(tmp_path, [0, 1, 2])
     assert [first_to_tell(tmp_path, (7, 3)) for _ in range(3)] == [True, False, False]
     assert deaths_at(tmp_path, (7, 3)) == deaths
-
-
-def test_what_others_left_there_counts_for_nothing(tmp_path):
-    strikes(tmp_path, [0, 1])
-    folder = tmp_path / "state" / "struck"
-    for name in ("x.1.worked", "9", "-3.1.worked", "4.1.worked.bak"):
-        (folder / "7-3" / name).touch()
-    assert deaths_at(tmp_path, (7, 3)).deaths == {0: 1, 1: 1}

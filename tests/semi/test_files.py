@@ -49,17 +49,6 @@ def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, chang
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda d: d[:-1], lambda d: d + b"x", lambda d: b"x" + d[1:], lambda d: d[:-1] + b"x"]
-)
-def test_a_damaged_file_is_no_state(tmp_path, state, damage):
-    store = files(tmp_path)
-    store.write(PLACE, state)
-    path = store.path(PLACE)
-    path.write_bytes(damage(path.read_bytes()))
-    assert store.read(PLACE) is None
-
-
-@pytest.mark.parametrize(
     ("round_", "over"),
     [
         (4, True),  # nobody remembers the rounds since
@@ -116,13 +105,6 @@ def test_a_slow_storage_is_told_of_and_does_not_fill_the_host(tmp_path, state):
     store.settle(DEADLINE_S)
     assert store.begun == [rounds[0], newest], "those between gave way"
     assert files(tmp_path, whose="x").read(newest) == state
-
-
-def test_a_storage_that_takes_less_than_a_round_is_waited_for(tmp_path, state):
-    store = SlowStorage(tmp_path)
-    assert keep(store, PLACE, state) == ""
-    threading.Timer(0.2, store.goes.set).start()
-    assert keep(store, replace(PLACE, round=8), state, DEADLINE_S) == ""
 
 
 def test_a_full_storage_is_tried_again_with_the_next_round(tmp_path, state):

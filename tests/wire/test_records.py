@@ -4,14 +4,13 @@ import os
 import random
 import socket
 from datetime import timedelta
-from itertools import pairwise
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from damage import damaged
 from everstep import wire
-from everstep.wire.channel import CHUNK_BYTES, Channel, serve_ranges
+from everstep.wire.channel import Channel
 from everstep.wire.sealing import TAG_BYTES, Sealer
 
 SOON, TIMEOUT = timedelta(seconds=0.5), timedelta(seconds=30)
@@ -77,21 +76,6 @@ def test_a_transfer_arrives_and_cannot_be_read_on_the_way():
     assert received(data) == WHOLE
     assert PAYLOAD not in data
     assert b"offset" not in data
-
-
-def test_ranges_of_many_pieces_arrive():
-    """Parts that begin and end anywhere in the chunks by which they are sealed and sent."""
-    data = random.Random(1).randbytes(wire.RANGE_BYTES + 3 * CHUNK_BYTES + 12_345)
-    cuts = [0, 1, 1000, CHUNK_BYTES - 1, CHUNK_BYTES, 3 * CHUNK_BYTES + 7, len(data)]
-    parts = wire.Pieces([memoryview(data)[a:b] for a, b in pairwise(cuts)])
-    server = wire.Server("127.0.0.1", b"t" * 32, lambda c: serve_ranges(c, parts), TIMEOUT)
-    arrived = bytearray(len(data))
-    channels = [wire.connect(server.address, b"t" * 32, TIMEOUT) for _ in range(2)]
-    wire.pull(channels, wire.Pieces([memoryview(arrived)[:5], memoryview(arrived)[5:]]))
-    for channel in channels:
-        channel.close()
-    server.shut()
-    assert arrived == data
 
 
 def test_records_are_sealed_with_their_number():
