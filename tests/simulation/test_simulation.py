@@ -59,6 +59,10 @@ def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody(
     assert sum(outcome.unfit for outcome in outcomes) >= 20
 
 
+def test_a_group_alone_gives_no_slot_up_for_two_different_errors() -> None:
+    assert_promise_kept(runs(range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))))
+
+
 def test_neither_do_slots_that_have_homes() -> None:
     assert_promise_kept(runs(range(5000, 5060), Settings(homes=True)))
 

@@ -39,7 +39,7 @@ class Held:
         recomputed: those of them that were in `lost`.
         refused: how often this group refused a slot.
         refused_here: slots that this rank refused, or that were not finite on it.
-        not_finite: slots that were not finite when they were judged alone.
+        not_finite: how often a slot was not finite when it was judged alone.
         accepted: refused slots that are held all the same.
         asked: the group that was asked for a refused slot last, unless it was to accept it.
         bits: of audited slots that this group computed.
@@ -54,7 +54,7 @@ class Held:
     recomputed: set[int] = field(default_factory=set)
     refused: Counter[int] = field(default_factory=Counter)
     refused_here: set[int] = field(default_factory=set)
-    not_finite: set[int] = field(default_factory=set)
+    not_finite: Counter[int] = field(default_factory=Counter)
     accepted: set[int] = field(default_factory=set)
     asked: dict[int, int] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class Holding:
         said = self._decisions.gather("slot", [int(finite), int(passed)])
         finite, passed = (all(flags) for flags in zip(*said, strict=True))
         if not finite:
-            held.not_finite.add(slot)
+            held.not_finite[slot] += 1
             self._refuse(attempt, [slot], NOT_FINITE)
         elif not passed and slot in attempt.plan.accepted:
             held.refused[slot] += 1

@@ -322,6 +322,8 @@ class StepProtocol:
 
     def _row(self, quorum: Quorum) -> ledger.Row:
         computes, held = self.group in quorum.able, self._holding.held
+        # A group that nobody else can confirm looks twice: its first finding may have been of another error.
+        looks = 1 if len(quorum.able) > 1 else ledger.ASK_AFTER
         return ledger.Row(
             group=self.group,
             quorum=ledger.quorum_word(quorum.key),
@@ -334,7 +336,7 @@ class StepProtocol:
             held=frozenset(held.slots),
             refused=frozenset(held.refused),
             disputed=frozenset(slot for slot, times in held.refused.items() if times >= ledger.ASK_AFTER),
-            not_finite=frozenset(held.not_finite),
+            not_finite=frozenset(slot for slot, times in held.not_finite.items() if times >= looks),
         )
 
     def _gather_rows(self, mine: ledger.Row, quorum: Quorum) -> list[ledger.Row]:
