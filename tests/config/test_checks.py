@@ -28,6 +28,10 @@ REFUSED = {
         GOOD.replace("min_groups = 2", "min_groups = 4"),
         "run.toml:11: [fault_tolerance] min_groups = 4 can never be met by groups = 3",
     ),
+    "more spares than groups": (
+        GOOD + "spares = 3\n",
+        "run.toml:12: [fault_tolerance] spares = 3 leaves none of groups = 3 to compute",
+    ),
     "a lighthouse without a port": (
         GOOD + 'lighthouse = "http://head"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://head"',

@@ -12,6 +12,7 @@ from everstep.quorum.request import Member
 from everstep.step.attempt import Group as OwnGroup
 from everstep.step.attempt import Host, Rules
 from everstep.step.driver import Driver, End
+from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
 from simulation import real
 from simulation.checks import Checks
@@ -203,7 +204,12 @@ class Rank:
         try:
             protocol = StepProtocol(
                 group=OwnGroup(life.group.id, life.name, life.store, ranks, self.voice, self.sums, self.door),
-                rules=Rules(plan.slots, plan.on_loss, plan.timeouts, plan.homes, plan.audit_slots),
+                rules=Rules(
+                    plan.slots,
+                    Dealing(plan.on_loss, plan.homes, plan.groups, plan.spares),
+                    plan.timeouts,
+                    plan.audit_slots,
+                ),
                 work=self.work,
                 reducer=self.work.reducer,
                 host=host,

@@ -67,6 +67,10 @@ def test_neither_do_slots_that_have_homes() -> None:
     assert_promise_kept(runs(range(5000, 5060), Settings(homes=True)))
 
 
+def test_neither_do_groups_that_stand_by() -> None:
+    assert_promise_kept(runs(range(6000, 6060), Settings(groups=(3, 5), spares=1)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(42))
 def test_a_million_faults_break_no_promise(part: int) -> None:

@@ -50,6 +50,8 @@ class Settings:
     kinds: tuple[str, ...] = KINDS
     homes: bool = False
     """Whether slots have homes."""
+    spares: int | None = None
+    """Groups that stand by; None: one in a fifth of the runs of three groups and more."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Plan:
     lighthouse: Options
     faults: tuple[Fault, ...]
     homes: int
+    spares: int
     audit_slots: float
     """Where it is not 0, checks see nothing of what is wrong, and audits have to."""
 
@@ -101,6 +104,9 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
     busy_s = max((fault.at for fault in placed), default=20.0)
     slot_s = chance.choice([0.2, 0.5, 1.5]) * min(groups, slots) / slots
     steps = chance.randint(6, 14)
+    spares = settings.spares
+    if spares is None:
+        spares = int(groups > 2 and not settings.homes and random.Random(f"spares {seed}").random() < 0.2)
     return Plan(
         groups=groups,
         ranks=ranks,
@@ -126,6 +132,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
         faults=placed,
         homes=groups if settings.homes else 0,
+        spares=spares,
         audit_slots=random.Random(f"audits {seed}").choice([0.0, 0.0, 1.0]),
     )
 

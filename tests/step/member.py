@@ -301,7 +301,7 @@ def main(options: Options, connection: Connection) -> None:
     around = Host(Monotonic(), files, events)
     protocol = StepProtocol(
         group=Group(options.group, life, f"{host}:{store.port}", ranks, membership, column, door),
-        rules=Rules(options.slots, "redistribute", timeouts),
+        rules=Rules(options.slots, ledger.EVENLY, timeouts),
         work=work,
         reducer=work.reducer,
         host=around,

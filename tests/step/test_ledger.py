@@ -86,6 +86,30 @@ def test_what_slots_differ_by_anyway_moves_none():
     } == {0: 5, 1: 5, 2: 2}
 
 
+@pytest.mark.parametrize(
+    ("took_us", "at_work"),
+    [
+        ((0, 0, 0, 0), {0, 1, 2}),
+        ((0, 1000, 1000, 1000), {1, 2, 3}),  # 0 came back after its death, and 3 took its place
+        ((1000, 2000, 1000, 0), {0, 2, 3}),  # 1 is slow
+        ((1000, 2000, 1000, 2000), {0, 1, 2}),
+        ((1000, 1000, 1000), {0, 1, 2}),  # one of the four is lost
+        ((1000, 1000), {0, 1}),
+        ((1000, 1000, 1000, 1000, 0), {0, 1, 2, 3}),  # one more has come
+    ],
+)
+def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, at_work):
+    rows = [replace(row(group), slot_us=us) for group, us in enumerate(took_us)]
+    shares = ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares
+    assert {group for group, share in shares.items() if share} == at_work
+    assert set(shares) == set(range(len(took_us))), "each has the state, and gets the step"
+
+
+def test_a_spare_helps_with_the_slots_of_a_group_that_dies_in_the_same_step():
+    rows = [row(1, held=range(1, 12, 3)), row(2, held=range(2, 12, 3)), row(3)]
+    assert ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares == {1: (0, 9), 2: (3,), 3: (6,)}
+
+
 def test_a_pace_is_told_once_it_is_known_and_stays_while_it_is_about_right():
     pace = Pace()
     told = []
@@ -98,8 +122,8 @@ def test_a_pace_is_told_once_it_is_known_and_stays_while_it_is_about_right():
 @given(quorums(), st.integers(1, 12))
 def test_slots_with_a_home_are_computed_there_and_the_others_spread(quorum, homes):
     slots, rows = quorum
-    plan = ledger.plan(rows, slots, homes=homes)
-    assert plan == ledger.plan(rows[::-1], slots, homes=homes)
+    plan = ledger.plan(rows, slots, ledger.Dealing(homes=homes))
+    assert plan == ledger.plan(rows[::-1], slots, ledger.Dealing(homes=homes))
     assert times_covered(plan, rows, slots) == [1] * slots
     able = {said.group for said in rows if said.computes}
     for group, share in plan.shares.items():
@@ -134,9 +158,9 @@ def test_a_checksum_of_63_bits_survives_the_wire(checksum):
 
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
     fresh = [row(0, 4, True), row(1, 4, True)]
-    assert ledger.plan(fresh, 4, "shrink").shares == {0: (0, 2), 1: (1, 3)}
+    assert ledger.plan(fresh, 4, ledger.Dealing("shrink")).shares == {0: (0, 2), 1: (1, 3)}
     after_a_death = [row(0, 4, True, held=frozenset({0, 2}))]
-    assert ledger.plan(after_a_death, 4, "shrink").shares == {0: ()}
+    assert ledger.plan(after_a_death, 4, ledger.Dealing("shrink")).shares == {0: ()}
     assert not ledger.verdict(tally([1, 0, 1, 0]), "shrink")
 
 

@@ -37,8 +37,8 @@ def test_who_is_asked_for_a_refused_slot(rows, asked, accepted):
 def test_a_refused_slot_is_computed_first_and_is_not_lost_where_lost_slots_are_left_out():
     rows = [row(0, [3], held=[0]), row(1, held=[1])]
     assert ledger.plan(rows, 4).shares[0][0] == 3
-    assert ledger.plan(rows, 4, "shrink").shares == {0: (3,), 1: ()}
-    assert ledger.plan(rows, 4, homes=2).shares == {0: (3, 2), 1: ()}
+    assert ledger.plan(rows, 4, ledger.Dealing("shrink")).shares == {0: (3,), 1: ()}
+    assert ledger.plan(rows, 4, ledger.Dealing(homes=2)).shares == {0: (3, 2), 1: ()}
 
 
 @pytest.mark.parametrize(

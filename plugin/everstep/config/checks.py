@@ -36,6 +36,7 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "fault_tolerance": {
         "groups": (1, 1_000_000),
         "min_groups": (1, math.inf),
+        "spares": (0, math.inf),
         "group_id": (0, 999_999),
         "node_failures": (0, math.inf),
         "metrics_port": (0, 65535),
@@ -158,6 +159,8 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
         return
     few = f"= {ft.min_groups} can never be met by groups = {ft.groups}"
     yield ft.groups < ft.min_groups, "fault_tolerance.min_groups", few
+    none = f"= {ft.spares} leaves none of groups = {ft.groups} to compute"
+    yield ft.spares >= ft.groups, "fault_tolerance.spares", none
     place = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", ft.lighthouse)
     nowhere = bool(ft.lighthouse) and (place is None or int(place[1]) > 65535)
     yield nowhere, "fault_tolerance.lighthouse", f'must be http://host:port, got "{ft.lighthouse}"'
@@ -269,14 +272,14 @@ def _ranks(config: Any, ranks: int) -> Iterator[Row]:
 
 def _batch(config: Any, ranks: int) -> Iterator[Row]:
     training, parallelism, ft = config.training, config.parallelism, config.fault_tolerance
-    batch, key = training.global_batch_size, "training.global_batch_size"
+    batch, key, groups = training.global_batch_size, "training.global_batch_size", ft.groups - ft.spares
     readers = (ranks or fewest_ranks(parallelism)) // sharing(parallelism)
     rows = training.local_batch_size * readers
     yield (
         batch < 0 and ft.enable and ft.groups > 1,
         key,
-        f"must be set to share it out among {ft.groups} groups: at least local_batch_size x DP ranks of a group x "
-        f"{ft.groups}",
+        f"must be set to share it out among {groups} groups: at least local_batch_size x DP ranks of a group x "
+        f"{groups}",
     )
     uneven = batch == 0 or (batch > 0 and batch % rows > 0)
     yield (
@@ -286,10 +289,10 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
         f"{readers}",
     )
     yield (
-        batch > 0 and not uneven and ft.enable and batch // rows < ft.groups,
+        batch > 0 and not uneven and ft.enable and batch // rows < groups,
         key,
         f"= {batch} has {batch // rows} slots of {rows} rows (local_batch_size = {training.local_batch_size} x "
-        f"{readers} DP ranks) for {ft.groups} groups: every group needs one at least",
+        f"{readers} DP ranks) for {groups} groups: every group needs one at least",
     )
 
 
@@ -324,6 +327,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
     for is_wrong, key, what in (
         (ft.on_loss == "shrink", "fault_tolerance.on_loss", 'must be "redistribute"'),
+        (ft.spares > 0, "fault_tolerance.spares", "must be 0"),
         (ft.on_poison == "skip", "fault_tolerance.on_poison", 'must be "stop"'),
         (config.snapshot.enable, "snapshot.enable", "must be false"),
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", "must be true"),

@@ -33,7 +33,11 @@ class FaultTolerance:
     unchanged."""
 
     groups: int = 1
-    """Nominal number of replica groups. More may join as spares; fewer is survived down to min_groups."""
+    """Nominal number of replica groups, spares included. More may join; fewer is survived down to min_groups."""
+
+    spares: int = 0
+    """How many of the groups stand by: they have all that the others have and compute nothing, until one of those dies
+    or becomes slow. Each costs its machine, and a place in every sum."""
 
     min_groups: int = 1
     """The smallest number of groups that may commit a step. With fewer, the run waits."""

@@ -52,15 +52,14 @@ class Rules:
 
     Attributes:
         slots: S.
-        on_loss, homes: see `ledger.plan`.
+        dealing: see `ledger.Dealing`.
         timeouts: the protocol's waits.
         audit_slots, seed: see `ledger.audited_slots`.
     """
 
     slots: int
-    on_loss: ledger.OnLoss
+    dealing: ledger.Dealing
     timeouts: Timeouts
-    homes: int = 0
     audit_slots: float = 0.0
     seed: int = 0
 

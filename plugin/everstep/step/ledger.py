@@ -170,22 +170,41 @@ class Plan:
 NO_PLAN = Plan({}, frozenset())
 
 
-def plan(
-    rows: Sequence[Row],
-    slots: int,
-    on_loss: OnLoss = "redistribute",
-    homes: int = 0,
-    audited: tuple[int, ...] = (),
-) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """To whom slots are dealt; the same on all groups.
+
+    Attributes:
+        on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
+            is not lost.
+        homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
+            are lost or come back.
+        groups, spares: of so many groups, and of more, `spares` stand by: no slot is dealt to them while the others
+            are there.
+    """
+
+    on_loss: OnLoss = "redistribute"
+    homes: int = 0
+    groups: int = 0
+    spares: int = 0
+
+    def at_work(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
+        """Those of the groups that have the state to which slots are dealt. A group that is slow, or has just come
+        back, stands by while there is another one."""
+        most = max(self.groups - self.spares, len(able) - self.spares)
+        return sorted(able, key=lambda row: (pace[row.group] > 1.0, row.slot_us == 0, row.group))[:most]
+
+
+EVENLY = Dealing()
+
+
+def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tuple[int, ...] = ()) -> Plan:
     """Split the slots that nobody holds among the groups that compute, so that all are done as early as can be.
 
     Args:
         rows: one per group in the quorum, in any order.
         slots: S.
-        on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
-            is not lost.
-        homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
-            are lost or come back.
+        dealing: of the run.
         audited: slots that two groups compute, in order.
 
     Returns:
@@ -198,16 +217,16 @@ def plan(
     refused = frozenset(slot for row in able for slot in row.refused)
     doubted = refused.intersection(missing)
     certain = [slot for slot in missing if slot not in doubted]
-    if on_loss == "shrink" and holders:
+    if dealing.on_loss == "shrink" and holders:
         certain = []
-    at: dict[int, list[int]] = {row.group: [] for row in able}
-    if homes:
+    pace = paces(able)
+    at: dict[int, list[int]] = {row.group: [] for row in dealing.at_work(able, pace)}
+    if homes := dealing.homes:
         for slot in certain:
             if slot % homes in at:
                 at[slot % homes].append(slot)
         certain = [slot for slot in certain if slot % homes not in at]
-    pace = paces(able)
-    shares = _deal(certain, at, pace, each=not holders)
+    shares = {row.group: () for row in able} | _deal(certain, at, pace, each=not holders)
     doubts: dict[int, list[int]] = {group: [] for group in shares}
     for slot in sorted(doubted):
         asked = _who_is_asked(slot, able, {group: len(share) + len(doubts[group]) for group, share in shares.items()})

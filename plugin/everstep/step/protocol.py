@@ -303,7 +303,7 @@ class StepProtocol:
         quorum, rules = attempt.quorum, self._rules
         mine = self._row(quorum)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, quorum))
-        attempt.plan = ledger.plan(rows, rules.slots, rules.on_loss, rules.homes, rules.audited(attempt.step))
+        attempt.plan = ledger.plan(rows, rules.slots, rules.dealing, rules.audited(attempt.step))
         self._events.emit(
             "quorum",
             attempt.step,
@@ -419,7 +419,7 @@ class StepProtocol:
         else:
             # Where a slot is missing because the data ended, that is what there is to say.
             if not tally.exhausted:
-                reason = ledger.verdict(tally, self._rules.on_loss) or unsound
+                reason = ledger.verdict(tally, self._rules.dealing.on_loss) or unsound
             if ledger.differing_bits(tally, attempt.plan):
                 reason = reason or OTHER_BITS
         attempt.reduce_s = self._clock.now() - begun

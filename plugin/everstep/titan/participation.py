@@ -16,6 +16,7 @@ from everstep.run.address import published_address
 from everstep.step.attempt import Group, Host, Rules
 from everstep.step.driver import Driver, End
 from everstep.step.interfaces import Timeouts, Work
+from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
 from everstep.step.reduction import GradientReducer
 from everstep.titan.place import RunPlace
@@ -116,9 +117,8 @@ class Participation:
             group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(
                 shares,
-                ft.on_loss,
+                Dealing(ft.on_loss, ft.groups if semi.enabled else 0, ft.groups, ft.spares),
                 timeouts,
-                homes=ft.groups if semi.enabled else 0,
                 audit_slots=ft.audit_slots,
                 seed=self._config.debug.seed or 0,
             ),
