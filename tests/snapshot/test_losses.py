@@ -3,12 +3,13 @@
 import json
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 
 from everstep.report.protection import Protection
-from everstep.snapshot import peers
+from everstep.snapshot import peers, recovery
 from everstep.snapshot.agreement import Agreed
 from everstep.snapshot.layout import State
 from everstep.snapshot.parity import Domains
@@ -207,6 +208,15 @@ def test_a_member_that_is_gone_makes_the_next_snapshot_due_at_once():
         run.copiers.pop(2).close()
         run.commit(8, members=[0, 1])
         wait_until(lambda: {h.step for h in run.segment(0).headers("data", 0) if h} == {5, 8})
+
+
+def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monkeypatch, tmp_path):
+    gone = peers.Place(0, "lost", "lost:1", 2, "segment", 0.0)
+    monkeypatch.setattr(peers, "read_places", lambda run_dir: [gone])
+    monkeypatch.setattr(peers, "reachable", lambda places, token, limit: ({}, dict.fromkeys(places, "refused")))
+    monkeypatch.setattr(recovery.time, "sleep", lambda seconds: None)
+    found = recovery.look(tmp_path, b"token", timedelta(seconds=30), timedelta(seconds=0.1))
+    assert "the keeper of group 0 on lost does not answer: refused" in found.reasons
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def look(
         places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
         left = [place for place in places if place not in answered]
         found, silent = peers.reachable(left, token, min(look, timeout))
-        look *= 2  # a host that is busy starting a run answers late
+        look = min(2 * look, timeout)  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for place in places for buffer in answered.get(place, ())]
         decision = sources.decide(held, run=run_id(token), disk_step=disk_step, aside=aside)
