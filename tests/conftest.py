@@ -32,7 +32,6 @@ FIRST = (
     "recipes/test_recipes.py",
     "snapshot/test_keepers.py",
     "snapshot/test_losses.py",
-    "semi/test_rounds.py",
     "launch/test_processes.py",
     "semi/test_runs.py",
     "attention/test_override.py",

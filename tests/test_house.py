@@ -5,7 +5,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
-import pytest
 
 import everstep
 
@@ -57,23 +56,6 @@ def test_private_names_of_other_packages_stand_in_a_rooms_private_file_alone():
     ours = {name for tree in trees.values() for name in defined_in(tree)}
     found = {str(path.relative_to(PLUGIN)): list(reaches(tree, ours)) for path, tree in trees.items()}
     assert {path: names for path, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from tyro import _errors",
-        "from torch.distributed.tensor._utils import box",
-        "import torch._utils",
-        "import torch\ntorch._C.f()",
-        "def f(agent): return agent._pcontext",
-        "class A(B):\n    def f(self): return self._pcontext",
-        "class A(B):\n    def f(self): return super()._named()",
-        "def f(config): return getattr(config, '_owner', None)",
-    ],
-)
-def test_a_reach_is_seen(code):
-    assert list(reaches(ast.parse(code), set()))
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -10,6 +10,7 @@ import pytest
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.kinds import FAULTS
 from everstep.report.score import score
+from everstep.run.directory import LaunchError
 from watched import LOSS_TOLERANCE, environment, write_config
 
 CAMPAIGN = Path(__file__).resolve().parents[2] / "configs" / "chaos" / "every-kind.toml"
@@ -17,6 +18,26 @@ CAMPAIGN = Path(__file__).resolve().parents[2] / "configs" / "chaos" / "every-ki
 
 def test_the_campaign_file_holds_every_kind_of_fault():
     assert {fault.name for fault in read_campaign(CAMPAIGN).faults} == FAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no fault"),
+        ("sed = 1\nfault = []", "unknown key 'sed'"),
+        ("[[fault]]\nname = 'kill-grup'\nat_step = 1", "did you mean kill-group?"),
+        ("[[fault]]\nname = 'kill-all'", "fault 1 (kill-all): give either at_step or at_s"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = '1'", "fault 1 (kill-all).at_step should be"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = 1\ndurations = 4", "fault 1 (kill-all) has the unknown key"),
+        ("every = ", "not valid TOML"),
+    ],
+)
+def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path, text, says):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(LaunchError) as refused:
+        read_campaign(path)
+    assert says in str(refused.value)
 
 
 @pytest.mark.slow

@@ -82,18 +82,6 @@ def test_a_key_that_is_gone_is_named_and_changes_nothing(load, gone):
     assert f": [{table}] {key} → {GONE[gone]}" in warnings[0]
 
 
-def test_a_file_for_02_trains_the_same_model_with_the_defaults_of_02(load):
-    config = load("[training]\nsteps = 5\n", base='[model]\nname = "llama3"\nflavor = "8B"\n')
-    assert (config.job.module, config.job.flavor, config.job.config) == ("llama3", "8B", "")
-    assert (config.model_spec.name, config.model_spec.flavor) == ("llama3", "8B")
-    (group,) = config.optimizer.param_groups
-    assert (group.optimizer_name, group.optimizer_kwargs["lr"]) == ("AdamW", 8e-4)
-    assert (config.training.steps, config.training.local_batch_size, config.training.seq_len) == (5, 8, 2048)
-    assert config.training.disable_cuda_graphs, "0.2 had none"
-    assert not config.validator.enable
-    assert not config.profiler.enable_profiling
-
-
 def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load, caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "everstep.config"):
         load(
@@ -114,46 +102,25 @@ def test_the_warning_names_line_and_successor_of_every_dropped_key_at_once(load,
     ]
 
 
-def test_a_key_under_both_its_names_is_refused(load, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        load("[training]\nseed = 1\n[debug]\nseed = 2\n", base=BASE)
-    assert str(caught.value).removeprefix(f"{tmp_path}/") == (
-        "run.toml:5: [training] seed is torchtitan 0.2's name of [debug] seed, which the file sets too"
-    )
-
-
 LLAMA3_01 = """
 [job]
-dump_folder = "./outputs"
 description = "Llama 3 8B training"
 [model]
 name = "llama3"
 flavor = "8B"
-norm_type = "rmsnorm"
 tokenizer_path = "./torchtitan/datasets/tokenizer/original/tokenizer.model"
-[optimizer]
-name = "AdamW"
-lr = 3e-4
 [training]
-batch_size = 1
-seq_len = 8192
 warmup_steps = 200
 steps = 1000
-data_parallel_shard_degree = -1
-compile = false
 dataset = "c4"
 [experimental]
-pipeline_parallel_degree = 1
 context_parallel_degree = 2
 [checkpoint]
-enable_checkpoint = false
 interval_type = "steps"
 interval = 500
 [activation_checkpoint]
 mode = "selective"
 selective_ac_option = "op"
-[float8]
-enable_float8_linear = false
 """
 """llama3_8b.toml as torchtitan 0.1's tree had it, shortened."""
 
@@ -168,35 +135,12 @@ def test_a_llama3_file_of_01_loads_and_keeps_its_warmup_and_parallelism(load):
     assert "warmup_steps" not in warning
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ('[model]\nname = "deepseek_v3"\nflavor = "671B"\nconverters = ["float8"]\n', "[model] converters asks for"),
-        ('[model]\nname = "llama3"\nflavor = "405B"\nconverters = "float8"\n', "llama3_debugmodel_float8"),
-        (BASE + "[float8]\nenable_float8_linear = true\n", "[float8] enable_float8_linear asks for float8"),
-    ],
-)
-def test_a_converter_that_would_be_dropped_is_refused_unless_that_is_allowed(load, text, what):
+def test_a_converter_that_would_be_dropped_is_refused_unless_that_is_allowed(load):
+    text = BASE + "[float8]\nenable_float8_linear = true\n"
     with pytest.raises(ConfigError) as caught:
         load(text, base="", check=False)
-    assert what in str(caught.value)
+    assert "[float8] enable_float8_linear asks for float8" in str(caught.value)
     assert "--allow-dropped" in str(caught.value)
     warnings = []
     load(text, base="", check=False, allow_dropped=True, warnings=warnings)
     assert len(warnings) == 1
-
-
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [
-        ("llama4", "has no llama4 any more"),
-        ("vlm", "has no vlm any more"),
-        ("flux", "flux makes images"),
-        ("transformers_modeling_backend", 'module = "torchtitan.experiments.transformers_modeling_backend"'),
-    ],
-)
-def test_a_model_that_is_gone_says_so_instead_of_naming_a_neighbour(load, model, what):
-    with pytest.raises(ConfigError) as caught:
-        load("", base=f'[model]\nname = "{model}"\nflavor = "debugmodel"\n')
-    assert what in str(caught.value)
-    assert "nearest" not in str(caught.value)

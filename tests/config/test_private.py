@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import Configurable
 
@@ -21,11 +20,3 @@ def test_a_component_is_known_by_its_config_and_a_section_is_none():
     assert private.component_of(CheckpointManager.Config()) is CheckpointManager
     assert private.component_of(Configurable.Config) is None
     assert not private.is_component(Data())
-
-
-def test_a_component_that_does_not_say_what_it_builds_is_an_error():
-    class Config:
-        def build(self): ...
-
-    with pytest.raises(AttributeError, match="_owner"):
-        private.component_of(Config())

@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
 import random
 import signal
 import struct
@@ -20,14 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from damage import damaged, planted
-from everstep.commands.pack import pack as command
 from everstep.data import token_format
 from everstep.data.documents import Documents
 from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer, verify
 from everstep.titan.data.encoders import encoder_for
-from everstep.titan.data.tokens import TokenFile
 
 
 def write_lines(path, texts):
@@ -179,18 +176,6 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
 # Refused.
 
 
-def test_a_finished_file_is_kept_and_never_overwritten_by_other_input(packed, tmp_path, jsonl, assets):
-    made = (packed.stat().st_mtime_ns, packed.read_bytes())
-    pack(Pack((tmp_path / "in.jsonl",), packed), chunk_tokens=500)
-    for wrong in [{"chunk_tokens": 400}, {"encoder_of": lambda: encoder_for(str(assets)), "chunk_tokens": 500}]:
-        with pytest.raises(TokenFileError, match="made from other input or with another tokenizer"):
-            pack(Pack((tmp_path / "in.jsonl",), packed), **wrong)
-    assert (packed.stat().st_mtime_ns, packed.read_bytes()) == made
-    (tmp_path / "letter.tokens").write_text("Dear reader")
-    with pytest.raises(TokenFileError, match="is no token file"):
-        pack(Pack((jsonl,), tmp_path / "letter.tokens"))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -211,49 +196,6 @@ def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     assert not out.exists()
 
 
-def test_the_command_speaks_in_sentences(tmp_path, out, tokenizer, capsys):
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text('{"text": "one"}\n{"text": null}\n{"text": "three"}\n')
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    for flags, status, sentence in [
-        ({"inputs": (tmp_path / "nowhere",)}, 2, "no input file"),
-        ({"inputs": (tmp_path / "empty",)}, 2, "no input: name text"),
-        ({"inputs": (tmp_path / "pipe.jsonl",)}, 1, "no regular file"),
-        ({"tokenizer": "gpt9"}, 2, "no tokenizer 'gpt9'"),
-        ({"tokenizer": str(tmp_path / "broken")}, 2, "broken cannot be loaded"),
-        ({"verify": True, "inputs": ()}, 2, "no token file"),
-        ({}, 0, "is whole: 2 documents, 1 left out"),
-        ({"verify": True, "inputs": ()}, 0, "is whole: 2 documents"),
-    ]:
-        assert command(Pack(**{"inputs": (lines,), "out": out, **flags}), ()) == status
-        assert sentence in capsys.readouterr().err
-    assert texts_in(out, tokenizer) == ["one", "three"]
-
-
-def open_file(path, tokenizer, seq_len=16):
-    place = {"dp_world_size": 1, "dp_rank": 0, "seq_len": seq_len, "local_batch_size": 1}
-    return TokenFile.Config(path=str(path)).build(tokenizer=tokenizer, **place)
-
-
-def test_a_file_that_does_not_fit_is_refused(packed, tmp_path, assets, tokenizer):
-    (tmp_path / "text.txt").write_text("the slot of a step is a pure function of the step and the slot " * 10)
-    pack(Pack((tmp_path / "text.txt",), tmp_path / "trained.tokens"), lambda: encoder_for(str(assets)))
-    for path, seq_len, sentence in [
-        (packed, 1_000_000, r"too few for one row of training.seq_len = 1000000: lower seq_len"),
-        (tmp_path / "trained.tokens", 16, r"ids up to \d+, the tokenizer only 258 ids"),
-        (tmp_path / "nowhere.tokens", 16, "no token file"),
-        (tmp_path, 16, "Is a directory"),
-        ("", 16, "data.path is empty"),
-    ]:
-        with pytest.raises(ValueError, match=sentence):
-            open_file(path, tokenizer, seq_len)
-    with pytest.raises(ValueError, match=r"the model's vocabulary only 256 ids"):
-        open_file(packed, tokenizer).require_vocab(256)
-
-
 # Damaged.
 
 TAIL = struct.Struct("<Q32s8s")
@@ -268,25 +210,6 @@ def signed(body, footer):
     """A token file whose footer has the right checksum, whatever it says."""
     text = footer if isinstance(footer, bytes) else json.dumps(footer).encode()
     return body + text + TAIL.pack(len(text), hashlib.sha256(text).digest(), b"evrtokns")
-
-
-def test_the_damaged_place_is_named(packed):
-    data = packed.read_bytes()
-    body, footer = parts(data)
-    starts_at = len(body) - 8 * (footer["documents"] + 1)
-    shifted = body[:starts_at] + body[starts_at + 8 :] + body[-8:]
-    for hurt, sentence in [
-        (data[:1080] + b"\x07" + data[1081:], "checksum of its tokens 504 to 971 differs"),
-        (data[: starts_at + 8] + b"\xff" + data[starts_at + 9 :], "checksum of its document starts differs"),
-        (data[:-60] + b"?" + data[-59:], "checksum of its footer differs"),
-        (signed(body, footer | {"max_id": 256}), "ids up to 257"),
-        (signed(shifted, footer | {"starts_sha256": hashlib.sha256(shifted[starts_at:]).hexdigest()}), "do not rise"),
-        *((data[:size], "is (incomplete|no token file)") for size in (0, 63, 64, 100, len(data) // 2, len(data) - 1)),
-        (data[:200] + data[208:], "incomplete"),
-    ]:
-        packed.write_bytes(hurt)
-        with pytest.raises(TokenFileError, match=rf"out\.tokens.*{sentence}"):
-            verify(packed)
 
 
 def fuzz_tokens(path, rounds, seed):

@@ -1,20 +1,15 @@
 """Rows: which there are, in which order, and that every way to read them reads the same."""
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-from torchtitan.models.llama3 import model_registry
 
-from everstep.data.documents import Documents
 from everstep.data.pack import Pack, pack
 from everstep.data.permutation import Permutation
 from everstep.data.slots import SlotSource
-from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.data.tokens import TokenFile
 
 
@@ -25,34 +20,6 @@ def test_a_permutation_takes_every_index_to_one_of_its_own_and_each_epoch_to_ano
     ]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 30 or len({*map(tuple, orders)}) == 3
-
-
-def rows_one_by_one(lengths, seq_len):
-    """Inputs, labels and positions of every row, by walking through the documents token by token."""
-    pairs, token = [], 0
-    for length in lengths:
-        pairs += [(token + i, token + i + 1, i) for i in range(length - 1)]
-        token += length
-    rows = [pairs[i : i + seq_len] for i in range(0, len(pairs) - seq_len + 1, seq_len)]
-    for row in rows:
-        cut_off = row[0][2]
-        for i, (source, target, position) in enumerate(row):
-            if position == 0:
-                break
-            row[i] = (source, target, position - cut_off)
-    return rows
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 20))
-def test_rows_are_documents_laid_end_to_end_with_positions_of_their_own(lengths, seq_len):
-    tokens = np.arange(sum(lengths), dtype=np.uint16)
-    documents = Documents(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64))
-    expected = rows_one_by_one(lengths, seq_len)
-    assert documents.rows(seq_len) == len(expected)
-    for index, row in enumerate(expected):
-        read = documents.row(index, seq_len)
-        assert [part.dtype for part in read] == [np.int64] * 3
-        assert list(zip(*(part.tolist() for part in read), strict=True)) == row
 
 
 @pytest.fixture
@@ -137,17 +104,6 @@ def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path_factory, token
     assert same(wanderer.microbatch(step, slot), fresh.microbatch(step, slot))
 
 
-def test_a_torch_checkpoint_carries_the_position(build, tmp_path):
-    stock = build()
-    batches = iter(stock)
-    for _ in range(6):
-        next(batches)
-    dcp.save({"dataloader": stock}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    again = build()
-    dcp.load({"dataloader": again}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    assert same(next(iter(again)), next(batches))
-
-
 def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     source = build()
     source.open_slots(6, 0, 1)
@@ -169,27 +125,3 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     uneven.load_state_dict(state)
     with pytest.raises(ValueError, match="5 ranks"):
         next(iter(uneven))
-
-
-def test_the_standard_librarys_text_needs_no_file_and_fits_the_debug_model(tokenizer):
-    place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 64, "local_batch_size": 8}
-    source, again = StdlibText.Config().build(**place), StdlibText.Config().build(**place)
-    assert isinstance(source, SlotSource)
-    source.open_slots(6, 0, 1)
-    again.open_slots(6, 0, 1)
-    inputs, labels = source.microbatch(3, 2)
-    assert inputs["input"].shape == labels.shape == (8, 64)
-    assert same((inputs, labels), again.microbatch(3, 2))
-    assert source.fingerprint() == again.fingerprint()
-    text = "Grüße, 世界\\n\\0"
-    ids = tokenizer.encode(text, add_bos=True, add_eos=True)
-    assert ids == [256, *text.encode(), 257]
-    assert tokenizer.decode(ids) == text
-    tokens, starts = source.documents.tokens, source.documents.starts
-    assert len(tokens) > 5_000_000
-    assert (tokens[starts[:-1]] == 256).all()
-    assert (tokens[starts[1:] - 1] == 257).all()
-    assert (tokens >= 256).sum() == 2 * len(source.documents)
-    source.require_vocab(model_registry("debugmodel").model.vocab_size)
-    with pytest.raises(ValueError, match="ids up to 257"):
-        source.require_vocab(256)

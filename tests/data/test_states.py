@@ -8,52 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from damage import damaged
 from everstep.data.plain import StreamState, decode_states, encode_states, plain, restored
-from everstep.run import typed
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-ARRAYS = st.sampled_from(["?", "i1", "u2", "i4", "i8", "u8", "f2", "f4", "f8"]).flatmap(
-    lambda name: st.lists(st.integers(0, 1), max_size=4).map(lambda values: np.array(values, np.dtype(name)))
-)
-VALUES = st.recursive(
-    SCALARS | ARRAYS | ARRAYS.filter(lambda a: a.dtype not in (np.uint16, np.uint64)).map(torch.from_numpy),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text(max_size=5) | st.integers(-9, 9), inner, max_size=4)
-    ),
-    max_leaves=20,
-)
-
-
-def assert_same(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, torch.Tensor | np.ndarray):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        assert bytes(memoryview(np.asarray(one)).cast("B") if one.size else b"") == bytes(
-            memoryview(np.asarray(other)).cast("B") if other.size else b""
-        )
-    else:
-        assert one == other or one != one  # NaN
-
-
-@settings(max_examples=100, deadline=None)
-@given(VALUES)
-def test_a_plain_value_comes_back_as_it_was(value):
-    assert_same(restored(typed.loads(typed.dumps(plain(value)))), value)
 
 
 class Bomb:

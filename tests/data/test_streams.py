@@ -210,21 +210,6 @@ def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollb
     assert flat(source.microbatch(2, 2)) == later
 
 
-@pytest.mark.parametrize(("slots", "group_ranks", "ranks"), [(4, 1, 2), (2, 2, 4), (2, 2, 2), (3, 1, 1)])
-def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(
-    datasets, tokenizer, slots, group_ranks, ranks
-):
-    groups = [streams(base(), tokenizer, slots, rank, group_ranks) for rank in range(group_ranks)]
-    config = SlotStreams.Config(base=base(), streams=slots * group_ranks)
-    stock = [iter(build(config, tokenizer, rank, ranks)) for rank in range(ranks)]
-    for step in range(1, 6):
-        of_slots = [flat(group.microbatch(step, slot)) for slot in range(slots) for group in groups]
-        accumulation = slots * group_ranks // ranks
-        assert [flat(next(loader)) for _ in range(accumulation) for loader in stock] == of_slots
-        for group in groups:
-            group.committed(step)
-
-
 def test_a_torch_checkpoint_carries_streams_of_slots_and_of_plain_iteration(datasets, tokenizer, tmp_path):
     source, again = (streams(base(), tokenizer, SLOTS) for _ in range(2))
     for step in (1, 2, 3):
@@ -246,37 +231,3 @@ def test_a_torch_checkpoint_carries_streams_of_slots_and_of_plain_iteration(data
     dcp.load({"dataloader": later}, checkpoint_id=tmp_path / "stock", no_dist=True)
     rest = iter(later)
     assert [flat(next(rest)) for _ in range(5)] == [flat(next(batches)) for _ in range(5)]
-
-
-def test_what_cannot_be_is_refused_in_a_sentence(datasets, tokenizer):
-    with pytest.raises(ValueError, match="no dataloader to read from"):
-        build(SlotStreams.Config(), tokenizer)
-    source = streams(base(), tokenizer, SLOTS)
-    for step, slot in [(0, 0), (1, SLOTS), (1, -1)]:
-        with pytest.raises(ValueError, match="no such slot"):
-            source.microbatch(step, slot)
-    with pytest.raises(ValueError, match="ids, the model's vocabulary only 100"):
-        source.require_vocab(100)
-    other = streams(base(), tokenizer, SLOTS + 1)
-    with pytest.raises(ValueError, match="read in 3 streams, this run has 4"):
-        other.load_state_dict(source.state_dict())
-    uneven = build(SlotStreams.Config(base=base(), streams=3), tokenizer, 0, 2)
-    with pytest.raises(ValueError, match="streams = 3 is no multiple of the 2"):
-        next(iter(uneven))
-
-
-def test_processes_of_a_loader_count_their_epochs_each_for_itself(datasets, tokenizer):
-    """Two processes read a stream of their own each, again and again; who takes one over reads what its owner does."""
-    config = base("iterable", num_workers=2)
-    owner, again = (streams(config, tokenizer, 2) for _ in range(2))
-    for step in range(1, 31):
-        told = owner.known_states()
-        batch = flat(owner.microbatch(step, 1))
-        assert flat(again.microbatch(step, 1)) == batch, f"step {step}"
-        if step > 14 and step % 2:  # the first epoch ends
-            heir = streams(config, tokenizer, 2)
-            heir.learn(told)
-            heir.committed(step - 1)
-            assert flat(heir.microbatch(step, 1)) == batch, f"step {step}"
-        owner.committed(step)
-        again.committed(step)

@@ -88,31 +88,11 @@ def copy_read_early(planted: bool) -> None:
         host.sum()
 
 
-def source_refilled(planted: bool) -> None:
-    """A copy from pinned memory, which the host fills again."""
-    host, tensor = torch.zeros(1 << 10, pin_memory=True), ones()
-    with unwaited(planted):
-        tensor.copy_(host, non_blocking=True)
-        if not planted:
-            torch.accelerator.current_stream().synchronize()
-        host.fill_(2)
-
-
 def host_reads_device(planted: bool) -> None:
     """The host looks at a tensor's first byte."""
     tensor = ones()
     address = (tensor.cpu() if not planted else tensor).data_ptr()
     ctypes.c_ubyte.from_address(address).value  # noqa: B018 - to read it is all
-
-
-def collective_unwaited(planted: bool) -> None:
-    """The result of a collective is used."""
-    tensor = ones()
-    work = torch.distributed.all_reduce(tensor, async_op=True)
-    if not planted:
-        work.wait()
-    tensor.mul_(2)
-    work.wait()
 
 
 class Doubling:
@@ -175,21 +155,6 @@ def sum_begun_early(planted: bool) -> None:
     summed(DeviceStreams(DEVICE), Sums(streams(planted, "wait")))
 
 
-def filled_from_elsewhere(planted: bool) -> None:
-    """A bucket is filled from the stream of FSDP's reduce-scatters and by what is left to the trainer's."""
-    params = [torch.nn.Parameter(ones()) for _ in range(2)]
-    reducer = GradientReducer(params, 1 << 20, streams(planted, "wait"), hooks=False)
-    reducer.begin(Sums(DeviceStreams(DEVICE)), MINUTE)
-    reducer.begin_slot(last=True)
-    (params[0] * 2).sum().backward()
-    other, bucket = side(), reducer._buckets[0]
-    other.wait_stream(torch.accelerator.current_stream())
-    with other:
-        reducer._fill(bucket, 1)
-    reducer.end_slot()
-    reducer.finish()
-
-
 def assigned_early(planted: bool) -> None:
     """The sums become gradients once they are complete."""
     with unwaited(planted):
@@ -243,11 +208,8 @@ CASES = [
     wait_event,
     record_stream,
     copy_read_early,
-    source_refilled,
     host_reads_device,
-    collective_unwaited,
     sum_begun_early,
-    filled_from_elsewhere,
     assigned_early,
     bucket_freed,
     optimizer_over_copy,

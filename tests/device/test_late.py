@@ -16,10 +16,6 @@ def found() -> dict[str, list[list[str]]]:
     return json.loads(run(HERE / "cases.py", env=environment()).splitlines()[-1])
 
 
-def test_computes_what_a_cpu_computes_later_and_not_in_a_copy_of_its_process():
-    run(HERE / "operators.py", env=environment())
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_planted_bug_is_found_with_both_stacks_and_right_code_is_not_accused(found, case):
     right, planted = found[case]

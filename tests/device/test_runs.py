@@ -1,7 +1,6 @@
 """Whole runs on the stand-in accelerator: the losses of a CPU, nothing that no event orders, and no host that waits
 without need."""
 
-import json
 import random
 import signal
 import time
@@ -13,9 +12,8 @@ import pytest
 from everstep.report import score
 from everstep.run.files import read_json
 from watched import Watched, write_config
-from watched import environment as without_device
 
-from .devices import HERE, LateRun, environment, run
+from .devices import LateRun
 
 CLOSE = 1e-6
 """Of a loss, relative to that of the run on a CPU in which nothing failed."""
@@ -85,28 +83,6 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     assert figures["loss_delta_max"] <= CLOSE
     assert (figures["samples_lost"], figures["samples_repeated"], figures["replicas_diverged"]) == (0, 0, 0)
     assert late.races() == []
-
-
-ALONE = {
-    "one rank": (1, {}),
-    "hsdp": (4, {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ALONE)
-def test_torchtitans_trainer_alone_has_a_cpus_losses(tmp_path, shape):
-    ranks, sections = ALONE[shape]
-    sections = table(training={"global_batch_size": 8}, fault_tolerance={"enable": False, "groups": 1}, **sections)
-    config = write_config(tmp_path / "run.toml", **sections)
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / "alone.py", config, 4]
-    run(*command, env=environment())
-    run(*command, env=without_device())
-    for rank in range(ranks):
-        late, cpu = (json.loads((tmp_path / f"{kind}-{rank}.json").read_text()) for kind in ("late", "cpu"))
-        assert late["races"] == []
-        assert len(late["losses"]) == 4
-        assert late["losses"] == pytest.approx(cpu["losses"], rel=CLOSE)
 
 
 def test_a_group_dies_and_heals_on_a_device(start):

@@ -13,7 +13,7 @@ from everstep.launch import lighthouse, supervisor, view, worker
 from everstep.launch.prepare import Order
 from everstep.run.directory import LaunchError
 
-PRELOAD = ("upgraded", "tiny_trainer", "torchft", "everstep.quorum.lighthouse")
+PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
 
 BURST_S, PAUSE_S = 0.4, 0.8

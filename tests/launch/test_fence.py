@@ -2,40 +2,21 @@
 
 import json
 import os
-import threading
+import sys
 import time
 
 import pytest
 
 from everstep.run import beats, fence
-from everstep.run.beats import BeatFile, agent_beat_path, beat_path
+from everstep.run.beats import BeatFile, beat_path
 from everstep.run.exits import FENCED_EXIT
-from everstep.run.fence import Claim, Fenced, claim_group, holder, holds, release
-from launched import alive, until
+from everstep.run.fence import Claim, Fenced, claim_group, holder, holds
+from forked import ran
+from launched import DEADLINE_S, alive, until
 
 
 def never():
     return False
-
-
-def start_claiming(run_dir, claim):
-    """A claim in a thread of its own; the list it fills when it has the group."""
-    had = []
-
-    def wait():
-        claim_group(run_dir, 0, claim, never)
-        had.append(claim)
-
-    threading.Thread(target=wait, daemon=True).start()
-    return had
-
-
-def beat(run_dir, age_s=0.0):
-    """A sign of life of the group's agent on another host, that long ago by the file server's clock."""
-    path = agent_beat_path(run_dir, 0)
-    beat_elsewhere(path, "watching")
-    then = path.stat().st_mtime - age_s
-    os.utime(path, (then, then))
 
 
 def beat_elsewhere(path, phase, step=0):
@@ -59,38 +40,12 @@ def test_claims_go_upwards_only(tmp_path, later, earlier):
     assert not holds(tmp_path, 0, earlier)
 
 
-def test_a_later_start_waits_until_the_earlier_one_has_ended(tmp_path):
-    claim_group(tmp_path, 0, Claim(7, 0), never)
-    beat(tmp_path)
-    had = start_claiming(tmp_path, Claim(7, 1))
-    until(lambda: holder(tmp_path, 0) == Claim(7, 1), "the later claim")
-    assert not holds(tmp_path, 0, Claim(7, 0)), "the earlier start sees that it lost while the later one still waits"
-    for _ in range(10):
-        beat(tmp_path)
-        fence.time.sleep(0.05)
-    assert had == []
-    beat(tmp_path, age_s=beats.SHARED_LAG_S + fence.LEASE_S + 1)
-    until(lambda: had, "the group")
-
-
-def test_a_later_start_does_not_wait_for_one_that_said_it_has_ended(tmp_path):
-    claim_group(tmp_path, 0, Claim(7, 0), never)
-    beat(tmp_path)
-    release(tmp_path, 0, Claim(7, 0))
-    asked = []
-    claim_group(tmp_path, 0, Claim(7, 1), lambda: asked.append(1))
-    assert asked == [], "it did not even begin to wait"
-    release(tmp_path, 0, Claim(7, 0))
-    found = json.loads(fence.fence_file(tmp_path, 0).read_text())
-    assert (found["restart"], found["ended"]) == (1, False), "the end of an earlier start leaves a later claim alone"
-
-
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
     old = agent("--training.steps", "1000000", job=7, restart=0)
     pids = old.wait_for("workers_started")["pids"]
     old.wait_for("commit")
     new = agent("--training.steps", "1000000", job=7, restart=1)
-    assert old.process.wait(60) == FENCED_EXIT
+    assert old.process.wait(DEADLINE_S) == FENCED_EXIT
     assert not any(alive(pid) for pid in pids)
     second = until(lambda: old.events("workers_started", incarnation=1), "the new start's workers")[0]
     ended = old.events("agent_ended", status="fenced")[0]
@@ -103,12 +58,12 @@ def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path):
     first = agent("--training.steps", "1000000", job=7)
     first.wait_for("commit")
     second = agent("--training.steps", "1000000", job=7)
-    assert second.process.wait(60) == FENCED_EXIT
+    assert second.process.wait(DEADLINE_S) == FENCED_EXIT
     assert f"is run by process {first.process.pid} on" in second.said()
     assert len(first.events("workers_started")) == 1
     assert not json.loads(fence.fence_file(tmp_path / "run", 0).read_text())["ended"]
     first.process.kill()
-    first.process.wait(60)
+    first.process.wait(DEADLINE_S)
     agent("--training.steps", "1000000", job=7)
     first.wait_for("workers_started", incarnation=1)
 
@@ -131,12 +86,21 @@ def test_no_wall_clock_says_how_old_a_beat_is(tmp_path, monkeypatch, host, skew_
     assert 0.0 <= age_s < 1.0
 
 
-def test_a_beat_of_another_host_counts_as_younger_than_it_looks(tmp_path):
-    path = beat_path(tmp_path, 3, 0)
-    assert beats.age_s(path) is None
-    beat_elsewhere(path, "compute", 7)
-    os.utime(path, (then := path.stat().st_mtime - beats.SHARED_LAG_S - 5.0, then))
-    assert 4.5 < (beats.age_s(path) or 0.0) < 6.0
-    (path.parent / ".now").unlink()
-    (path.parent / ".now").symlink_to("elsewhere")  # a full disk, or a run directory of somebody else, takes no probe
-    assert beats.age_s(path) == 0.0
+def test_a_rank_waits_for_its_predecessor_of_a_launcher_that_was_killed(tmp_path):
+    hold = (
+        "import sys, time; from pathlib import Path; from everstep.launch.worker import await_predecessor\n"
+        "await_predecessor(Path(sys.argv[1]), 0, 0); print('mine', flush=True); time.sleep(float(sys.argv[2]))"
+    )
+    first = ran([sys.executable, "-c", hold, str(tmp_path), "0"])
+    assert first.stdout == "mine\n", first.stderr
+    both = (
+        "import subprocess, sys, time\n"
+        f"first = subprocess.Popen([sys.executable, '-c', {hold!r}, sys.argv[1], '1000'], stdout=subprocess.PIPE)\n"
+        "first.stdout.readline()\n"
+        f"second = subprocess.Popen([sys.executable, '-c', {hold!r}, sys.argv[1], '0'], stdout=subprocess.PIPE)\n"
+        "time.sleep(1.5); waits = second.poll() is None; first.kill()\n"
+        "print(waits, second.communicate()[0].decode().strip())"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = ran([sys.executable, "-c", both, str(tmp_path)], env=env)
+    assert done.stdout == "True mine\n", done.stderr

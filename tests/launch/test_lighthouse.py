@@ -10,7 +10,7 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.lighthouse import answers
 from everstep.launch.prepare import Prepared, leave_answer
-from everstep.run.address import await_address, publish_address, published_address
+from everstep.run.address import publish_address, published_address
 from everstep.run.directory import stop_file
 from launched import DEADLINE_S, alive, events_of, until
 
@@ -58,20 +58,6 @@ def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
 def started(run_dir, number):
     """The events of its first `number` starts."""
     return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
-
-
-def test_an_agent_waits_for_an_address_as_long_as_nobody_stops_it(tmp_path):
-    asked = []
-
-    def publish_later():
-        asked.append(1)
-        if len(asked) == 3:
-            publish_address(tmp_path, "http://n1:1", 7)
-
-    assert await_address(tmp_path, publish_later, timeout_s=DEADLINE_S) == "http://n1:1"
-    assert await_address(tmp_path / "other", lambda: True, timeout_s=DEADLINE_S) == ""
-    with pytest.raises(TimeoutError, match="everstep lighthouse"):
-        await_address(tmp_path / "other", lambda: False, timeout_s=0.0)
 
 
 def test_an_agent_without_an_address_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):

@@ -15,7 +15,7 @@ from everstep import cli
 from everstep.config.sections import FaultTolerance
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.titan.place import open_place
-from watched import until
+from watched import DEADLINE_S, until
 
 GOOD = """
 [job]
@@ -36,39 +36,21 @@ MISTAKES = {
     "": "usage: everstep COMMAND",
     "rum good.toml": "there is no command rum, did you mean run?",
     "frobnicate": "there is no command frobnicate.",
-    "help rum": "there is no command rum, did you mean run?",
-    "--verbose": "there is no command --verbose.",
     "run": "CONFIG is missing; see --help",
     "run missing.toml": "missing.toml: there is no such file",
-    "run good.toml --group 3": "there is no flag --group, did you mean --groups?",
     "run good.toml --stepz 3": "there is no flag --stepz, did you mean --steps?",
-    "run good.toml 3": "unknown argument 3",
-    "run good.toml --groups": "--groups needs a value: an integer",
     "run good.toml --groups x": "--groups must be an integer, got x",
-    "run good.toml --groups 1.5": "--groups must be an integer, got 1.5",
     "run good.toml --groups 0": "--groups must be at least 1.",
-    "run good.toml --ranks-per-group -1": "must be at least 1.",
     "run good.toml --chaos-every 0": "--chaos-every must be more than 0 seconds.",
-    "run good.toml --chaos-every often": "--chaos-every must be a number, got often",
     "run good.toml --run-dir text.txt": "text.txt: cannot be used as run directory",
-    "doctor": "CONFIG is missing",
-    "init": "WHAT is missing",
     "init llama4": "must be one of demo, llama3_1b, llama3_8b, qwen3_0.6b, slurm",
     "init demo --out good.toml": "good.toml is there already",
-    "init demo --out none/here.toml": "there is no such folder",
     "report nothing": "nothing has no events/ folder; give the directory of a run",
-    "report folder --jsn": "there is no flag --jsn, did you mean --json?",
-    "watch folder": "folder is no run directory",
     "status folder": "folder is no run directory",
-    "stop folder": "folder is no run directory",
-    "snapshots folder": "folder",
     "scale folder --groups 2": "folder is no run directory",
-    "scale folder": "--groups is missing",
     "submit good.toml": "there is no sbatch here",
     "agent good.toml --run-dir folder": "--group is missing",
     "chaos folder": "give --every SECONDS",
-    "chaos folder --every 5": "folder",
-    "pack missing.txt --out x.tokens": "missing.txt",
 }
 
 
@@ -116,7 +98,7 @@ def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):
     process = start("watch", str(tmp_path))
     assert "2 groups of 1" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == cli.INTERRUPTED_EXIT
+    assert process.wait(DEADLINE_S) == cli.INTERRUPTED_EXIT
     assert process.stderr.read() == ""
 
 
@@ -125,26 +107,11 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here):
     process = start("run", "good.toml", "--run-dir", "runs/mine", cwd=here)
     until(lambda: list(here.glob("runs/mine/events/*")), "the supervisor to be there")
     process.send_signal(signal.SIGTERM)
-    said = "".join(process.communicate(timeout=120))
+    said = "".join(process.communicate(timeout=DEADLINE_S))
     assert process.returncode == 2, said
     assert "everstep: stopped before anything was started." in said
     assert "Traceback" not in said
     assert contents(here) == before
-
-
-def test_versions_and_help_are_found_under_all_their_names(capsys):
-    for name in ("version", "-V", "--version"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([name])
-        assert ended.value.code == 0
-        said = capsys.readouterr().out
-        assert "torchtitan 0." in said
-        assert "torch 2." in said
-    for typed in (["help"], ["-h"], ["--help"], ["help", "run"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(typed)
-        assert ended.value.code == 0
-        assert "usage: everstep" in capsys.readouterr().out
 
 
 def test_a_group_that_the_run_does_not_have_is_refused_at_once(tmp_path, monkeypatch):

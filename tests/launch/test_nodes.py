@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-from everstep.launch import node as fitness
 from everstep.launch.launcher import STARTS_WITHOUT_A_STEP
 from everstep.run.directory import bad_node_file, over_file
-from everstep.run.exits import GAVE_UP_EXIT, HOPELESS_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
@@ -46,51 +45,6 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     assert {event["rank"] for event in first.events("left")} == {0, 1}
 
 
-def test_a_node_whose_worker_dies_in_a_stop_does_not_keep_the_other(agent):
-    nodes = first, _ = node(agent, 0), node(agent, 1)
-    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
-    for one in nodes:
-        one.process.send_signal(signal.SIGTERM)
-    os.kill(first.events("node_workers_started")[0]["pids"][0], signal.SIGKILL)
-    assert {one.process.wait(30) for one in nodes} <= {0, 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_notices_that_another_one_is_gone(agent, lost):
-    nodes = [node(agent, 0), node(agent, 1)]
-    until(lambda: ranks_that_train(nodes[0]) == {0, 1}, "both ranks to train")
-    nodes[lost].process.kill()
-    survivor = nodes[1 - lost]
-    assert survivor.process.wait(DEADLINE_S) == 1
-    ended = survivor.events("agent_ended")[-1]
-    assert ended["status"] == "crashed"
-    assert f"node {lost} of this group" in ended["reason"]
-
-
-def test_a_slot_that_ends_every_group_gives_all_of_them_up_in_batch_jobs_as_well(agent):
-    """There is no supervisor: the agents find it out by themselves, each in its own job."""
-    arguments = "--training.steps", "9", "--tiny.fail_in", "6"
-    agents = [agent(*arguments, group=group, groups=2, ranks=1, job=7 + group) for group in range(2)]
-    assert {one.process.wait(DEADLINE_S) for one in agents} == {GAVE_UP_EXIT}
-    (poison,) = agents[0].events("poison_slot")
-    assert (poison["step"], poison["slot"], poison["groups"], poison["action"]) == (6, 2, [0, 1], "stop")
-    for group, one in enumerate(agents):
-        over = read_json(over_file(one.run_dir, group))
-        assert over["status"] == "failed"
-        assert "slot 2 of step 6 ended the workers of group(s) 0, 1" in over["reason"]
-        assert "FileNotFoundError" in over["reason"]
-
-
-def test_a_group_that_its_second_node_gives_up_is_over(agent):
-    """A batch system would start it again otherwise."""
-    first, second = node(agent, 0), node(agent, 1, "--tiny.exit", str(HOPELESS_EXIT))
-    assert second.process.wait(DEADLINE_S) == GAVE_UP_EXIT
-    over = read_json(over_file(first.run_dir, 0))
-    assert over["status"] == "failed"
-    assert "no use" in over["reason"]
-
-
 def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):
     """As often as you like, also before the first step."""
     first, second = (node(agent, rank, "--tiny.first_s", "1000") for rank in (0, 1))
@@ -108,14 +62,6 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
     assert not any(one["by_itself"] for one in died)
 
 
-def test_a_node_that_waits_for_the_others_of_its_group_can_be_stopped(agent):
-    alone = node(agent, 1)
-    until((alone.run_dir / "logs/group-0/imports.log").exists, "the agent to be up")
-    alone.process.send_signal(signal.SIGTERM)
-    assert alone.process.wait(DEADLINE_S) == 0
-    assert alone.events("commit") == []
-
-
 @pytest.mark.parametrize(
     ("flags", "settings", "reason"),
     [
@@ -131,17 +77,3 @@ def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
     assert reason in found["reason"]
     assert one.events("node_bad")[0]["node"] == "n3"
     assert not over_file(tmp_path / "run", 0).exists(), "the group goes on elsewhere"
-
-
-def test_without_another_node_to_go_to_an_unfit_one_is_the_end(agent):
-    one = agent("--tiny.exit", str(UNFIT_EXIT), "--training.steps", "1000000", ranks=1)
-    assert one.process.wait(DEADLINE_S) == GAVE_UP_EXIT
-
-
-def test_a_healthy_node_has_no_complaint_and_one_that_cannot_write_has(tmp_path, monkeypatch):
-    assert fitness.storage_complaint(tmp_path) == ""
-    assert not list(tmp_path.glob("**/.fit-*"))
-    (tmp_path / "file").write_text("")
-    assert "cannot be written" in fitness.storage_complaint(tmp_path / "file")
-    monkeypatch.setattr(fitness, "SMALLEST_FREE_BYTES", 1 << 60)
-    assert "/dev/shm has" in fitness.storage_complaint(tmp_path)

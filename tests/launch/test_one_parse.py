@@ -1,19 +1,13 @@
 """A run's config is read and resolved once: everything else of the run takes what was settled."""
 
-import os
-import shutil
-
 import pytest
 from torchtitan.config.manager import ConfigManager
 
 from everstep.commands import cluster
 from everstep.commands.agent import Agent, agent
-from everstep.config.sections import FaultTolerance
-from everstep.launch import prepare, slurm
+from everstep.launch import prepare
 from everstep.launch.prepare import Order, Prepared
 from everstep.launch.supervisor import RunSettings, Supervisor
-from everstep.run.files import read_json
-from everstep.run.token import own_token, read_token
 from everstep.titan import cpu
 
 CONFIG = """
@@ -76,19 +70,3 @@ def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tm
     assert len(asked) == (2 if flags else 0)
     assert (settings.groups, settings.config) == (2, str(tmp_path / "run" / "config.toml"))
     assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance
-
-
-def test_a_copied_run_that_is_submitted_has_a_token_of_its_own(tmp_path, monkeypatch):
-    """Else it would read and end the snapshots of the run it was copied from."""
-    first, copy = tmp_path / "first", tmp_path / "copy"
-    token = own_token(first)
-    shutil.copytree(first, copy)
-    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 7\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = Prepared(2, 1, seed=0, steps=1, identity="", fault_tolerance=FaultTolerance(enable=True))
-    monkeypatch.setattr(cluster, "prepared", lambda order: found)
-    assert cluster.submit(cluster.Submit(config=tmp_path / "run.toml", run_dir=copy), []) == 0
-    jobs = read_json(slurm.job_file(copy))
-    assert (jobs["lighthouse"], jobs["groups"]) == ("7", "7")
-    assert read_token(copy) != token == read_token(first)

@@ -2,7 +2,6 @@
 
 import os
 import pty
-import select
 import signal
 import threading
 import time
@@ -10,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from launched import alive, until
+from launched import DEADLINE_S, alive, until
 
 ENDLESS = ("--training.steps", "1000000")
 
@@ -77,20 +76,6 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     assert run.workers(1) == others, "the other group goes on"
 
 
-def test_the_rank_that_was_killed_is_named_though_its_peer_failed_before_anybody_looked(run):
-    first, second = run.workers(0)
-    killed = time.time()
-    os.kill(run.process.pid, signal.SIGSTOP)
-    try:
-        os.kill(second, signal.SIGKILL)
-        os.kill(first, signal.SIGUSR1)
-        until(lambda: not alive(first) and not alive(second), "both ranks to end")
-    finally:
-        os.kill(run.process.pid, signal.SIGCONT)
-    assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
-    run.wait_for("commit", after=run.wait_for("worker_up", after=killed, group=0)["t"], group=0, rank=1)
-
-
 def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     stopped = time.time()
     victim = run.workers(1)[0]
@@ -122,7 +107,7 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     tree, stopped = run.tree(), time.time()
     for process in tree:
         process.suspend()
-    time.sleep(5.0)  # longer than workers and the lighthouse may be silent
+    time.sleep(7.0)  # longer than workers and the lighthouse may be silent
     for process in tree:
         process.resume()
     resumed = time.time()
@@ -134,7 +119,7 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
 
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
-    assert second.process.wait(30) == 2
+    assert second.process.wait(DEADLINE_S) == 2
     assert f"in use by a run that is still going (pid {run.process.pid})" in second.said()
 
 
@@ -145,9 +130,9 @@ def test_ctrl_c_twice_ends_a_run_at_once(other):
     os.write(other.controller, b"\x03")
     other.wait_for("stopping")
     os.write(other.controller, b"\x03")
-    assert other.process.wait(20) == 130
-    assert time.monotonic() - stopping < 15.0
-    until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone", deadline_s=5.0)
+    assert other.process.wait(DEADLINE_S) == 130
+    assert time.monotonic() - stopping < DEADLINE_S / 2, "its workers may take as long as that"
+    until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone")
 
 
 def test_nothing_outlives_a_killed_supervisor(start):
@@ -160,10 +145,10 @@ def test_nothing_outlives_a_killed_supervisor(start):
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()
-    until(lambda: not any(alive(process.pid) for process in tree), "all processes to die", deadline_s=10.0)
+    until(lambda: not any(alive(process.pid) for process in tree), "all processes to die")
 
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
-    assert again.process.wait(60) == 0
+    assert again.process.wait(DEADLINE_S) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
 
 
@@ -179,40 +164,4 @@ def test_nothing_that_a_worker_started_outlives_its_incarnation(start):
         run.wait_for("workers_started", incarnation=incarnation + 1)
         assert not any(map(alive, known)), "they are gone before the next incarnation starts"
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 0
-
-
-def test_a_terminal_that_is_closed_is_a_clean_stop(start):
-    controller, terminal = pty.openpty()
-    run = start(1, 1, *ENDLESS, terminal=terminal)
-    os.close(terminal)
-    read, write = os.pipe()  # closed when nobody is to read any more
-    reader = threading.Thread(target=_read_until, args=(controller, read))
-    reader.start()
-    run.wait_for("commit")
-    os.close(write)
-    reader.join()
-    os.close(controller)
-    assert run.process.wait(60) == 0
-    assert run.events("left")
-    assert run.events("run_ended")[0]["status"] == "stopped"
-
-
-def _read_until(controller, closed):
-    while closed not in (ready := select.select([controller, closed], [], [])[0]):
-        os.read(ready[0], 1 << 16)
-
-
-def test_an_upgrade_in_place_does_not_reach_a_run_that_goes_on(start):
-    run = start(1, 1, *ENDLESS)
-    run.wait_for("commit")
-    (run.temporary / "upgraded").touch()
-    killed = time.time()
-    os.kill(run.workers(0)[0], signal.SIGKILL)
-    run.wait_for("commit", after=run.wait_for("worker_up", after=killed)["t"])
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 0
-    again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary, forked=False)
-    assert again.process.wait(60) == 2
-    log = run.run_dir / "logs/imports.log"
-    assert again.said().splitlines()[-1] == f"everstep: ImportError: it was upgraded. More in {log}."
+    assert run.process.wait(DEADLINE_S) == 0

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from everstep import cli
-from everstep.launch import node
 from everstep.run.directory import RunDir
 from everstep.run.token import own_token
 from everstep.snapshot import keepers
@@ -43,28 +42,6 @@ def shared():
     folder.chmod(0o777)
     yield folder
     shutil.rmtree(folder)
-
-
-@pytest.fixture
-def precious(tmp_path):
-    path = tmp_path / "precious"
-    path.write_text("precious")
-    return path
-
-
-def test_a_probe_overwrites_nobodys_file_through_a_link(shared, precious, tmp_path, monkeypatch):
-    """Names were `.fit-HOST-PID`, and whoever was there first could make one a link to a file of root's."""
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    plant = """
-        folder, victim, pid = sys.argv[1:]
-        for name in (f".fit-{socket.gethostname()}-{pid}", f".clock-{pid}", ".fit-", ".fit"):
-            os.symlink(victim, os.path.join(folder, name))
-    """
-    as_nobody(plant, shared, precious, os.getpid())
-    planted = sorted(os.listdir(shared))
-    assert node.storage_complaint(None) == ""
-    assert precious.read_text() == "precious"
-    assert sorted(os.listdir(shared)) == planted, "what was probed with is gone, what was there is not"
 
 
 def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):

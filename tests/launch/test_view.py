@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from everstep.launch.status import status as status_of
-from everstep.launch.view import RunState, describe, open_view
+from everstep.launch.view import RunState, open_view
 from everstep.report.page import write_page
 from everstep.run.events import EventLog, read_events
 
@@ -38,24 +38,6 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
     assert state.taking_part == {0, 1}
 
 
-def test_a_run_that_went_back_to_a_checkpoint_shows_the_steps_again():
-    state = RunState(1)
-    for step in range(1, 8):
-        state.apply(commit(step, float(step)))
-    state.apply(event("training_started", group=0, rank=0, step=6, source="disk"))
-    assert state.apply(commit(6, 20.0)).startswith("step 6")
-
-
-def test_the_line_tells_step_time_elapsed_time_what_is_left_and_kills():
-    state = RunState(2)
-    state.apply(event("run_started", t=100.0, groups=2, ranks_per_group=1, seed=0, steps=21))
-    for step in range(1, 11):
-        line = state.apply(commit(step, 110.0 + 2 * step))
-    assert line.endswith("2.00 s/step  30 s elapsed  22 s left")
-    state.apply(event("fault", t=131.0, fault="kill-group", target_group=1, pids=[1]))
-    assert state.progress().endswith("1 kill")
-
-
 def test_nobodys_words_forge_a_line(tmp_path, capsys):
     """In the console, in `everstep status` and on the page."""
     log = EventLog(tmp_path, 0, None, "agent")
@@ -68,14 +50,6 @@ def test_nobodys_words_forge_a_line(tmp_path, capsys):
     assert not {"\r", "\x1b"} & set(said)
     assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
     assert "rank 0 exited\\r12:00:00" in out, "shown"
-
-
-def test_an_event_that_lacks_what_its_kind_may_have_is_told_without():
-    assert describe(event("workers_stalled", group=1)) == (
-        "Group 1 hung: rank ? made no progress in ? for ? s. It is killed and starts again; all ranks' stacks are in "
-        "logs/group-1/."
-    )
-    assert describe(event("training_started", group=1, rank=1, source="disk")) == "", "rank 0 tells"
 
 
 SHOWN_TO_NOBODY = """

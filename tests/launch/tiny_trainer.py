@@ -92,7 +92,7 @@ def prepare(order):
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     ft = FaultTolerance(
         enable=True,
-        stall_timeout_s=3.0,
+        stall_timeout_s=5.0,
         startup_timeout_s=60.0,
         on_poison="skip" if "--tiny.skip" in flags else "stop",
     )

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 from torchft.coordination import LighthouseClient
 
 from everstep import wire
-from everstep.launch.lighthouse import answers
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NO_STATE, Request, encode, name_of
@@ -157,17 +155,6 @@ def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
         with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
         channel.close()
-
-
-def test_one_that_does_not_answer_is_found_out(tmp_path):
-    one = Lighthouse(tmp_path)
-    assert answers(one.address)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.process.wait(10) == 0
-    assert not answers(one.address)
-    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("everstep.launch.lighthouse.PROBE_TIMEOUT_S", 0.3)
-        assert not answers(f"http://127.0.0.1:{mute.getsockname()[1]}")
 
 
 def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(lighthouse, tmp_path, capsys):

@@ -13,7 +13,7 @@ from everstep.quorum.heal import Door, HealError, HealState
 from quorum.relay import fetch, relay
 
 TOKEN = bytes(range(32))
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 
 
 def a_state(seed: int = 0, big: int = 1000) -> HealState:
@@ -87,13 +87,13 @@ def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(ser
     def hold(data, total):
         if total > 1_000_000:
             half.set()
-            go_on.wait(10)
+            go_on.wait(60)
         return data
 
     with relay(server.address, hold) as (address, _):
         joiner = threading.Thread(target=lambda: got.append(fetch(address, TOKEN, 1, SOON)))
         joiner.start()
-        assert half.wait(10)
+        assert half.wait(60)
         server.close()
         for tensor in state.tensors.values():
             tensor.zero_()
@@ -107,3 +107,13 @@ def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
     server.serve(2, 0, a_state())
     with pytest.raises(HealError, match="no memory for a copy"):
         fetch(server.address, TOKEN, 2, SOON)
+
+
+@pytest.mark.parametrize(("whose", "history"), [("rank 0 of 2 in run a", 5), ("rank 1 of 2 in run a", 6)])
+def test_another_rank_run_layout_or_history_is_refused(whose, history):
+    source = Door("127.0.0.1", TOKEN, SOON, whose="rank 1 of 2 in run a")
+    source.serve(3, 5, a_state())
+    with pytest.raises(HealError, match="asked for"):
+        fetch(source.address, TOKEN, 3, SOON, whose=whose, history=history)
+    assert fetch(source.address, TOKEN, 3, SOON, whose="rank 1 of 2 in run a", history=5).meta["seed"] == 0
+    source.shutdown()

@@ -48,12 +48,6 @@ def test_what_another_process_claims_is_not_free_until_its_copy_is_made_or_it_en
     assert not has_room(2600)
 
 
-def test_where_no_claims_can_be_written_the_free_memory_counts(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(memory, "CLAIMS", tmp_path / "file")
-    assert [has_room(nbytes) for nbytes in (2600, 2700)] == [True, False]
-
-
 MANY = """
 import os, random, sys, time
 from pathlib import Path

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.report import metrics
@@ -142,34 +141,6 @@ def test_the_endpoint_serves_what_the_events_say_under_this_machines_names(tmp_p
         "everstep_min_groups 2.0",
     ):
         assert line in page.splitlines()
-
-
-def figures_after(story):
-    now = Now()
-    for event in story.events:
-        now.take(event)
-    families = text_string_to_metric_families(metrics.text(now, 2, 1).decode())
-    found = {(line.name, *line.labels.values()): line.value for family in families for line in family.samples}
-    return lambda name, *labels: found[f"everstep_{name}", *labels]
-
-
-def test_who_lives_is_known_between_commits():
-    story = Timeline().add(0.5, "run_started", role="supervisor", groups=2).start(1.0, 0, 1)
-    story.add(2.0, "workers_stalled", 1, role="agent")
-    story.add(3.0, "workers_died", 1, role="agent", reason="died", exitcodes={"0": -9})
-    of = figures_after(story)
-    assert (of("groups_alive"), of("groups_given_up")) == (1, 0)
-    assert of("events_total", "workers_stalled") == 1
-    assert of("events_total", "unfit") == 0, "so that the first one is an increase"
-    assert of("last_progress_timestamp_seconds") == 0.5, "before the first commit, when the session began"
-    assert of("group_seconds_total", "1", "start-up") == 0.5
-    assert of("group_seconds_total", "1", "stalled") == 2.0
-    story.add(4.0, "agent_ended", 1, role="agent", status="failed")
-    assert figures_after(story)("groups_given_up") == 1
-    story.start(5.0, 1)
-    of = figures_after(story)
-    assert (of("groups_alive"), of("groups_given_up")) == (2, 0)
-    assert of("group_seconds_total", "1", "restarting") == 2.0
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():

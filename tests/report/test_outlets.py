@@ -1,13 +1,10 @@
 """What attention checks and snapshots say reaches everybody who looks: report, page, status, view, metrics, curves."""
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState
-from everstep.report import metrics
-from everstep.report.account import Now, read
-from everstep.report.curves import scalars_of
+from everstep.report.account import read
 from everstep.report.page import write_page
 from everstep.report.score import figures_of, score, summary
 from everstep.run.events import read_events
@@ -75,29 +72,6 @@ def test_status_and_view(run_dir):
     assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, refused" in lines
     assert "group 0: slot 3 of step 2 was refused: attention findings" in lines
     assert [UNFIT, f"group 1: {NARROW}"] == [line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))]
-
-
-def test_metrics_and_curves(run_dir):
-    now, points = Now(), []
-    for event in read_events(run_dir):
-        before = now.commits
-        now.take(event)
-        if now.commits > before:
-            points.append(scalars_of(event, now.checking))
-    families = text_string_to_metric_families(metrics.text(now, 2, 1).decode())
-    of = {(line.name[9:], *line.labels.values()): line.value for family in families for line in family.samples}
-    assert of["findings_total", "refused"] == 1
-    assert [of["events_total", kind] for kind in ("unfit", "slot_accepted", "not_finite")] == [1, 2, 2]
-    assert [of[f"attention_{name}",] for name in ("parts_checked", "overhead", "rate")] == [12, 0.015, 0.03]
-    assert [of[f"snapshot_{name}",] for name in ("protected_step", "age_steps", "survives_hosts")] == [1, 1, 1]
-    first, last = points
-    assert not [name for name in first if name.startswith("attention/")]
-    assert {name[10:]: value for name, value in last.items() if name.startswith("attention/")} == {
-        "findings": 2.0,
-        "ranks_unfit": 1.0,
-        "overhead": 0.015,
-        "rate": 0.03,
-    }
 
 
 @pytest.mark.parametrize(

@@ -44,32 +44,6 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     assert "&lt;b&gt;not markup" in text
 
 
-FRAME = """<body style="margin: 0"><iframe id="frame" src="{page}" style="border: 0; width: {width}px"></iframe>
-<script>frame.onload = () => {{
-  const page = frame.contentDocument;
-  document.title = [page.documentElement.scrollWidth,
-                    [...page.querySelectorAll(".scroll")].every(part => part.scrollWidth <= part.clientWidth),
-                    frame.contentWindow.getComputedStyle(page.body).backgroundColor].join(";");
-}}</script>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1100, False)])
-def test_it_fits_a_phone_and_a_screen_in_the_colours_asked_for(tmp_path, width, dark):
-    page = write_page(simulated(tmp_path / "run", 60))
-    page.write_text(page.read_text().replace("location.reload()", ""))
-    frame = tmp_path / "frame.html"
-    frame.write_text(FRAME.format(page=page.as_uri(), width=width))
-    scheme = f"--blink-settings=preferredColorScheme={int(not dark)}"
-    text, _ = opened(
-        frame, tmp_path, "--allow-file-access-from-files", "--hide-scrollbars", "--virtual-time-budget=20000", scheme
-    )
-    title = text[text.index("<title>") + 7 : text.index("</title>")].split(";")
-    assert title[0] == str(width), "nothing sticks out to the side"
-    assert title[1] == "true", "nor do the tables of three groups have to be moved"
-    assert title[2] == ("rgb(18, 22, 28)" if dark else "rgb(255, 255, 255)")
-
-
 def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
     Timeline().add(0, "run_started", role="supervisor", groups=2).write(tmp_path)
     text = write_page(tmp_path).read_text()

@@ -1,13 +1,12 @@
 """The score of whole runs, read from run directories."""
 
 import json
-import math
 
 import pytest
 
 from everstep.commands.report import Report, report
 from everstep.report.account import read
-from everstep.report.score import figures_of, loss_by_step, loss_delta, score, summary, verdict
+from everstep.report.score import figures_of, loss_by_step, score, summary, verdict
 from timeline import Timeline
 
 
@@ -63,12 +62,6 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert figures["groups_mean"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 4 + 3 * 2) / 9)
     assert losses[8] == pytest.approx(4.2)
     assert verdict(figures) == []
-
-
-def test_losses_that_are_not_numbers_are_counted_not_subtracted():
-    nan, inf = math.nan, math.inf
-    delta = loss_delta({1: 1.0, 2: nan, 3: nan, 4: inf, 5: inf, 6: 1.0}, {1: 1.5, 2: nan, 3: 2.0, 4: inf, 5: -inf})
-    assert delta == {"loss_delta_max": 0.5, "loss_delta_steps": 5, "loss_delta_undefined": 2}
 
 
 def broken(**changes):
@@ -129,19 +122,3 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
     assert complaints.startswith("The loss differs by up to")
     assert check(broken, json=True)[2] == ""
-
-
-def test_steps_that_a_restore_took_back_are_lost_and_not_productive():
-    line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=8).start(0, 0)
-    for step in range(1, 7):
-        line.commit(float(step), step, [0])
-    line.fault(6.1, "kill-group", 0).add(6.1, "workers_died", 0, role="agent", exitcodes={"0": -9})
-    line.start(8.0, 0, step=3, source="disk")
-    for step in range(3, 9):
-        line.commit(6.0 + step, step, [0])
-    line.add(14.1, "training_done", 0).add(14.1, "run_ended", role="supervisor", status="done", reason="")
-    figures = figures_of(read(line.events))
-    assert figures["commits_dropped"] == 4
-    assert figures["badput"]["lost"] > 0.2
-    assert figures["ettr"] == pytest.approx(8 / 14.1, abs=0.08)
-    assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)

@@ -9,7 +9,7 @@ from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.report.account import read
 from everstep.report.page import write_page
-from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, Troubles
+from everstep.report.troubles import GUARANTEES, SKIPPED, Troubles
 from everstep.run.events import read_events
 from timeline import Timeline
 
@@ -199,14 +199,3 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
         for event in told.events:
             troubles.take(event)
         assert len(troubles.sentences) == left
-
-
-def test_many_troubles_are_told_up_to_a_number():
-    line = Timeline()
-    for step in range(10_000):
-        line.add(step, "poison_slot", 0, step, slot=0, groups=[0], error="x", action="skip")
-    troubles = Troubles()
-    for event in line.events:
-        troubles.take(event)
-    assert len(troubles.sentences) == MOST
-    assert "Slot 0 of step 9999 " in troubles.sentences[-1]

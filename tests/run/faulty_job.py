@@ -3,10 +3,8 @@ time it is computed from step FIRST on: by EVERSTEP_TEST_FAULT,
 
     kernel    group GROUP's kernel for matrix products is wrong where the output projection is multiplied
     bound     on every group each projection's round-off is 2.5 times its bound
-    data      on every group the embeddings hold a NaN, as poisonous data may have it
 """
 
-import math
 import os
 import sys
 
@@ -38,24 +36,18 @@ def _too_narrow(*args) -> Deviation:
     return Deviation(seen.residual, seen.residual.abs().amax() / 2.5) if _due else seen
 
 
-def _poisonous(embeddings, inputs, output):
-    return output * math.nan if _due else output
-
-
-def _install(trainer):
+def _install():
     group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
     if FAULT == "kernel" and group == GROUP:
         _library.impl("mm", _wrong_product, "CPU")
     elif FAULT == "bound":
         product.row_deviation = _too_narrow
-    elif FAULT == "data":
-        trainer.model_parts[0].tok_embeddings.register_forward_hook(_poisonous)
 
 
 def _compute_with_faults(slots, step, slot, *, whole):
     global _due, _installed
     if step == FIRST and not _installed:  # workers that are started later are on another machine
-        _install(slots._trainer)
+        _install()
         _installed = True
     _due = step >= FIRST and slot == SLOT
     try:

@@ -79,10 +79,6 @@ def test_all_groups_killed_at_once_go_on_from_the_checkpoint_with_the_same_losse
     assert all(abs(before[step] - again[step]) <= LOSS_TOLERANCE for step in both)
 
 
-def test_a_run_that_is_going_is_not_started_again(run, config):
-    assert f"in use by a run that is still going (pid {run.process.pid})" in refused(run.command(config, run.run_dir))
-
-
 def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
     tree = run.tree()
     asked = time.time()

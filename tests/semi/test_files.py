@@ -1,7 +1,5 @@
 """The workers' states in the run directory: what is read is what was written, for what it was written."""
 
-import os
-import threading
 from dataclasses import replace
 
 import pytest
@@ -67,69 +65,3 @@ def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, 
     assert store.on_storage(known) == draft.exists() == (not over)
     assert store.on_storage(PLACE)
     assert store.on_storage(other)
-
-
-class SlowStorage(WorkerStore):
-    """A storage that stands still until it is told to go on."""
-
-    def __init__(self, folder):
-        super().__init__(folder, rank=0, whose="x", nbytes=SIZE, token=TOKEN)
-        self.goes, self.begun = threading.Event(), []
-
-    def write(self, place, state):
-        self.begun.append(place)
-        assert self.goes.wait(DEADLINE_S)
-        super().write(place, state)
-
-
-def keep(store, place, state, timeout_s=0.0):
-    """A round is committed."""
-    store.hold(place, state)
-    return store.keep(place.round, timeout_s)
-
-
-def test_a_slow_storage_is_told_of_and_does_not_fill_the_host(tmp_path, state):
-    """One state of a worker is written at a time, and the newest is held."""
-    store = SlowStorage(tmp_path)
-    rounds = [replace(PLACE, round=round_) for round_ in range(1, 21)]
-    for place in rounds:
-        assert (keep(store, place, state) == "") == (place.round == 1)
-    why = store.keep(20, 0.0)
-    assert "worker 1 " in why
-    assert str(tmp_path) in why
-    assert "takes longer than a round" in why
-    store.goes.set()
-    store.settle(DEADLINE_S)
-    newest = replace(PLACE, round=21)
-    assert keep(store, newest, state) != "", "the state before it was never written"
-    store.settle(DEADLINE_S)
-    assert store.begun == [rounds[0], newest], "those between gave way"
-    assert files(tmp_path, whose="x").read(newest) == state
-
-
-def test_a_full_storage_is_tried_again_with_the_next_round(tmp_path, state):
-    (tmp_path / "workers").touch()
-    store = files(tmp_path / "workers")
-    assert keep(store, PLACE, state) == ""
-    why = keep(store, replace(PLACE, round=8), state, DEADLINE_S)
-    assert os.strerror(20) in why or os.strerror(17) in why
-    (tmp_path / "workers").unlink()
-    for round_ in (9, 10):  # the write of round 8 may have failed before
-        why = keep(store, replace(PLACE, round=round_), state, DEADLINE_S)
-    assert why == ""
-    store.settle(DEADLINE_S)
-    assert files(tmp_path / "workers").read(replace(PLACE, round=10)) == state
-
-
-def test_a_state_is_held_until_a_newer_one_is_on_storage(tmp_path, state):
-    store = files(tmp_path)
-    rounds = [replace(PLACE, round=round_) for round_ in range(5, 10)]
-    store.hold(rounds[1], state)
-    store.let_go(rounds)
-    assert store.read(rounds[1]) == state
-    store.let_go(rounds[2:])
-    assert store.read(rounds[1]) is None, "nobody knows that round any more"
-    store.hold(rounds[1], state)
-    store.write(rounds[2], state)
-    store.let_go(rounds)
-    assert not store.holds(1, rounds[1].round)

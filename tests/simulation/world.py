@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -154,10 +153,6 @@ class Outcome:
     """Attempts that failed, of the group that had most."""
     unfit: int = 0
     """How often a group was found at fault."""
-
-    def digest(self) -> str:
-        """Equal for equal runs."""
-        return hashlib.blake2b(repr((self.trace, self.violations, self.virtual_s)).encode(), digest_size=16).hexdigest()
 
 
 class World:

@@ -8,8 +8,6 @@ import time
 import psutil
 import pytest
 
-from everstep.run.directory import over_file
-from everstep.run.files import read_json
 from slurm_runs import ENDLESS, Submitted
 from watched import write_config
 
@@ -62,25 +60,6 @@ def test_a_run_has_fewer_groups_and_more_when_it_is_told(submit):
     assert not run.events("workers_died")
     run.assert_as_without_failures()
     run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
-
-
-@pytest.mark.slow
-def test_a_group_whose_agent_never_comes_up_is_not_requeued_for_ever(cluster, tmp_path):
-    """Somebody moved the folder of the jobs' Python, say."""
-    config, run_dir = write_config(tmp_path / "tiny.toml"), tmp_path / "run"
-    (run_dir / "logs/group-0").mkdir(parents=True)
-    printed = cluster.call("scripts/submit", config, "--groups", "1", "--run-dir", run_dir, "--dry-run").splitlines()
-    command = shlex.split(printed[1].replace("EVERSTEP=", "EVERSTEP=/nowhere"))
-    cluster.call(*command)
-    try:
-        over = cluster.until(lambda: read_json(over_file(run_dir, 0)), "the group to be over", 300.0)
-        assert over == {
-            "status": "failed",
-            "reason": "it was started 5 times and committed no step, see logs/group-0/job.log",
-        }
-        cluster.until(lambda: not cluster.jobs().strip(), "the job to end")
-    finally:
-        cluster.cancel_all()
 
 
 @pytest.fixture(scope="module")
@@ -149,23 +128,46 @@ def test_nobody_notices_a_new_slurmctld(shared):
     assert shared.events("workers_died", after=away) == []
 
 
+CAMPAIGN = """
+[[fault]]
+name = "kill-worker"
+at_step = 2
+group = 0
+[[fault]]
+name = "kill-agent"
+at_step = 2
+group = 1
+patience_s = 300
+[[fault]]
+name = "stop-worker"
+at_step = 2
+group = 2
+duration_s = 2.0
+patience_s = 300
+[[fault]]
+name = "kill-lighthouse"
+at_step = 2
+"""
+
+
+@pytest.mark.slow
+def test_workers_steps_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
+    path, begin = tmp_path / "campaign.toml", time.time()
+    path.write_text(CAMPAIGN)
+    said = shared.everstep("chaos", shared.run_dir, "--campaign", path)
+    assert "4 faults" in said, said
+    assert "rank 0 was killed by SIGKILL" in shared.wait_for("workers_died", after=begin, group=0)["reason"]
+    shared.wait_for("agent_up", after=begin, group=1)
+    shared.wait_for("fault_undone", after=begin, target_group=2)
+    shared.wait_for("lighthouse_died", after=begin)
+    shared.wait_for_step((0, 1, 2), after=time.time())
+    refused = shared.everstep("chaos", shared.run_dir, "--every", "5", "--faults", "kill-host", check=False)
+    assert "cannot be done to a run on slurm, only on local" in refused
+
+
 @pytest.mark.slow
 def test_nothing_was_lost_in_all_of_that(shared):
     shared.assert_as_without_failures()
-
-
-@pytest.mark.slow
-def test_the_time_limit_requeues_all_groups_with_their_state(submit):
-    run = submit("--time=1", "--signal=B:TERM@25")
-    run.wait_for_step((0, 1, 2))
-    again = [run.wait_for("agent_up", deadline_s=240, group=group, restart=1) for group in (0, 1, 2)]
-    run.cluster.until(
-        lambda: run.events("training_started", after=min(e["t"] for e in again)), "the groups to train again", 240
-    )
-    started = run.events("training_started", after=min(e["t"] for e in again))
-    assert all(event["source"] in ("disk", "peer") for event in started)
-    run.wait_for_step((0, 1, 2), after=max(e["t"] for e in again), deadline_s=240)
-    run.assert_as_without_failures()
 
 
 @pytest.mark.slow
@@ -201,52 +203,3 @@ def test_a_group_that_a_person_cancels_stays_cancelled(submit):
     again = run.everstep("submit", run.config, "--groups", "3", "--run-dir", run.run_dir, "--training.steps", "100000")
     assert f"job {run.jobs['groups']}, array" in again, "the groups are as they were"
     run.wait_for_step((0, 1), after=run.wait_for("lighthouse_started", after=cancelled)["t"])
-
-
-@pytest.mark.slow
-def test_a_broken_config_stops_with_the_reason(submit):
-    run = submit()
-    text = (run.run_dir / "config.toml").read_text()
-    (run.run_dir / "config.toml").write_text(text.replace("[training]", "[training]\nno_such_key = 1", 1))
-    run.cluster.until(lambda: not run.tasks(), "the groups to be given up", 180)
-    status = run.status()
-    assert status.count("is given up") == 3, status
-    assert "no_such_key" in status or "configuration is not valid" in status, status
-
-
-@pytest.mark.slow
-def test_groups_of_two_nodes_train_and_come_back(submit):
-    run = submit("--nodes-per-group", "2", groups=2)
-    run.wait_for_step((0, 1))
-    assert len(run.events("node_workers_started", group=1)) == 1
-    killed = time.time()
-    victim = run.events("node_workers_started", group=1)[-1]["pids"][0]
-    os.kill(victim, signal.SIGKILL)  # a worker on the second node: warm, the allocation stays
-    run.wait_for("workers_died", after=killed, group=1)
-    run.wait_for_step((0, 1), after=run.wait_for("workers_started", after=killed, group=1)["t"])
-    assert len(run.events("agent_up", group=1)) == 1
-    lost = time.time()
-    run.cluster.call("scancel", "-s", "KILL", f"{run.task(1)}.0")
-    run.wait_for_step((0, 1), after=run.wait_for("agent_up", after=lost, group=1)["t"])
-    steps = run.stop()
-    assert {e["step"] for e in run.events("commit")} == set(range(1, steps + 1))
-
-
-@pytest.mark.slow
-def test_a_bad_node_is_left_and_not_used_again(submit):
-    run = submit(fault_tolerance={"node_failures": 2})
-    run.wait_for_step((0, 1, 2))
-    node = run.node_of(1)
-    for _ in range(2):
-        started = run.events("workers_started", group=1)[-1]
-        killed = time.time()
-        os.kill(started["pids"][0], signal.SIGKILL)
-        run.wait_for("workers_died", after=killed, group=1)
-        if not run.events("node_bad"):
-            run.wait_for_step((0, 1, 2), after=run.wait_for("workers_started", after=killed, group=1)["t"])
-    assert run.wait_for("node_bad", group=1)["node"] == node
-    assert run.wait_for("agent_up", after=killed, group=1)["node"] != node
-    assert node in run.cluster.call("scontrol", "show", "job", run.task(1))
-    assert f"left node {node}" in run.status()
-    run.wait_for_step((0, 1, 2), after=time.time())
-    run.assert_as_without_failures()

@@ -21,7 +21,6 @@ import xxhash
 
 from everstep.snapshot import keeper, parity, peers, recovery
 from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
-from everstep.snapshot.header import SCHEMA_VERSION
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.restore import Restored
 from snapshot_cluster import Cluster, state_of
@@ -216,25 +215,6 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-def behead(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """This file's bytes under another file's header, or the reverse."""
-    other = chance.choice(list(site.files.values()))
-    mine = path.read_bytes()
-    path.write_bytes(
-        chance.choice((mine[:HEADER_BYTES] + other[HEADER_BYTES:], other[:HEADER_BYTES] + mine[HEADER_BYTES:]))
-    )
-    return [path]
-
-
-def garbage(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    path.write_bytes(
-        chance.choice(
-            (b"", MAGIC, MAGIC + b"\xff" * 500, _packed({}), _packed([]), _packed({"schema": SCHEMA_VERSION}))
-        )
-    )
-    return [path]
-
-
 def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
     """Another byte in a layout, to which table, root and header fit: all but the topology that the header names."""
     data = bytearray(path.read_bytes())
@@ -256,7 +236,7 @@ def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-FAULTS = (flip, flip, truncate, zero, swap, foreign, foreign, lie, lie, disguise, behead, garbage, forge, lose)
+FAULTS = (flip, flip, truncate, zero, swap, foreign, foreign, lie, lie, disguise, forge, lose)
 
 
 def _body(data: bytes) -> dict | None:

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import tempfile
-import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -42,15 +41,6 @@ def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
         meta={"step": step, "lr": 0.5**step},
         blobs={"data": step.to_bytes(8, "little") * 5},
     )
-
-
-def in_keepers(monkeypatch, folder: Path, code: str) -> None:
-    """Have the keepers that are started from now on run `code` first."""
-    site = folder / "site"
-    site.mkdir()
-    condition = "import sys\nif 'everstep.snapshot.keeper' in ' '.join(sys.orig_argv):\n"
-    (site / "sitecustomize.py").write_text(condition + textwrap.indent(textwrap.dedent(code), "    "))
-    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
 def file_of(segment: Segment, kind: Kind, step: int, rank: int = 0) -> Path:

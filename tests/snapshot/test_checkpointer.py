@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 
-from everstep.titan.checkpoints import RunCheckpointManager, of_run, put_in_place
+from everstep.titan.checkpoints import of_run
 from snapshot_cluster import wait_until
 
 
@@ -69,32 +69,3 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkey
     wait_until(lambda: [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"])
     assert it._find_load_step() == 4
     it.close()
-
-
-def test_a_checkpoint_that_cannot_get_its_name_fails_on_all_ranks_alike(tmp_path, alone):
-    it = built(of_run(CheckpointManager.Config(enable=True, interval=4)), tmp_path)
-    (tmp_path / "checkpoint").mkdir(exist_ok=True)
-    (tmp_path / "checkpoint" / "step-4").write_text("in the way")
-    with pytest.raises(CheckpointException, match="step-4"):
-        it.save(4)
-    it.close()
-
-
-def test_only_a_whole_checkpoint_gets_its_name(tmp_path):
-    folder = tmp_path / "checkpoint"
-    for name in ("step-4", "writing-0"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / ".metadata").write_text(name)
-    (folder / "step-4" / "__7_0.distcp").write_text("of before")
-    put_in_place(folder / "writing-0", folder / "step-4")
-    assert [path.name for path in folder.iterdir()] == ["step-4"]
-    assert [path.read_text() for path in (folder / "step-4").iterdir()] == ["writing-0"]
-
-
-def test_settings_are_torchtitans_and_a_remote_folder_is_left_to_it():
-    config = CheckpointManager.Config(enable=True, interval=7, keep_latest_k=3, folder="elsewhere")
-    ours = of_run(config)
-    assert type(ours) is RunCheckpointManager.Config
-    assert (ours.interval, ours.keep_latest_k, ours.folder) == (7, 3, "elsewhere")
-    remote = CheckpointManager.Config(enable=True, folder="gs://bucket/run")
-    assert of_run(remote) is remote

@@ -1,20 +1,17 @@
 """What is left when something dies: real keepers, real segments, real deaths."""
 
-import json
 import os
 import time
 from datetime import timedelta
 
 import pytest
-import torch
 
+from chain import Chain
 from everstep.report.protection import Protection
 from everstep.snapshot import peers, recovery
-from everstep.snapshot.agreement import Agreed
-from everstep.snapshot.layout import State
 from everstep.snapshot.parity import Domains
 from everstep.snapshot.restore import in_turn
-from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
+from snapshot_cluster import Cluster, slowed
 
 
 def line_of(run: Cluster) -> str:
@@ -48,18 +45,6 @@ def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, pa
             run.lose_host(group)
         gone = tuple(group for group in run.groups if run.host_of(group) in lost)
         assert run.resumes("parity", 2, group=groups - 1).restored.decoded == gone
-
-
-def test_one_host_more_than_parity_falls_to_disk_and_says_why():
-    with Cluster(3) as run:
-        run.take(7)
-        run.lose_host(0)
-        run.lose_host(2)
-        decision = run.decide(disk_step=5)
-        assert (decision.source, decision.step) == ("disk", 5)
-        assert "no keeper has the part of groups 0, 2" in decision.reasons[0]
-        assert "cannot be decoded" in decision.reasons[0]
-        assert run.decide().source == "nothing"
 
 
 def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_of_it():
@@ -127,7 +112,7 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
                 step += 1
                 run.commit(step, settle=False, apart_s=0.1)
                 run.wait()
-                assert time.monotonic() - began < 20, "one deadline, and room for a busy machine"
+                assert time.monotonic() - began < 60, "one deadline, and room for a busy machine"
             run.kill_trainers()
         [why] = [f["reason"] for g, kind, _, f in run.events if (g, kind) == (0, "snapshot_unprotected")]
         assert "group 0 did not keep up" in why
@@ -162,54 +147,6 @@ def test_at_most_parity_members_of_a_parity_group_are_on_one_host(hosts, parity,
     assert domains.exposed == exposed
 
 
-def test_a_group_that_dies_in_its_copy_does_not_take_the_step_before_with_it():
-    """Group 1 never publishes step 3; the survivors go on, and then everything dies."""
-    with Cluster(3, parity=0) as run:
-        run.take(1, 2, coded=False)
-        words = {g: run.copiers[g].word() for g in (0, 1, 2)}  # before the vote, so the same in all
-        for group in (0, 2):  # group 1 is dead before it copied anything of step 3
-            state = run.tensors[group]
-            run.copiers[group].committed(3, 1, [0, 1, 2], words, lambda state=state: State(state))
-        run.wait()
-        decision = run.decide()
-        assert (decision.source, decision.step) == ("older", 2)
-        assert "step 3" in decision.reasons[0]
-        # Step 4 is committed without group 1: it must go over step 3, not over step 2.
-        run.commit(4, members=[0, 2])
-        run.wait()
-        assert {h.step for h in run.segment(0).headers("data", 0) if h} == {2, 4}
-        run.resumes("memory", 4)
-
-
-def test_a_healed_group_does_not_overwrite_what_the_others_would_go_back_to():
-    """Everything died after step 2. Group 0 restored it from memory, group 1 healed from group 0: in the first copy
-    after that, step 2 must survive on both."""
-    with Cluster(2, parity=0) as run:
-        run.take(1, 2, coded=False)
-        for group in run.groups:
-            run.copiers[group].close()
-            run.start_copier(group)
-        run.copiers[0].agreed = Agreed(anchor=(2, 1, ""))
-        run.copiers[1].agreed = Agreed.from_json(json.loads(json.dumps(run.copiers[0].agreed.to_json())))
-        for step in (3, 4):
-            run.commit(step, history=2)
-            run.wait()
-            held = [{h.step for h in run.segment(g).headers("data", 0) if h} for g in run.groups]
-            assert held == [{step - 1, step}] * 2
-
-
-def test_a_member_that_is_gone_makes_the_next_snapshot_due_at_once():
-    with Cluster(3, interval=5) as run:
-        run.take(1, coded=False)
-        for step in range(2, 8):
-            run.commit(step)
-        run.wait()
-        wait_until(lambda: {h.step for h in run.segment(0).headers("data", 0) if h} == {1, 5})
-        run.copiers.pop(2).close()
-        run.commit(8, members=[0, 1])
-        wait_until(lambda: {h.step for h in run.segment(0).headers("data", 0) if h} == {5, 8})
-
-
 def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monkeypatch, tmp_path):
     gone = peers.Place(0, "lost", "lost:1", 2, "segment", 0.0)
     monkeypatch.setattr(peers, "read_places", lambda run_dir: [gone])
@@ -219,36 +156,16 @@ def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monk
     assert "the keeper of group 0 on lost does not answer: refused" in found.reasons
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "reason"),
-    [
-        ("param/w", (300, 258), "param/w is float32 (300, 258) here and was float32 (300, 257)"),
-        ("param/new.w", (3,), "the saved shards of param/new.w make up 0 elements of 3"),
-    ],
-)
-def test_another_model_goes_to_disk_with_the_reason(name, shape, reason):
-    with Cluster(2) as run:
-        run.take(2)
-        run.tensors[0] = {**run.tensors[0], name: torch.zeros(shape)}
-        found = run.recover(disk_step=1)
-        assert found.decision.source == "disk"
-        assert reason in found.decision.reasons[0]
-
-
 def test_groups_that_restore_together_begin_with_different_keepers():
     orders = [in_turn(range(32), group) for group in range(32)]
     assert all(len({order[place] for order in orders}) == 32 for place in range(32))
 
 
-def test_damage_that_a_keeper_finds_is_never_coded_nor_restored():
-    with Cluster(2, coding_timeout_s=0.5) as run:
-        run.take(1)
-        run.kill_keeper(1)
-        run.commit(2, settle=False)
-        run.wait()
-        run.damage(1, step=2, at=100)
-        run.start_keeper(1)
-        wait_until(lambda: "chunks [0] do not match" in run.segment(1).read_notes(0).reason)
-        wait_until(lambda: "the part of group 1" in run.segment(0).read_notes(0).reason)
-        assert {h.step for g in run.groups for h in run.segment(g).headers("parity", 0) if h} == {1}
-        assert_is_step(run.recover().restored, 1)
+@pytest.mark.parametrize(
+    ("seed", "deaths"), [(0, 5), *(pytest.param(seed, 100, marks=pytest.mark.slow) for seed in range(1, 11))]
+)
+@pytest.mark.timeout(3600)
+def test_death_after_death_nothing_that_was_said_to_be_protected_is_lost(seed, deaths):
+    chain = Chain(seed)
+    chain.run(deaths)
+    assert sum(chain.lost.values()) == deaths

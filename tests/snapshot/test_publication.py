@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -121,24 +120,3 @@ def test_killed_at_any_line_of_a_publication_the_buffer_holds_one_step_or_none(f
     # Once gone, the old step never comes back; once there, the new one stays.
     order = {1: 0, None: 1, 3: 2}
     assert found == sorted(found, key=lambda step: order[step])
-
-
-def test_a_reader_beside_a_busy_writer_sees_only_whole_steps(folder):
-    path = folder / "buffer-0"
-    writer = BufferWriter(path)
-    publish(writer, 1)
-    over = threading.Event()
-
-    def write() -> None:
-        step = 1
-        while not over.is_set():
-            step += 1
-            publish(writer, step)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    for _ in range(150):
-        what_is_there(path)  # checks what it finds
-    over.set()
-    thread.join()
-    assert what_is_there(path) is not None

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from everstep.quorum.errors import SumsBroken
 from everstep.step import exact
 from everstep.step.reduction import GradientReducer
 
@@ -135,27 +134,6 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert reducer.own_finite()
 
 
-def test_a_slot_that_comes_in_more_parts_than_the_one_before_is_not_summed_in_two():
-    """It would be rounded twice. What is held is refused, and computed again; then it is known how many there are."""
-    params, sums = parameters(), Groups()
-    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
-    for attempt in range(2):
-        sums.parts.clear()
-        reducer.begin(sums, WAIT)
-        for slot in range(2):
-            reducer.begin_slot(last=slot == 1)
-            for _ in range(1 + slot if attempt == 0 else 2):
-                backward(params, slot)
-            reducer.end_slot()
-        if attempt == 0:
-            with pytest.raises(SumsBroken, match="more often"):
-                reducer.finish()
-            assert not reducer.own_finite()
-            reducer.forget()
-    reducer.finish()
-    assert reducer.own_finite()
-
-
 def empty(count):
     return torch.full((count,), exact.OFFSET, dtype=torch.float64)
 
@@ -188,9 +166,3 @@ def test_what_is_halfway_between_two_quanta_goes_the_same_way_whatever_it_is_add
         for index, value in enumerate(values):
             exact.add(start[2][index], value)
         assert torch.equal(start - quanta * 2.0**-40, alone.expand(3, -1))
-
-
-def test_rounded_losses_add_up_alike_in_every_order():
-    draw = torch.Generator().manual_seed(0)
-    losses = exact.rounded(torch.rand(1000, dtype=torch.float64, generator=draw) * 1e4)
-    assert float(losses.sum()) == float(sum(losses[torch.randperm(1000, generator=draw)].tolist()))

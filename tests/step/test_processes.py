@@ -56,12 +56,12 @@ def test_survivors_keep_what_they_hold_when_a_group_dies(run):
     assert not any(event["recomputed"] for event in run.events("attempt"))
 
 
-@pytest.mark.parametrize("phase", ["reduce", "connect", "heal"])
+@pytest.mark.parametrize("phase", ["reduce", "heal"])
 def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
     """A rank whose column failed must not skip a collective that its sibling enters."""
     first, victim, third = together(run, 3, 2)
     stay = [first, third]
-    if phase in ("connect", "heal"):  # only a joiner comes to them
+    if phase == "heal":  # only a joiner comes to them
         stay, victim = [first, victim, third], run.ranks(3, 2, **SHORT)
     number = 3 if len(stay) == 3 else 1
     run.order(number, 0, phase, "kill")
@@ -83,9 +83,9 @@ def test_a_stopped_rank_holds_nobody_and_its_group_heals_when_it_wakes(run):
 
 def test_the_death_of_a_process_costs_no_heartbeat_timeout(tmp_path, context):
     """Its connections to the lighthouse are closed; a host that is silent would be waited for."""
-    timeout_s = 4.0
+    timeout_s = 6.0
     run = Run(tmp_path, context, heartbeat_timeout_s=timeout_s)
-    groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=20)
+    groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=30)
     at, begin = newest(groups[0]), time.monotonic()
     groups[2][0].kill()
     groups[0][0].until(at + 3)

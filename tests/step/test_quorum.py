@@ -1,14 +1,16 @@
 """What the members of a quorum make of it: who has the state that counts, and who heals from whom."""
 
+import contextlib
 import dataclasses
 import itertools
-import json
+import random
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from damage import damaged
 from everstep.quorum.request import NO_STATE, Request, decode, encode, read_quorum, together
 
 
@@ -78,40 +80,9 @@ def test_those_that_take_part_are_the_largest_set_that_reach_each_other_and_have
     ids=["halves", "one", "pairs"],
 )
 def test_64_groups_are_parted_at_once(cut, left_out):
-    begin = time.monotonic()
+    begin = time.process_time()
     assert together(range(64), cut, [8]) == tuple(group for group in range(64) if group not in left_out)
-    assert time.monotonic() - begin < 1.0
-
-
-def test_who_is_not_reached_is_left_out_until_another_life_of_it_comes():
-    """Whoever says so: the way is not open between the two."""
-    one, two, three = member(0, 8, 1), member(1, 8, 1), member(2, 8, 1)
-    for told in (
-        [one, dataclasses.replace(two, unreached=("2:life-2",)), three],
-        [one, two, dataclasses.replace(three, unreached=("1:life-1",))],
-    ):
-        quorum = read_quorum(3, told)
-        assert (quorum.groups, quorum.left_out, quorum.cut) == ((0, 1), (2,), ((1, 2),))
-    told[2] = dataclasses.replace(three, life="another", unreached=("1:before",))
-    assert read_quorum(3, told).groups == (0, 1, 2)
-
-
-def test_no_two_quorums_have_one_key():
-    once = [member(0, 8, 1), member(1, 8, 1)]
-    keys = {
-        read_quorum(1, once).key,
-        read_quorum(1, [once[0], dataclasses.replace(once[1], number=2)]).key,
-        read_quorum(1, [once[0], dataclasses.replace(once[1], life="another")]).key,
-        read_quorum(1, once[:1]).key,
-    }
-    assert len(keys) == 4
-    assert read_quorum(9, once[::-1]).key == read_quorum(1, once).key, "neither order nor the lighthouse's id matters"
-
-
-def test_a_process_group_is_used_again_only_where_all_are_in_the_same():
-    one, other = member(0, 8, 1, connected="a"), member(1, 8, 1, connected="a")
-    assert read_quorum(1, [one, other]).connected_in() == "a"
-    assert read_quorum(1, [one, dataclasses.replace(other, connected="")]).connected_in() == ""
+    assert time.process_time() - begin < 1.0
 
 
 def test_a_group_that_is_there_twice_is_no_quorum():
@@ -124,25 +95,13 @@ def test_requests_survive_the_wire():
     assert decode(encode(said)) == said
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-    )
-)
-def test_nothing_else_is_taken_for_a_request(value):
-    with pytest.raises(ValueError, match=r"a request:|not JSON|too large"):
-        decode(json.dumps(value))
+def vars_of(request):
+    return [getattr(request, field.name) for field in dataclasses.fields(Request)]
 
 
-@given(
-    st.sampled_from([field.name for field in dataclasses.fields(Request)]),
-    st.sampled_from([None, "x", -2, 2**63, 1.5, True, [], [1]]),
-)
-def test_a_field_of_another_type_is_refused(name, value):
-    found = json.loads(encode(member(0, 8, 1)))
-    changed = found | {name: value}
-    try:
-        said = decode(json.dumps(changed))
-    except ValueError:
-        return
-    assert type(getattr(said, name)) is type(getattr(member(0), name))
+def test_what_is_damaged_is_no_request_or_one_of_the_right_types():
+    chance, whole = random.Random(0), encode(member(3, 8, 12, connected="ab"))
+    for _ in range(2000):
+        with contextlib.suppress(ValueError):
+            said = decode(damaged(whole.encode(), chance).decode(errors="replace"))
+            assert [type(value) for value in vars_of(said)] == [type(value) for value in vars_of(member(3))]

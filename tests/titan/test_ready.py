@@ -1,7 +1,6 @@
 """A group is ready before the others begin to wait for it."""
 
 import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,37 +11,6 @@ from watched import Watched, write_config
 DEADLINE_S = 400.0
 REDUCE_S = 3.0
 """Much less than compiling takes."""
-
-
-@pytest.fixture
-def run(tmp_path):
-    config = write_config(
-        tmp_path / "run.toml",
-        job={"module": "cold_compiler", "config": "tiny"},
-        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
-        compile={"enable": True},
-        fault_tolerance={
-            "groups": 2,
-            "reduce_timeout_s": REDUCE_S,
-            "connect_timeout_s": REDUCE_S - 1.0,
-            "join_timeout_s": REDUCE_S,
-            "quorum_timeout_s": 15.0,
-            "stall_timeout_s": 120.0,
-        },
-        checkpoint={"enable": False},
-    )
-    watched = Watched(config, tmp_path / "run")
-    yield watched
-    watched.end()
-
-
-def soon(run, found):
-    end = time.monotonic() + DEADLINE_S
-    while not (events := found()):
-        assert run.process.poll() is None, run.said()
-        assert time.monotonic() < end, run.said()
-        time.sleep(0.1)
-    return events
 
 
 def test_a_group_computes_and_connects_before_it_announces_itself():
@@ -70,18 +38,31 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
 
 
 @pytest.mark.slow
-def test_a_group_that_compiles_holds_nobody_up(run):
+def test_a_group_that_compiles_holds_nobody_up(tmp_path):
     """With a cold compiler cache. The group that was killed asks for a quorum when it can compute a slot at once."""
-    soon(run, lambda: [event for event in run.events("commit", rank=0) if event["groups"] == [0, 1]])
-    killed = run.kill(1)
-    [healed, *_] = soon(run, lambda: run.events("heal", killed, group=1))
-    soon(run, lambda: len(run.events("commit", healed["t"], group=1)) >= 5)
-    told = run.events("compiled", killed, group=1)
-    assert told, "it compiled"
-    assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
-    failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
-    assert failed == []
-    begun = told[0]["t"] - told[0]["took_s"]
-    meanwhile = [event for event in run.events("commit", begun, group=0) if event["t"] < told[0]["t"]]
-    # One who waits for the group commits nothing until it has compiled.
-    assert len(meanwhile) > told[0]["took_s"] / REDUCE_S
+    waits = {"reduce_timeout_s": REDUCE_S, "connect_timeout_s": REDUCE_S - 1.0, "join_timeout_s": REDUCE_S}
+    config = write_config(
+        tmp_path / "run.toml",
+        job={"module": "cold_compiler", "config": "tiny"},
+        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
+        compile={"enable": True},
+        fault_tolerance={"groups": 2, "quorum_timeout_s": 15.0, "stall_timeout_s": 120.0, **waits},
+        checkpoint={"enable": False},
+    )
+    run = Watched(config, tmp_path / "run")
+    try:
+        run.wait_for_step((0, 1), after=0.0, deadline_s=DEADLINE_S)
+        killed = run.kill(1)
+        healed = run.wait_for("heal", after=killed, deadline_s=DEADLINE_S, group=1)
+        run.until(lambda: len(run.events("commit", healed["t"], group=1)) >= 5, "five steps of both", DEADLINE_S)
+        told = run.events("compiled", killed, group=1)
+        assert told, "it compiled"
+        assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
+        failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
+        assert failed == []
+        begun = told[0]["t"] - told[0]["took_s"]
+        meanwhile = [event for event in run.events("commit", begun, group=0) if event["t"] < told[0]["t"]]
+        # One who waits for the group commits nothing until it has compiled.
+        assert len(meanwhile) > told[0]["took_s"] / REDUCE_S
+    finally:
+        run.end()
