@@ -1,6 +1,7 @@
 """A user's own module for `[job] module`: small_job's model whose embedding is also its output, and whose first layer's
-attention is frozen."""
+attention is frozen; `undetermined`, with an operator that PyTorch cannot compute deterministically."""
 
+import torch
 from torchtitan.models.llama3.model import Llama3Model
 
 import small_job
@@ -20,3 +21,12 @@ def debugmodel():
     config = small_job.debugmodel()
     config.model_spec.model.enable_weight_tying = True
     return config
+
+
+def undetermined():
+    def forward(model, *args, **kwargs):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+        return _forward(model, *args, **kwargs)
+
+    _forward, Llama3Model.forward = Llama3Model.forward, forward
+    return small_job.debugmodel()

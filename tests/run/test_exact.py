@@ -129,6 +129,18 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monke
     assert {event["group"] for event in hit.events("unfit")} == ({1} if groups == 3 else set())
 
 
+def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start, tmp_path):
+    config = write_config(
+        tmp_path / "operator.toml",
+        job={"module": "exact_job", "config": "undetermined"},
+        fault_tolerance={"exact": True, "groups": 1},
+    )
+    run = start(config)
+    assert run.wait() == 1
+    assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.said()
+    assert "Traceback" not in run.said()
+
+
 @pytest.mark.slow
 def test_of_the_wrong_slots_as_many_are_found_as_are_drawn(start, tmp_path, monkeypatch):
     """Beside what 1 - (1 - share)^n says of n of them."""

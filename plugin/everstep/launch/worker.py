@@ -47,7 +47,7 @@ def error_path(run_dir: Path, group: int, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class WorkerError:
-    """The exception that a rank ended with."""
+    """The exception that a rank ended with; of its own decision to end, the text alone."""
 
     first_line: str
     traceback: str
@@ -88,6 +88,8 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
 
 
 def _described(error: Exception) -> WorkerError:
+    if isinstance(error, TrainerEnds):
+        return WorkerError(str(error), "")
     name = type(error).__qualname__
     lines = str(error).strip().splitlines()
     first_line = f"{name}: {lines[0]}" if lines else name
