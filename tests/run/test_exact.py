@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from itertools import combinations
@@ -129,6 +130,24 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monke
     assert {event["group"] for event in hit.events("unfit")} == ({1} if groups == 3 else set())
 
 
+def test_a_group_with_a_wrong_bit_in_a_sum_gives_nothing_to_the_next(start, tmp_path, monkeypatch):
+    config = write_config(
+        tmp_path / "sum.toml",
+        job={"module": "flipped_job", "config": "debugmodel"},
+        training={"steps": 6},
+        fault_tolerance={"exact": True, "audit_interval": 50},
+    )
+    clean = start(config, "--groups", "1")
+    monkeypatch.setenv("EVERSTEP_TEST_FLIP", "sum")
+    hit = start(config, "--groups", "2")
+    assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
+    assert {(event["step"], *event["differing"]) for event in hit.events("audit", agreed=False)} == {(3, 1)}
+    found = compare(clean.run_dir, hit.run_dir)
+    assert (found.differing, found.checkpoint) == ("", 6)
+    assert "parameters after step 3" in found.parted
+    assert score.curve(clean.run_dir) == score.curve(hit.run_dir)
+
+
 def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start, tmp_path):
     config = write_config(
         tmp_path / "operator.toml",
@@ -215,11 +234,12 @@ def test_losses_are_within_the_spread_of_the_orders_of_float_sums(start, tmp_pat
     spread = max(apart(one, other) for one, other in combinations(floats, 2))
     away = max(apart(exact, one) for one in floats)
     print(f"losses of {steps} steps: float orders are up to {spread:.3g} apart, exact sums up to {away:.3g} from them")
-    assert 0.0 < away <= 2 * spread
+    assert 0.0 < away <= 1.25 * spread
 
 
 def apart(one, other):
-    return max(abs(one[step] - other[step]) for step in one.keys() & other.keys())
+    """Root mean square of what the losses differ by."""
+    return statistics.fmean((one[step] - other[step]) ** 2 for step in one.keys() & other.keys()) ** 0.5
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ class FaultTolerance:
     """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
 
     audit_interval: int = 50
-    """Every so many committed steps the groups compare a checksum of their parameters; one that differs is
-    named and heals. 0: never."""
+    """Every so many committed steps, after each with exact = true, the groups compare a checksum of their
+    parameters; one that differs is named and heals. 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)

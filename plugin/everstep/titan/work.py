@@ -164,9 +164,13 @@ class TrainerWork:
         return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self._trainer.config)}"
 
     def checksum(self) -> int | None:
-        interval = self._ft.audit_interval
-        due = not self._commits or (interval and self.committed % interval == 0)
-        return sum_in_group(self.state.checksum()) if due else None
+        """With exact sums each commit has one."""
+        interval, is_exact = self._ft.audit_interval, self._trainer.is_exact
+        if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
+            return None
+        if self._commits and is_exact:
+            return int(self._trainer.parameters_told.partition(" ")[0], 16)
+        return sum_in_group(self.state.checksum())
 
     def apply(self, commit: Commit) -> None:
         """The step that all groups agree on, and all that comes with it.
