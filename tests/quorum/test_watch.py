@@ -1,0 +1,97 @@
+"""Members of a quorum notice at once when one of them ends or gives up."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+
+from everstep import wire
+from everstep.quorum import watch
+from everstep.quorum.watch import KEY_BYTES, PeerLost, PeerWatch
+
+KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
+SOON_S, TOKEN = 5.0, bytes(range(32))
+
+
+@pytest.fixture
+def members():
+    """Three watches in this process, with queues of the losses they announce."""
+    losses = [queue.Queue() for _ in range(3)]
+    watches = [PeerWatch("127.0.0.1", losses[i].put, TOKEN) for i in range(3)]
+    yield watches, losses
+    for peer in watches:
+        peer.close()
+
+
+def watch_each_other(watches, key=KEY):
+    for mine in watches:
+        mine.begin(
+            key, {place: peer.address for place, peer in enumerate(watches) if peer is not mine}, timedelta(seconds=5)
+        )
+
+
+def test_the_kernel_asks_for_a_host_that_tells_nothing(members):
+    watches, _ = members
+    watch_each_other(watches)
+    ports = {wire.parse_address(peer.address)[1] for peer in watches}
+    for connection in (one for one in watches[0]._connections[KEY] if one.getpeername()[1] in ports):
+        asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == watch.SILENCE.total_seconds()
+
+
+def test_a_killed_process_is_noticed_within_the_grace_time():
+    code = (
+        "import sys, time\n"
+        "from datetime import timedelta\n"
+        "from everstep.quorum.watch import PeerWatch\n"
+        "watch = PeerWatch('127.0.0.1', print, bytes(range(32)))\n"
+        "print(watch.address, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "time.sleep(60)\n"
+    )
+    peer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    losses = queue.Queue()
+    mine = PeerWatch("127.0.0.1", losses.put, TOKEN)
+    try:
+        mine.begin(KEY, {1: peer.stdout.readline().strip()}, timedelta(seconds=5))
+        killed = time.monotonic()
+        os.kill(peer.pid, signal.SIGKILL)
+        assert losses.get(timeout=SOON_S) == KEY
+        assert time.monotonic() - killed < watch.GRACE_S + 1.0
+    finally:
+        peer.kill()
+        peer.wait()
+        mine.close()
+
+
+def test_a_peer_that_is_not_there_is_named(members):
+    watches, _ = members
+    watches[2].close()
+    with pytest.raises(PeerLost, match=watches[2].address) as lost:
+        watches[0].begin(KEY, {5: watches[1].address, 7: watches[2].address}, timedelta(seconds=1))
+    assert lost.value.places == {7}
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_connections_of_process_groups_that_came_to_nothing_are_given_back(members):
+    """Of members that connected and left before this rank knew of the process group."""
+    watches, _ = members
+    before = descriptors()
+    for number in range(50):
+        key = bytes([number]) * KEY_BYTES
+        watches[1].begin(key, {0: watches[0].address}, timedelta(seconds=5))
+        watches[1].end(key)
+    deadline = time.monotonic() + SOON_S
+    while descriptors() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert descriptors() <= before

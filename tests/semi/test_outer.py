@@ -1,0 +1,47 @@
+"""The arithmetic of rounds, without any trainer."""
+
+import pytest
+import torch
+
+from everstep.semi.outer import OuterSGD
+from everstep.semi.rounds import fragments_of, slots_of, steps_of
+from everstep.semi.section import SemiSync
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_the_outer_optimizer_is_torchs_sgd(momentum):
+    torch.manual_seed(0)
+    ours = [torch.randn(5, 3), torch.randn(7)]
+    theirs = [tensor.clone().requires_grad_() for tensor in ours]
+    sgd = torch.optim.SGD(theirs, lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    outer = OuterSGD(0.7, momentum)
+    buffers = [torch.zeros_like(tensor) for tensor in ours] if momentum else []
+    for _ in range(4):
+        grads = [torch.randn_like(tensor) for tensor in ours]
+        outer.step(ours, grads, buffers)
+        for param, grad in zip(theirs, grads, strict=True):
+            param.grad = grad.clone()
+        sgd.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
+
+
+def test_local_sgd_ends_where_the_mean_of_its_workers_is():
+    theta, workers = torch.ones(4), [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 0.0, -1.0, 2.0])]
+    change = torch.stack([theta - worker for worker in workers]).mean(0)
+    OuterSGD.of(SemiSync(method="local_sgd", outer_lr=0.1)).step([theta], [change], [])
+    torch.testing.assert_close(theta, torch.tensor([3.0, 1.0, 1.0, 3.0]))
+
+
+def test_every_step_and_slot_is_one_workers():
+    assert [list(steps_of(round_, 3)) for round_ in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
+    slots = [slot for worker in range(4) for slot in slots_of(worker, 12, 4)]
+    assert slots == list(range(12))
+
+
+def test_layers_are_dealt_to_fragments_in_turn():
+    layers = [f"param/layers.{layer}.{part}" for layer in range(4) for part in ("wq.weight", "ffn.w1.weight")]
+    names = ["param/tok_embeddings.weight", *layers, "param/norm.weight", "param/lm_head.weight"]
+    assert fragments_of(names, 2) == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert fragments_of(names, 4) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert fragments_of(names, 1) == [0] * 11
