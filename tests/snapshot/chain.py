@@ -1,5 +1,5 @@
-"""Chained deaths: all trainers, hosts, keepers, also in a restore, members that stand still or are slow, starts with
-more or fewer groups, one after the other.
+"""Chained deaths: all trainers, hosts, keepers, also in a restore, members that stand still or are slow, also at a
+start, starts with more or fewer groups, one after the other.
 
 python chain.py DEATHS SEED
 """
@@ -16,7 +16,7 @@ from snapshot_cluster import Cluster, assert_is_step, slowed, state_of
 CODING_S = 2.0
 KINDS = {
     "trainers": None, "host": None, "hosts": None, "keepers": None, "keepers while it restores": None,
-    "a host while it restores": None,
+    "a host while it restores": None, "keepers stand still at the start": None,
     "a keeper stands still": (10_000.0, 0.05), "a keeper is slow": (0.7, 0.02),
     "a keeper stands still for the deadline": (CODING_S, 10_000.0),
 }  # fmt: skip
@@ -71,7 +71,7 @@ class Chain:
             for group in lost:
                 run.lose_host(group)
         killed = list(lost)
-        if kind.startswith("keepers"):
+        if kind.startswith("keepers"):  # which are killed, or stopped
             killed = chance.sample(run.groups, chance.randint(1, len(run.groups)))
         elif kind == "a host while it restores":
             killed = [chance.choice(run.groups)]
@@ -96,7 +96,10 @@ class Chain:
 
         beside = threading.Thread(target=in_the_restore if kind.endswith("restores") else lambda: None)
         beside.start()
-        found = run.recover(group=starter, patience_s=60)
+        with contextlib.ExitStack() as stack:
+            for group in killed if kind == "keepers stand still at the start" else ():
+                stack.enter_context(slowed(run, group, chance.uniform(0.5, 5.0), 10_000.0))
+            found = run.recover(group=starter, patience_s=60)
         beside.join()
         told = (self._seed, number, kind, lost, killed, found.decision.step, self.protected, found.decision.reasons)
         assert found.decision.step >= self.protected, told

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from everstep.run.events import EventLog
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.agreement import Agreed
@@ -57,7 +58,7 @@ class Cluster:
         self.per_host = per_host
         self.home = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
         self.run_dir = self.home / "run"
-        (self.run_dir / "events").mkdir(parents=True)
+        self.run_dir.mkdir()
         self.token = run_token(self.run_dir)
         self.settings = replace(
             Snapshot(enable=True, interval=1, segment_dir=str(self.home), memory_reserve_gb=0.0, coding_timeout_s=5.0),
@@ -65,6 +66,7 @@ class Cluster:
         )
         self.groups = list(range(groups))
         self.events: list[tuple] = []
+        self.logs: dict[int, EventLog] = {}
         self.copiers: dict[int, Copier] = {}
         self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         for group in self.groups:
@@ -95,7 +97,12 @@ class Cluster:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings_of(group))
 
     def start_copier(self, group: int, **changes) -> None:
-        emit = lambda kind, step=None, **fields: self.events.append((group, kind, step, fields))  # noqa: E731
+        log = self.logs.setdefault(group, EventLog(self.run_dir, group, 0, "worker"))
+
+        def emit(kind: str, step: int | None = None, **fields) -> None:
+            self.events.append((group, kind, step, fields))
+            log.emit(kind, step, **fields)
+
         settings = replace(self.settings_of(group), **changes)
         segment = Segment.of(settings, run_id(self.token), group)
         with contextlib.suppress(SnapshotError):

@@ -1,6 +1,8 @@
 """What is left when something dies: real keepers, real segments, real deaths."""
 
 import os
+import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -119,6 +121,24 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
         for group in (0, groups - 1):
             run.lose_host(group)
         assert run.recover(group=1).decision.step >= protected(run)[-1]
+
+
+def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_protected():
+    with Cluster(2, coding_timeout_s=1.0) as run:
+        run.take(1, 2)
+        run.copiers.pop(1).close()
+        for step in (3, 4):
+            run.commit(step, members=[0])
+        assert protected(run)[-1] == 3
+        run.kill_trainers()
+        [pid] = [place.pid for place in peers.read_places(run.run_dir) if place.group == 0]
+        os.kill(pid, signal.SIGSTOP)
+        goes_on = threading.Timer(4.0, os.kill, (pid, signal.SIGCONT))
+        goes_on.start()
+        assert run.recover(group=1, patience_s=10).decision.step == 4
+        goes_on.join()
+        run.lose_host(0)
+        assert run.recover(group=1).decision.step == 2
 
 
 def test_what_cannot_be_survived_is_said():

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from everstep.run.events import event_path, last_event
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.layout import Layout, Reshaped, ShapeError
@@ -142,8 +143,8 @@ def look(
     aside: Collection[str] = (),
 ) -> sources.Decision:
     """What can be restored. All keepers are asked at the same time, with one deadline; those that do not answer again,
-    until all have, `patience` is over, or what has been found will do. A snapshot is taken by all groups or by none:
-    who is silent has no newer one that could be restored.
+    until all have, `patience` is over, or what has been found will do: it is the newest of those that answered, and no
+    group whose keeper is silent has said in its log that a newer one is protected.
 
     `disk_step`, `aside`: of `sources.decide`.
     """
@@ -160,7 +161,7 @@ def look(
         held = [buffer for place in places for buffer in answered.get(place, ())]
         decision = sources.decide(held, run=run_id(token), disk_step=disk_step, aside=aside)
         newest = decision.from_memory and decision.step == max(buffer.header.step for buffer in held)
-        if not silent or newest or time.monotonic() >= deadline:
+        if not silent or time.monotonic() >= deadline or (newest and decision.step >= _promised(run_dir, silent)):
             break
         time.sleep(0.1)
     if decision.source == "memory":
@@ -171,3 +172,10 @@ def look(
     if len(unanswered) > REASONS:
         unanswered[REASONS:] = [f"{len(unanswered) - REASONS} more keepers do not answer"]
     return replace(decision, reasons=(*decision.reasons, *unanswered))
+
+
+def _promised(run_dir: Path, silent: Collection[Place]) -> int:
+    """The newest step that the groups of these keepers have said is protected."""
+    logs = {event_path(run_dir, place.group, 0, "worker") for place in silent}
+    said = [last_event(log, {"snapshot_protected"}) for log in logs]
+    return max((event["step"] for event in said if event), default=0)
