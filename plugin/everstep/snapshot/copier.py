@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -55,11 +56,15 @@ class Copier:
         self._aside: dict[str, torch.Tensor] = {}
         self._job: _Job | None = None
         """The last that was begun."""
+        self._begun: SimpleQueue[_Job | None] = SimpleQueue()
+        # One thread for all: to start another, the trainer would wait until it runs.
+        self._thread = threading.Thread(target=self._work, name="snapshot-copier", daemon=True)
+        self._thread.start()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being copied or published."""
-        return self._job is None or not self._job.thread.is_alive()
+        return self._job is None or self._job.over.is_set()
 
     def word(self) -> Word:
         """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
@@ -142,8 +147,8 @@ class Copier:
 
     def close(self) -> None:
         """Finish the snapshot under way and let go of the segment, which stays."""
-        if self._job is not None:
-            self._job.thread.join()
+        self._begun.put(None)
+        self._thread.join()
         self.wait()
         for buffer in self._buffers:
             buffer.release()
@@ -181,10 +186,9 @@ class Copier:
         what = self._set_aside(state())
         self._streams = self._streams or streams_of(what.device)
         if self._job is not None:
-            self._job.thread.join()
+            self._job.over.wait()
         job = self._job = _Job(moment, self.agreed, what, self._streams.record())
-        job.thread = threading.Thread(target=self._run, args=(job,), name="snapshot-copier", daemon=True)
-        job.thread.start()
+        self._begun.put(job)
         job.blocked_s = time.perf_counter() - began
         return True
 
@@ -200,14 +204,16 @@ class Copier:
         aside = {name: self._aside[name] for name in fresh}
         return replace(state, tensors={**state.tensors, **aside}) if fresh else state
 
-    def _run(self, job: "_Job") -> None:
-        try:
-            self._take(job)
-        except Exception as error:  # noqa: BLE001 - training goes on without this snapshot; the event says so
-            self._unable_until = time.monotonic() + RETRY_S
-            self._emit("snapshot_failed", job.moment[0], reason=str(error) or type(error).__name__)
-        finally:
-            job.copied.set()
+    def _work(self) -> None:
+        while (job := self._begun.get()) is not None:
+            try:
+                self._take(job)
+            except Exception as error:  # noqa: BLE001 - training goes on without this snapshot; the event says so
+                self._unable_until = time.monotonic() + RETRY_S
+                self._emit("snapshot_failed", job.moment[0], reason=str(error) or type(error).__name__)
+            finally:
+                job.copied.set()
+                job.over.set()
 
     def _take(self, job: "_Job") -> None:
         began, group = time.perf_counter(), self._segment.group
@@ -280,9 +286,10 @@ class _Job:
     state: State
     ready: Event | None
     """Recorded on the compute stream at the commit: what the copy must come after."""
-    thread: threading.Thread = field(init=False)
     copied: threading.Event = field(default_factory=threading.Event)
     """The state may change."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """It is published, or has failed."""
     blocked_s: float = 0.0
     told: dict[str, Any] | None = None
     """Fields of the event that says that it is published."""
