@@ -46,7 +46,7 @@ def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
     assert len(owners) == 3, "slots of two ranks each, shared out unevenly"
 
 
-def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path):
+def test_a_users_own_dataset_gives_the_same_batches_when_a_group_dies_and_a_spare_takes_its_place(start, tmp_path):
     notes = tmp_path / "notes.jsonl"
     texts = (f"note {n}: " + "the quick brown fox "[n % 7 :] * (n % 9) for n in range(400))
     notes.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -56,12 +56,18 @@ def test_a_users_own_dataset_gives_the_same_batches_whoever_dies(start, tmp_path
         data={"source": "dataloader"},
         dataloader={"dataset": "notes", "dataset_path": str(notes), "num_workers": 1},
         training={"global_batch_size": 4},
+        fault_tolerance={"spares": 1},
     )
-    run = start(config, "--groups", "2", *ENDLESS)
-    run.wait_for_step((0, 1))
-    killed = run.kill(1)
-    run.wait_for_step((0, 1), after=killed)
-    losses_match(run, start, config)
+    run = start(config, "--groups", "3", *ENDLESS)
+    at_work = set(run.wait_for_step((0, 1, 2))["owners"])
+    [spare] = {0, 1, 2} - at_work
+    killed = run.kill(min(at_work))
+    run.until(
+        lambda: [event for event in run.events("commit", killed) if spare in event["owners"]], "the spare to compute"
+    )
+    run.wait_for_step((0, 1, 2), after=killed)
+    assert len(set(run.events("commit")[-1]["owners"])) == 2
+    losses_match(run, start, config, "--fault_tolerance.spares", "0")
 
 
 @pytest.mark.slow
