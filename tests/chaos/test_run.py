@@ -6,27 +6,57 @@ The tests are in the order of the run: each leaves it going on.
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 
 import pytest
 
+import run_tiny
 from everstep.chaos.cluster import find_target
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc
 from everstep.run.directory import LaunchError, holder_of
-from watched import until
+from watched import Watched, environment, until
 
 ENDLESS = ("--training.steps", "1000000")
 
 
+class TinyRun(Watched):
+    """`run_tiny.py`: the real supervisor, agents and lighthouse, with workers that only look like trainers."""
+
+    starts = subprocess.Popen  # a launcher is started again by the words of its command
+
+    @staticmethod
+    def command(config, run_dir, *args):
+        return [sys.executable, run_tiny.__file__, str(run_dir), *args]
+
+    def chaos(self, *args):
+        """A running `everstep chaos` on this run."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "everstep.cli", "chaos", str(self.run_dir), *args],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self):
+        super().end()
+        if holder := holder_of(self.run_dir):  # a launcher that was killed and started again
+            os.kill(holder[0], signal.SIGTERM)
+            until(lambda: holder_of(self.run_dir) is None, "the run to end")
+
+
 @pytest.fixture(scope="module")
-def run(start):
+def run(tmp_path_factory):
     """Three groups of two ranks."""
-    run = start("3", "2", *ENDLESS, "--tiny.page")
+    run = TinyRun(None, tmp_path_factory.mktemp("tiny") / "run", "3", "2", *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)
-    return run
+    yield run
+    run.end()
 
 
 def tellers(run):

@@ -30,6 +30,15 @@ time.sleep(600)
 
 
 @pytest.fixture
+def victim():
+    """A process to be stopped or killed."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
 def injector(victim):
     """Stops the victim for a time, and then does nothing more."""
     started = []

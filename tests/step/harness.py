@@ -40,13 +40,8 @@ class Rank:
         if isinstance(word, dict):
             self.commits[word["step"]] = word
             self.order_of_commits.append(word["step"])
-        elif word != "ready":
+        else:
             self.end = word
-
-    def ready(self) -> "Rank":
-        """Wait until the group asks for its first quorum."""
-        assert self._receive() == "ready"
-        return self
 
     def until(self, step: int) -> dict:
         """Wait for the commit of `step`."""
@@ -75,10 +70,6 @@ class Rank:
                 self._note(self._connection.recv())
             except (EOFError, ConnectionResetError):
                 return
-
-    def go(self) -> None:
-        """End its pause."""
-        self._connection.send("go")
 
     def kill(self) -> None:
         """Also of one that is stopped, which otherwise dies late, and of one that just ended."""
@@ -182,12 +173,6 @@ def check_states(group: Rank, slots: int = 6) -> None:
         assert commit["state"] == expected(step, slots), f"step {step}"
         assert commit["tokens"] == 10.0 * slots
     assert group.order_of_commits == sorted(set(group.order_of_commits))
-
-
-def check(group: Rank, steps: int, slots: int = 6) -> None:
-    """`check_states`, and the group reached the last step."""
-    group.until(steps)
-    check_states(group, slots)
 
 
 def newest(ranks: list[Rank]) -> int:

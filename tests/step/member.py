@@ -42,8 +42,7 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. With `pause_after`, rank 0 waits after that commit for a word from the test. `host`: its address, where
-    it is none of loopback; `namespace`: whose network it uses."""
+    """One rank. `host`: its address, where it is none of loopback; `namespace`: whose network it uses."""
 
     group: int
     lighthouse: str
@@ -54,7 +53,6 @@ class Options:
     ranks: int = 1
     slots: int = 6
     slot_s: float = 0.01
-    crash_at: str = ""
     give_up_s: float = 60
     reduce_s: float = 5
     quorum_s: float = 5
@@ -62,7 +60,6 @@ class Options:
     heartbeat_s: float = 0.5
     connect_s: float = 2.0
     stall_s: float = 40
-    pause_after: int = -1
     host: str = ""
     namespace: str = ""
 
@@ -75,12 +72,6 @@ class Options:
 def gradient(step: int, slot: int) -> torch.Tensor:
     """Whole numbers, so that sums are exact in any order."""
     return torch.tensor([1.0, slot, step, slot * step])
-
-
-def crash_if(wanted: str, here: str) -> None:
-    """Die by SIGKILL at a phase, `phase:step` or any step's `phase`."""
-    if wanted in (here, here.partition(":")[0]):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ToyWork:
@@ -98,7 +89,6 @@ class ToyWork:
         if self.options.ranks > 1:
             dist.all_reduce(torch.zeros(1))  # as FSDP does
         self.files.reach("backward", step)
-        crash_if(self.options.crash_at, f"compute:{step}:{len(self.done)}")
         self.param.backward(gradient(step, slot))
         self.done.append(slot)
 
@@ -157,8 +147,6 @@ class ToyWork:
             }
         )
         self.files.reach("applied", commit.step)
-        if self.options.pause_after == commit.step:
-            self.connection.recv()
 
     def checksum(self) -> int | None:
         return int(self.param.detach().abs().sum() * 8) if self.step and self.step % 5 == 0 else None
@@ -194,7 +182,6 @@ class Files(RankFiles):
 
     def reach(self, phase: str, step: int) -> None:
         self.step = step
-        crash_if(self.options.crash_at, f"{phase}:{step}")
         with contextlib.suppress(FileNotFoundError):
             order = json.loads(self.order.read_text())
             if order["phase"] == phase:
@@ -249,7 +236,7 @@ def lighthouse(
 
 
 def main(options: Options, connection: Connection) -> None:
-    """Train, and send each commit over `connection`: first "ready", then dicts, then how it ended."""
+    """Train, and send each commit over `connection`: dicts, then how it ended."""
     if options.namespace:
         enter(options.namespace)
     host = use_interface(options.address).address
@@ -307,7 +294,6 @@ def main(options: Options, connection: Connection) -> None:
         host=around,
     )
     driver = Driver(protocol, work, around, timeouts.give_up)
-    connection.send("ready")
     end = driver.run()
     connection.send(end.name)
     if membership is not None:
