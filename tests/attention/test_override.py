@@ -59,7 +59,6 @@ def plain_sdpa(spec):
 
 
 def first(layers, spec):
-    """The model's first layers alone."""
     spec.model.layers = spec.model.layers[:layers]
     return spec
 

@@ -32,7 +32,6 @@ class TinyRun(Watched):
         return [sys.executable, run_tiny.__file__, str(run_dir), *args]
 
     def chaos(self, *args):
-        """A running `everstep chaos` on this run."""
         return subprocess.Popen(
             [sys.executable, "-m", "everstep.cli", "chaos", str(self.run_dir), *args],
             env=environment(),
@@ -51,7 +50,6 @@ class TinyRun(Watched):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Three groups of two ranks."""
     run = TinyRun(None, tmp_path_factory.mktemp("tiny") / "run", "3", "2", *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)

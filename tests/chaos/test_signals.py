@@ -31,7 +31,6 @@ time.sleep(600)
 
 @pytest.fixture
 def victim():
-    """A process to be stopped or killed."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()

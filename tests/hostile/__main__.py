@@ -192,7 +192,6 @@ def trials(
 
 
 def main() -> int:
-    """The program. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="scripts/hostile", description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--groups", type=int, default=3)

@@ -21,7 +21,6 @@ def agent(tmp_path):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Starts tiny runs that end with the module."""
     runs = []
 
     def _start(*args, **kwargs):

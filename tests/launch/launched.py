@@ -100,8 +100,6 @@ def events_of(run_dir, kind, **fields):
 
 
 class TinyRun(Tiny):
-    """A supervisor of its own process, with everything below it."""
-
     def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None, forked=True):
         super().__init__(run_dir)
         self.output = output or run_dir.with_suffix(".out")

@@ -17,7 +17,6 @@ from launched import DEADLINE_S, alive, events_of, until
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts `everstep lighthouse` for two groups."""
     config, processes = tmp_path / "run" / "config.toml", []
     config.parent.mkdir()
     config.write_text("")

@@ -38,7 +38,6 @@ def outside(**more):
 
 @pytest.fixture(scope="module")
 def venv(wheel, tmp_path_factory):
-    """Its own environment, with the wheel and what it depends on."""
     folder = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"

@@ -67,7 +67,6 @@ class Recipe:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def toml(self, *, fault_tolerant: bool, steps: int = STEPS) -> str:
-        """The config file of a run of it."""
         table = {"job": {"module": "shallow", "config": f"{self.suite}__{self.name}"}, **self.sections}
         table["training"] = {**table.get("training", {}), "steps": steps}
         if fault_tolerant:
@@ -98,7 +97,6 @@ def names() -> list[tuple[str, str]]:
 
 
 def original(suite: str, name: str) -> Any:
-    """The config as torchtitan has it."""
     return getattr(importlib.import_module(f"{PACKAGE}.{suite}"), name)()
 
 

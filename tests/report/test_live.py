@@ -21,7 +21,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def points(folder):
-    """By tag."""
     if not folder.exists():
         return {}
     found = EventAccumulator(str(folder)).Reload()

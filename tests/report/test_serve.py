@@ -104,7 +104,6 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
 
 @pytest.fixture(scope="module")
 def served():
-    """The address of a server."""
     listening = socket.create_server(("127.0.0.1", 0))
     serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
     return "{}:{}".format(*listening.getsockname())

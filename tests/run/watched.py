@@ -161,8 +161,6 @@ class Followed:
 
 
 class Watched(Followed):
-    """A running `everstep run` with everything below it."""
-
     starts = Forked
 
     def __init__(self, config, run_dir, *args):

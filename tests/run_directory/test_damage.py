@@ -1,17 +1,23 @@
-"""Damaged bytes at every door of a run directory: they are refused, or what is taken from them can be used."""
+"""Damaged bytes at every door of a run directory: they are refused, or what is taken from them can be used; and every
+command that reads one ends with an exit status and no traceback."""
 
 import contextlib
+import json
 import math
 import os
 import random
+import shutil
 from dataclasses import asdict
 
 import pytest
 
 from damage import damaged
+from everstep import cli
 from everstep.chaos.view import View
+from everstep.commands import watch
 from everstep.config.errors import ConfigError
 from everstep.config.source import parse_source
+from everstep.data.pack import Pack, pack
 from everstep.launch.prepare import Prepared, leave_answer, prepared_file, take_answer
 from everstep.launch.view import RunState
 from everstep.report import metrics
@@ -19,10 +25,11 @@ from everstep.report.score import score
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.data_start import began_after
-from everstep.run.directory import groups_file, wanted_groups
+from everstep.run.directory import GroupOver, RunDir, groups_file, over_file, wanted_groups
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, fence_file, holder
 from everstep.run.files import write_json
+from everstep.run.token import own_token
 from everstep.wire import parse_address
 
 CONFIG = """
@@ -123,6 +130,52 @@ def test_no_damage_ends_a_reader_or_is_believed(tmp_path, rounds):
     assert published_address(tmp_path) == "http://[::1]:29510"
     assert read_beat(beat_path(tmp_path, 0, 0)).phase == "compute"
     assert (holder(tmp_path, 0), take_answer(tmp_path).groups) == (Claim(1, 0), 2)
+
+
+COMMANDS = (
+    ("status",), ("watch",), ("report", "--json"), ("report", "--check"), ("report", "--against", "OTHER"), ("stop",),
+    ("same", "OTHER"), ("snapshots",), ("chaos", "--every", "5"), ("scale", "--groups", "3"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_command_ends_with_a_status(tmp_path, monkeypatch, capsys, rounds):
+    def enough(pause_s):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", enough)  # a run without an end is watched for ever
+    run_dir = tmp_path / "run"
+    write_all(run_dir)
+    prepared_file(run_dir).unlink()  # with one, `scale` asks another process what the config says
+    write_json(over_file(run_dir, 1), GroupOver("failed", "given up").__dict__)
+    own_token(run_dir)
+    RunDir(run_dir).lock()
+    RunDir(run_dir).unlock()
+    (tmp_path / "in.txt").write_text("some text " * 99)
+    pack(Pack((tmp_path / "in.txt",), run_dir / "corpus.tokens"))
+    shutil.copytree(run_dir, tmp_path / "other")
+    files = sorted(path for path in run_dir.rglob("*") if path.is_file())
+    whole, chance, statuses = {path: path.read_bytes() for path in files}, random.Random(rounds), set()
+    for number in range(rounds):
+        path = chance.choice(files)
+        path.write_bytes(damaged(whole[path], chance))
+        if path.suffix == ".tokens":
+            words = ["pack", "--verify", "--out", str(path)]
+        else:
+            name, *more = COMMANDS[number % len(COMMANDS)]
+            words = [name, str(run_dir), *(str(run_dir.with_name("other")) if one == "OTHER" else one for one in more)]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        said = "".join(capsys.readouterr())
+        assert ended.value.code in (0, 1, 2, cli.INTERRUPTED_EXIT), (words, path, said)
+        assert "Traceback" not in said
+        assert json.dumps(said).count("\\u001b[2J") == 0, "nothing of it is obeyed by a terminal"
+        statuses.add(ended.value.code)
+        for one, data in whole.items():
+            if not one.is_file() or one.read_bytes() != data:
+                one.unlink(missing_ok=True)
+                one.write_bytes(data)
+    assert statuses >= {0, 1, 2}
 
 
 STANDS_THERE = {

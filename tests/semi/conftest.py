@@ -23,7 +23,6 @@ class Streams:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts `everstep run` on a config; ends with the test."""
     runs = []
 
     def _start(config, *args, name="run"):

@@ -60,7 +60,6 @@ def losses_of(run):
 
 
 def worst(run, expected, step=ROUNDS * SYNC_STEPS):
-    """Largest difference of any parameter at the end of the run."""
     found = final_parameters(run.run_dir, expected.parameters, step)
     return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
 

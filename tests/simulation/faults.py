@@ -72,7 +72,6 @@ def _spare(world: World, *lives: Life) -> bool:
 
 
 def _another(world: World, life: Life) -> Life | None:
-    """Another group than this one."""
     others = [other for other in world.lives() if other is not life]
     return world.scheduler.random.choice(others) if others else None
 
@@ -141,7 +140,6 @@ def _last_message(world: World, life: Life, rank: Rank, size: float) -> bool:
 
 
 def _cut(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """The connections between two groups are gone."""
     other = _another(world, life)
     if other is None:
         return False
@@ -236,7 +234,6 @@ def _ask_to_leave(world: World, life: Life) -> None:
 
 
 def _join(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """A group that was not there before."""
     if len(world.groups) > world.plan.groups + 1 or world.finishing():
         return False
     world.add_group(max(world.groups) + 1)
@@ -376,13 +373,11 @@ def _hosts(world: World) -> list[str]:
 
 
 def _part(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """Nothing passes between two groups."""
     other = _another(world, life)
     return other is not None and _lose(world, _around(life, [other.host]), size)
 
 
 def _one_way(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """Nothing passes from one group to another."""
     other = _another(world, life)
     return other is not None and _lose(world, [(life.host, other.host)], size)
 

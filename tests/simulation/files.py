@@ -31,8 +31,6 @@ class Shared(Generic[T]):
 
 
 class SimFiles:
-    """RunFiles of one rank."""
-
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank
 

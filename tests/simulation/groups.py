@@ -158,8 +158,6 @@ class Life:
 
 
 class Rank:
-    """One process of a group."""
-
     def __init__(self, world: World, life: Life, number: int) -> None:
         self.world, self.life, self.number = world, life, number
         self.name = f"{life.name}/{number}"

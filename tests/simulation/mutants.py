@@ -278,7 +278,6 @@ def search(package_root: Path, most: int) -> str:
 
 
 def attempt(mutant: Mutant, most: int) -> str:
-    """What `search` says of a mutant, from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "everstep"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

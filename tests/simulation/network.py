@@ -90,7 +90,6 @@ class Network:
         self.scheduler.call_in(seconds, self._open, ways)
 
     def _between(self, one: str, other: str) -> list[Socket]:
-        """Connected sockets of either host to the other."""
         both = {one, other}
         return [
             sock
@@ -131,7 +130,6 @@ class Network:
             self.scheduler.call_in(seconds, self.delay_s.pop, way, None)
 
     def is_open(self) -> bool:
-        """Whether everything passes everywhere, and at once."""
         return not (any(self.lost.values()) or any(self.closed.values()) or self.delay_s)
 
     def reset(self, one: str, other: str) -> None:
@@ -238,8 +236,6 @@ class _Readable:
 
 
 class Listener(_Readable):
-    """A listening socket."""
-
     def __init__(self, network: Network, process: Process, port: int) -> None:
         super().__init__(network, process)
         self.port = port
@@ -269,8 +265,6 @@ class Listener(_Readable):
 
 
 class Socket(_Readable):
-    """One end of a connection."""
-
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__(network, process)
         self.peer: Socket | None = None
@@ -414,8 +408,6 @@ class Socket(_Readable):
 
 
 class Selector:
-    """`selectors.DefaultSelector`, for reading."""
-
     def __init__(self) -> None:
         self.changed = Signal()
         self._keys: dict[_Readable, real_selectors.SelectorKey] = {}

@@ -68,8 +68,6 @@ class Collectives:
 
 
 class GroupRanks:
-    """Ranks of one rank."""
-
     def __init__(self, collectives: Collectives, rank: int, size: int) -> None:
         self._collectives, self.rank, self.size = collectives, rank, size
 

@@ -101,8 +101,6 @@ class Task:
 
 
 class Signal:
-    """Wakes the tasks that wait on it."""
-
     __slots__ = ("waiters",)
 
     def __init__(self) -> None:
@@ -198,7 +196,6 @@ class Scheduler:
         self._block()
 
     def pause(self, low: float, high: float) -> None:
-        """Sleep for a random time."""
         self.sleep(low + (high - low) * self.random.random())
 
     def wait(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:

@@ -129,8 +129,6 @@ class StoreServer:
 
 
 class Store:
-    """`torch.distributed.TCPStore`, as a client."""
-
     def __init__(self, host: str, port: int, *, is_master: bool, wait_for_workers: bool, timeout: timedelta) -> None:
         scheduler, place = HERE.scheduler, (host, port)
         until = scheduler.now + timeout.total_seconds()
@@ -149,8 +147,6 @@ class Store:
 
 
 class Prefix:
-    """`torch.distributed.PrefixStore`."""
-
     def __init__(self, name: str, store: Store | Prefix) -> None:
         self.name = f"{store.name}/{name}" if isinstance(store, Prefix) else name
         self.base: Store = store.base if isinstance(store, Prefix) else store

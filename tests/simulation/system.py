@@ -53,8 +53,6 @@ def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> b
 
 
 class Thread:
-    """`threading.Thread`."""
-
     def __init__(
         self,
         group: None = None,
@@ -91,8 +89,6 @@ class Thread:
 
 
 class Timer(Thread):
-    """`threading.Timer`."""
-
     def __init__(self, interval: float, function: Callable[..., Any], args: Iterable[Any] = ()) -> None:
         super().__init__(target=function, args=args)
         self._interval = interval
@@ -108,8 +104,6 @@ def current_thread() -> Thread | None:
 
 
 class Lock:
-    """`threading.Lock`."""
-
     def __init__(self) -> None:
         self._held = False
         self._freed = Signal()
@@ -162,8 +156,6 @@ class Condition(Lock):
 
 
 class Event:
-    """`threading.Event`."""
-
     def __init__(self) -> None:
         self._flag = False
         self._news = Signal()
@@ -193,8 +185,6 @@ threading = SimpleNamespace(
 
 
 class SimpleQueue:
-    """`queue.SimpleQueue`."""
-
     def __init__(self) -> None:
         self._things: deque[Any] = deque()
         self._more = Signal()
@@ -228,7 +218,6 @@ class ThreadPoolExecutor:
     def __exit__(self, *raised: object) -> None: ...
 
     def map(self, call: Callable[[Any], Any], *arguments: Iterable[Any]) -> list[Any]:
-        """What the calls returned, or raised."""
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
 

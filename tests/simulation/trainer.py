@@ -70,8 +70,6 @@ class SimReducer:
 
 
 class SimWork:
-    """Work of one rank."""
-
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self.rank, self.judge = world, rank, world.judge
         self._memory = torch.zeros(STATE_WORDS, dtype=torch.int64)

@@ -78,7 +78,6 @@ class Submitted(Followed):
         return figures
 
     def end(self):
-        """Nothing of it is left."""
         self.cluster.cancel_all()
         for event in (*self.events("workers_started"), *self.events("node_workers_started")):
             for pid in event["pids"]:
@@ -108,7 +107,6 @@ def cluster():
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Submits a run; whatever is left of it ends with the test."""
     started = []
 
     def _submit(*flags, groups=3, **sections):

@@ -44,7 +44,6 @@ class Rank:
             self.end = word
 
     def until(self, step: int) -> dict:
-        """Wait for the commit of `step`."""
         while step not in self.commits:
             self._note(self._receive())
             assert not self.end, f"the group was done before step {step}: {self.end}"
@@ -79,7 +78,6 @@ class Rank:
         self.process.join()
 
     def death(self) -> int:
-        """Wait for its end; the exit code, negative for a signal."""
         self.process.join(DEADLINE_S)
         return self.process.exitcode
 
@@ -109,11 +107,9 @@ class Run:
         self.lighthouse.join()
 
     def group(self, number: int, *, steps: int, **options: object) -> Rank:
-        """A group of one rank."""
         return self.ranks(number, 1, steps=steps, **options)[0]
 
     def ranks(self, number: int, ranks: int, *, steps: int, **options: object) -> list[Rank]:
-        """A group of several."""
         port, group = free_port(), []
         for rank in range(ranks):
             group.append(

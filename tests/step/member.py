@@ -65,7 +65,6 @@ class Options:
 
     @property
     def address(self) -> str:
-        """Where the rank listens."""
         return self.host or host_of(self.group)
 
 
@@ -206,7 +205,6 @@ class Column(RankColumn):
 
 
 def host_of(group: int) -> str:
-    """The loopback address of a group."""
     return f"127.0.0.{10 + group}"
 
 
@@ -301,8 +299,6 @@ def main(options: Options, connection: Connection) -> None:
 
 
 class OneRank:
-    """The collectives of a group of one."""
-
     rank, size = 0, 1
 
     def gather(self, words):

@@ -54,7 +54,6 @@ def races() -> list[str]:
 
 
 def forget() -> None:
-    """Begin to look for races anew."""
     torch.ops.late.forget()
 
 
@@ -72,15 +71,11 @@ def held() -> Iterator[None]:
 
 
 class Stream(torch.Stream):
-    """A stream of the device."""
-
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any):
         return super().__new__(cls, **kwargs) if kwargs else super().__new__(cls, device=NAME, priority=priority)
 
 
 class Event(torch.Event):
-    """An event of the device."""
-
     def __new__(cls, device: Any = None, enable_timing: bool = False, **kwargs: Any):
         return super().__new__(cls, device=NAME, enable_timing=enable_timing)
 

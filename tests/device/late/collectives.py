@@ -52,7 +52,6 @@ def here() -> torch.Event:
 
 
 def register() -> None:
-    """Tell torch.distributed of the backend."""
     from torch import distributed as dist
 
     dist.Backend.register_backend("lateccl", _made, devices=["late"])
@@ -124,8 +123,6 @@ def _backend() -> type:
     from torch._C import _distributed_c10d as c10d
 
     class LateBackend(c10d.Backend):
-        """One process group."""
-
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             super().__init__(rank, size)
             self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)

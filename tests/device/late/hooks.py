@@ -33,8 +33,6 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a hook after its module was executed."""
-
     def find_spec(self, name, path=None, target=None):
         hook = HOOKS.pop(name, None)
         if hook is None:
