@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from everstep import wire
-from everstep.quorum import watch
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.process_group import Place, RankColumn, reach
-from everstep.quorum.watch import KEY_BYTES, PeerWatch
+from everstep.quorum.watch import PeerWatch
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -148,16 +146,3 @@ def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(
     wait_for(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
     assert time.monotonic() - begin < LONG.total_seconds()
     assert_they_add(board, "again", *columns)
-
-
-def test_the_kernel_asks_for_a_host_that_tells_nothing():
-    one, other = (PeerWatch(HOST, lambda _: None, TOKEN) for _ in range(2))
-    key = b"k" * KEY_BYTES
-    one.begin(key, {1: other.address}, LONG)
-    port = wire.parse_address(other.address)[1]
-    (connection,) = (each for each in one._connections[key] if each.getpeername()[1] == port)
-    asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
-    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == watch.SILENCE.total_seconds()
-    for each in (one, other):
-        each.close()
