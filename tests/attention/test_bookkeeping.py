@@ -1,4 +1,4 @@
-"""Sections, findings, schedule and injection: what is decided and kept on the host."""
+"""How often layers are looked at, and what is seen at any rate."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""An agent without a supervisor, as a batch job starts it."""
+"""An agent without a supervisor, as a batch job starts it, and what its workers find in their environment."""
 
 import json
 import os

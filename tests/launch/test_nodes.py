@@ -1,4 +1,4 @@
-"""Groups on several nodes, and nodes that are not fit to train on."""
+"""Groups on several nodes, and nodes that are left."""
 
 import os
 import signal

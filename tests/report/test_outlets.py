@@ -1,4 +1,4 @@
-"""What attention checks and snapshots say reaches everybody who looks: report, page, status, view, metrics, curves."""
+"""What attention checks and snapshots say reaches everybody who looks: report, page, status, view."""
 
 import pytest
 

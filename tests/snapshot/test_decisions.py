@@ -1,4 +1,4 @@
-"""The pure functions: which step is restorable and from where, and which buffer may be overwritten."""
+"""The pure function that says which step is restorable, and from where."""
 
 from typing import Any
 

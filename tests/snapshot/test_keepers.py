@@ -1,4 +1,4 @@
-"""The keeper's life: when it starts and ends, what it leaves, and that no fault of its surroundings ends it."""
+"""The keeper's life: when it starts and ends, and what it leaves."""
 
 import shutil
 import time

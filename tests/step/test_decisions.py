@@ -1,4 +1,4 @@
-"""Decisions of a group: every rank learns what each said, and ranks at different decisions do not pair."""
+"""Ranks of a group that are at different decisions do not pair."""
 
 import pytest
 
