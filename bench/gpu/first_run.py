@@ -343,7 +343,7 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
     from torchtitan.models import llama3
     from torchtitan.trainer import Trainer
 
-    from everstep.titan import attention, cpu
+    from everstep.titan import attention, cpu, cpu_attention
 
     large = device().type == "cuda"
     spec: Any = llama3.model_registry("8B" if large else "debugmodel", attn_backend="flex")
@@ -352,7 +352,7 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
     spec.model.layers = spec.model.layers[:1]
     spec.model.update_from_config(config=config)
     if not cpu.has_attention_kernels():
-        cpu.prepare(config)
+        cpu_attention.prepare(config)
     attention.apply(config, section)
     if config.override.imports:
         apply_overrides(config.override, config)
@@ -510,12 +510,13 @@ def everstep(run_dir: Path, *flags: str, limit_s: float = 900) -> None:
 def bitwise() -> str:
     """Two runs of one group end with the same losses, to the bit."""
     needs_titan()
-    from everstep.report.score import curve
+    from everstep.report.score import account_of, loss_by_step
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("one", "two"):
             everstep(Path(folder, name), "--groups", "1", "--steps", "8", "--checkpoint.no-enable")
-        one, two = (curve(Path(folder, name)) for name in ("one", "two"))
+        runs = (account_of(Path(folder, name)) for name in ("one", "two"))
+        one, two = (loss_by_step(run.lineage.final()) for run in runs)
     differing = [step for step in one if one[step] != two.get(step)]
     assert one, "no step was made"
     assert not differing, f"steps {differing} differ: {[(one[s], two.get(s)) for s in differing[:3]]}"

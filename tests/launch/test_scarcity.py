@@ -11,8 +11,8 @@ import time
 import pytest
 
 from everstep.launch.status import status as status_of
-from everstep.report.page import write_page
 from launched import DEADLINE_S, until
+from timeline import page_of
 
 ENDLESS = ("--training.steps", "1000000")
 TOLD_S = 4.0
@@ -67,6 +67,6 @@ def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_a
     assert told["reason"].removeprefix("group") in run.said()
     summed_up = re.escape(told["reason"][1:]).replace("3", r"\d+", 1)
     assert re.search(summed_up, status_of(run.run_dir)), "however often it is by now"
-    assert re.search(r"has failed \d+ times in a row", write_page(run.run_dir).read_text())
+    assert re.search(r"has failed \d+ times in a row", page_of(run.run_dir).read_text())
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(DEADLINE_S) == 0

@@ -7,8 +7,8 @@ import sys
 
 from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState, open_view
-from everstep.report.page import write_page
 from everstep.run.events import EventLog, read_events
+from timeline import page_of
 
 
 def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
@@ -46,7 +46,7 @@ def test_nobodys_words_forge_a_line(tmp_path, capsys):
     log.emit("agent_ended", status="failed", reason="given up\r\x1b[1mrun done")
     open_view(1)(list(read_events(tmp_path)))
     out = capsys.readouterr().out
-    said = out + status_of(tmp_path) + write_page(tmp_path).read_text()
+    said = out + status_of(tmp_path) + page_of(tmp_path).read_text()
     assert not {"\r", "\x1b"} & set(said)
     assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
     assert "rank 0 exited\\r12:00:00" in out, "shown"

@@ -11,7 +11,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.report import metrics
-from everstep.report.account import Now
+from everstep.report.account import Account
 from everstep.report.curves import WandB
 from everstep.report.live import Teller
 from timeline import Timeline
@@ -143,7 +143,7 @@ def test_the_endpoint_serves_what_the_events_say_under_this_machines_names(tmp_p
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():
-    families = metrics.Figures(Now(), 1, 1).collect()
+    families = metrics.Figures(Account(), 1, 1).collect()
     known = {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
     def mentioned(text):

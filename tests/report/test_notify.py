@@ -10,8 +10,8 @@ import pytest
 from everstep.report import notify
 from everstep.report.live import Teller
 from everstep.report.notify import Notifier
-from everstep.report.page import write_page
 from everstep.run.events import EventLog
+from timeline import page_of
 from watched import until
 
 
@@ -81,6 +81,6 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
     assert [text.split(":")[0] for text in hook.texts] == [tmp_path.name] * 4
     assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:3])
     assert hook.texts[3].endswith(": The run failed: every group was given up.")
-    text = write_page(tmp_path).read_text()
+    text = page_of(tmp_path).read_text()
     assert "secret" not in text
     assert "exact = false" in text

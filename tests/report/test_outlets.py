@@ -5,10 +5,9 @@ import pytest
 from everstep.launch.status import status as status_of
 from everstep.launch.view import RunState
 from everstep.report.account import read
-from everstep.report.page import write_page
 from everstep.report.score import figures_of, score, summary
 from everstep.run.events import read_events
-from timeline import Timeline
+from timeline import Timeline, page_of
 
 UNFIT = "rank 1 on host a refused slot 3 of step 2 2 times: layer 4 wq.y (moderate): take it out of service."
 NARROW = "Another group got the same: bounds are widened."
@@ -55,11 +54,9 @@ def test_report_and_page(run_dir):
     assert f"attention {COVERED}" in lines
     assert f"findings  0 corrected, 1 recomputed, 1 refused; {JUDGED}" in lines
     assert f"memory    {PROTECTED}" in lines
-    top, rest = write_page(run_dir).read_text().split('class="cards"', 2)
-    assert UNFIT.rstrip(".") in top
-    assert PROTECTED in top
-    for sentence in (COVERED, JUDGED, "1 refused"):
-        assert sentence in rest
+    page = page_of(run_dir).read_text()
+    for sentence in (UNFIT.rstrip("."), PROTECTED, COVERED, JUDGED, "1 refused"):
+        assert sentence in page
 
 
 def test_status_and_view(run_dir):

@@ -6,9 +6,8 @@ import subprocess
 
 import pytest
 
-from everstep.report.page import write_page
 from simulator import Simulator
-from timeline import Timeline
+from timeline import Timeline, page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -35,10 +34,10 @@ def opened(page, tmp_path, *flags):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_a_browser_opens_it_without_complaint(tmp_path):
     run, other = simulated(tmp_path / "run", 60), simulated(tmp_path / "other", 60, seed=1)
-    text, complaints = opened(write_page(run, other), tmp_path, "--window-size=390,800")
+    text, complaints = opened(page_of(run, other), tmp_path, "--window-size=390,800")
     assert complaints == []
     assert text.count("<svg") == text.count("data-curve=") >= 4
-    assert "attempts thrown away" in text
+    assert "0 thrown away" in text
     for outside in ('src="http', 'href="http', "@import", "<script src"):
         assert outside not in text, "it needs nothing but itself"
     assert "&lt;b&gt;not markup" in text
@@ -46,7 +45,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
 
 def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
     Timeline().add(0, "run_started", role="supervisor", groups=2).write(tmp_path)
-    text = write_page(tmp_path).read_text()
+    text = page_of(tmp_path).read_text()
     assert "No step yet." in text
     assert "exactly once" not in text, "nothing is claimed yet"
 
@@ -59,19 +58,19 @@ def test_links_where_a_report_writes_are_replaced_and_none_is_shown(tmp_path):
     config = run / "config.toml"
     config.unlink()
     config.symlink_to(victim)
-    page = write_page(run)
+    page = page_of(run)
     assert victim.read_text().startswith("[job]")
     assert not page.is_symlink()
     assert page.read_text().startswith("<!doctype html>")
     assert "do-not-show-this" not in page.read_text()
     config.unlink()
     os.mkfifo(config)
-    write_page(run)
+    page_of(run)
     config.unlink()
     config.write_bytes(b"[job]\nmodule = '\xff'\n")
-    write_page(run)
+    page_of(run)
     victim.replace(config)
-    assert "do-not-show-this" in write_page(run).read_text()
+    assert "do-not-show-this" in page_of(run).read_text()
 
 
 def failing(folder):
@@ -92,9 +91,9 @@ def failing(folder):
 
 
 def test_a_failing_run_looks_failing(tmp_path):
-    text = write_page(failing(tmp_path)).read_text()
-    top = text[: text.index('class="cards"', text.index("</style>"))]
-    assert "What failed: 6 deaths of workers, 2 groups given up" in top
+    text = page_of(failing(tmp_path)).read_text()
+    top = text[text.index("<body>") : text.index("report.json</h2>")]
+    assert '<p class="broken">The run is not done: failed, every group was given up.</p>' in top
     assert "KeyError: &#39;c4&#39;" in top
     assert "The run failed: every group was given up. Last error of a worker: KeyError" in top
     assert "exactly once" not in top

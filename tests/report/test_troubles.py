@@ -8,10 +8,9 @@ from everstep.launch.status import status
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.report.account import read
-from everstep.report.page import write_page
 from everstep.report.troubles import GUARANTEES, SKIPPED, Troubles
 from everstep.run.events import read_events
-from timeline import Timeline
+from timeline import Timeline, page_of
 
 CODED = ("snapshot_protected", {"members": [0, 1], "survives": 1, "exposed": []})
 ALONE = ("snapshot_protected", {"members": [0], "survives": 0, "exposed": [0]})
@@ -161,7 +160,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     assert len(found.sentence) < 1000
     assert any(text.endswith(f" {found.sentence}") for text in console)
     assert f"WRONG   {found.sentence}" in status(tmp_path).splitlines()
-    assert f"<p>{escape(found.sentence)}</p>" in write_page(tmp_path).read_text()
+    assert f"{escape(found.sentence)}</td>" in page_of(tmp_path).read_text()
     figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.text(state, 3, 1))}
     count = {name: figures["everstep_degraded", name] for name in GUARANTEES}
     assert count == dict.fromkeys(GUARANTEES, 0) | {guarantee: 1}

@@ -4,6 +4,13 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from everstep.report.page import write_report
+
+
+def page_of(run_dir, against=None):
+    write_report(run_dir, against)
+    return run_dir / "report.html"
+
 
 class Timeline:
     """Collects events; `events` gives them in order of time. Four slots in a step unless `owners` differ."""

@@ -19,12 +19,11 @@ from everstep.chaos.command import Plan, inject, settle
 from everstep.chaos.target import Target
 from everstep.config.source import read_source
 from everstep.report.page import write_report
-from everstep.report.score import account_of, score, summary, verdict
+from everstep.report.score import score, summary, verdict
 from everstep.run.directory import LaunchError, default_run_dir, holder_of
 from everstep.run.stops import collect_stops
 
 POLL_S = 0.2
-ALLOW = "--fault_tolerance.allow_faults"
 
 
 @dataclass(kw_only=True)
@@ -54,7 +53,7 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     if run_dir.exists():
         raise LaunchError(f"{run_dir} is there already: a trial needs a run of its own.")
     stops = collect_stops()
-    started = _start(command, run_dir, [ALLOW, *flags])
+    started = _start(command, run_dir, flags)
     try:
         target = _await_run(started, run_dir, order.spared)
         why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
@@ -68,7 +67,7 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     finally:
         started.terminate()  # whatever went wrong here, the run does not stay
         started.wait()
-    figures = write_report(run_dir, account_of(run_dir), reference)
+    figures = write_report(run_dir, reference)
     print(summary(figures, may_stop=True))
     if reference and (missing := figures["steps"] - figures["loss_delta_steps"]):
         unmet = [*unmet, f"The run without faults has no loss of {missing} steps; nothing is known of those."]

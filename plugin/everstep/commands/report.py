@@ -33,10 +33,10 @@ class Report:
 def report(command: Report, flags: Sequence[str]) -> int:
     """`everstep report`; returns the exit status."""
     from everstep.report.page import write_report
-    from everstep.report.score import account_of, summary, verdict
+    from everstep.report.score import summary, verdict
 
     try:
-        figures = write_report(command.run_dir, account_of(command.run_dir), command.against)
+        figures = write_report(command.run_dir, command.against)
     except FileNotFoundError as error:
         raise LaunchError(str(error)) from None
     broken = verdict(figures) if command.check else []

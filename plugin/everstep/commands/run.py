@@ -49,7 +49,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Order, Prepared, take_answer
     from everstep.report.page import write_report
-    from everstep.report.score import account_of, plain_summary, summary
+    from everstep.report.score import plain_summary, summary
 
     for name, value in (("--groups", command.groups), ("--ranks-per-group", command.ranks_per_group)):
         if value is not None and value < 1:
@@ -71,7 +71,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
     status = supervisor.run(settings, view.open_view())
     print(f"Everything of this run is in {run_dir}")
     try:
-        figures = write_report(run_dir, account_of(run_dir))
+        figures = write_report(run_dir)
     except OSError as error:  # a full disk
         print(f"report.json is not written ({error.strerror}); later: everstep report {run_dir}")
         return status

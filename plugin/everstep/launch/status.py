@@ -4,8 +4,9 @@ import time
 from pathlib import Path
 
 from everstep.launch.slurm import job_file, jobs_of, require_slurm, states_of
-from everstep.launch.view import RunState, duration
+from everstep.launch.view import RunState
 from everstep.report.checking import covered, judged
+from everstep.report.score import duration
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import GroupOver, LaunchError, holder_of, over_file, stop_file

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.launch.forking import keep_on_without_output
-from everstep.report.account import Now
+from everstep.report.account import Account
 from everstep.report.checking import covered, wrong
+from everstep.report.score import duration
 from everstep.report.troubles import Fields, trouble
 
 RATE_WINDOW = 20
@@ -17,19 +18,6 @@ RATE_WINDOW = 20
 KEPT_EVENTS = 8
 
 OnEvents = Callable[[list[dict]], None]
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds for a reader: 42 s, 29:05, 3:24:05, 12 d 3 h."""
-    if seconds is None:
-        return "-"
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    if whole < 100:
-        return f"{whole} s"
-    if hours < 48:
-        return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 LINES = {
@@ -88,7 +76,7 @@ def show_plainly(events: list[dict]) -> None:
 
 
 @dataclass
-class RunState(Now):
+class RunState(Account):
     """Where a run is, and what a person is told of it."""
 
     starts: Counter[int] = field(default_factory=Counter)

@@ -1,12 +1,11 @@
 """What a run's events say, folded into one account in one pass.
 
-`Now` is what holds at this moment: its size does not grow with the run, so `everstep watch`, `status`, the metrics and
-the webhook follow a run with it. `Account` keeps beside that what a report needs. Both take any event of any rank, in
-order of time; rank 0 speaks for its group.
+The report, its page, `everstep watch`, `status`, the metrics and the webhook follow a run with it. It takes any event
+of any rank, in order of time; rank 0 speaks for its group.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,10 @@ from everstep.report.protection import Protection
 from everstep.report.times import STATES, Lane, Session
 from everstep.report.troubles import Troubles
 
-LATE = 4096
-"""Commits that are remembered to know them again: the files of groups on other nodes may be seen late."""
-
 
 @dataclass
-class Now:
-    """Where a run is."""
+class Account:
+    """What the events of a run tell: where it is, and what it did."""
 
     groups: int = 0
     """As its start says."""
@@ -60,8 +56,21 @@ class Now:
     troubles: Troubles = field(default_factory=Troubles)
     _lanes: dict[int, Lane] = field(default_factory=dict)
     """Of this session."""
-    _known: dict[Hashable, None] = field(default_factory=dict)
-    """The histories of the newest commits."""
+    lineage: Lineage = field(default_factory=Lineage)
+    faults: Faults = field(default_factory=Faults)
+    heals: set[int] = field(default_factory=set)
+    """Steps in which a group healed."""
+    skipped: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """By step, the slots that were left out as poison (`fault_tolerance.on_poison`)."""
+    validations: dict[int, float] = field(default_factory=dict)
+    """Validation loss by step; of a step that was made again, what came out last."""
+    batch: int | None = None
+    """Samples of a whole step."""
+    give_ups: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+    """The newest exception of a worker: its type and first line."""
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    """Of semi-synchronous training: what commits say of what was sent and kept."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
         """Take note of one event; the sentences on what is wrong that are new with it."""
@@ -73,6 +82,8 @@ class Now:
         self.counts[kind] += 1
         self.checking.take(event)
         self.protection.take(event)
+        self.faults.take(event)
+        self.batch = event.get("global_batch_size", self.batch)
         match kind:
             case "run_started":
                 self.groups, self.steps, self.ending = event["groups"], event.get("steps"), None
@@ -87,6 +98,19 @@ class Now:
                 self.kills += event["fault"].startswith("kill")
             case "audit" if not event["agreed"]:
                 self.diverged |= {(event["step"], group) for group in event["differing"]}
+            case "heal":
+                self.heals.add(event["step"])
+            case "slot_skipped":
+                self.skipped[event["step"]].add(event["slot"])
+            case "validation":
+                self.validations[event["step"]] = event["loss"]
+            case "workers_died":
+                self.error = event.get("error") or self.error
+            case "agent_ended" if event["status"] == "failed":
+                self.give_ups[str(event.get("group"))] = event.get("reason", "")
+            case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
+                names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
+                self.rounds.append({name: event.get(name) or 0 for name in names})
         group = event.get("group")
         if group is not None and not event.get("rank"):
             self._of_rank_0(event, group)
@@ -120,66 +144,11 @@ class Now:
                     self.taking_part.discard(group)
                 if event.get("status") == "failed":
                     self.given_up.add(group)
-            case "commit" if event["history"] not in self._known:
-                self._known[event["history"]] = None
-                if len(self._known) > LATE:
-                    del self._known[next(iter(self._known))]
-                self._new_commit(event)
-
-    def _new_commit(self, event: dict[str, Any]) -> None:
-        """The first that is heard of a commit. A step that is made again is another commit."""
-        self.step, self.loss, self.grad_norm = event["step"], event["loss"], event.get("grad_norm")
-        self.commits += 1
-        self.tokens += event["tokens"]
-        self.progress_t, self.taking_part = event["t"], set(event["groups"])
-
-
-@dataclass
-class Account(Now):
-    """All that the events of a run tell."""
-
-    lineage: Lineage = field(default_factory=Lineage)
-    faults: Faults = field(default_factory=Faults)
-    heals: set[int] = field(default_factory=set)
-    """Steps in which a group healed."""
-    skipped: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """By step, the slots that were left out as poison (`fault_tolerance.on_poison`)."""
-    validations: dict[int, float] = field(default_factory=dict)
-    """Validation loss by step; of a step that was made again, what came out last."""
-    batch: int | None = None
-    """Samples of a whole step."""
-    ranks: int | None = None
-    give_ups: dict[str, str] = field(default_factory=dict)
-    error: str | None = None
-    """The newest exception of a worker: its type and first line."""
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    """Of semi-synchronous training: what commits say of what was sent and kept."""
-
-    def take(self, event: dict[str, Any]) -> list[str]:
-        new, kind = super().take(event), event["kind"]
-        self.faults.take(event)
-        match kind:
-            case "run_started" | "training_started":
-                self.batch = event.get("global_batch_size", self.batch)
-                self.ranks = event.get("ranks", event.get("ranks_per_group", self.ranks))
-            case "heal":
-                self.heals.add(event["step"])
-            case "slot_skipped":
-                self.skipped[event["step"]].add(event["slot"])
-            case "validation":
-                self.validations[event["step"]] = event["loss"]
-            case "workers_died":
-                self.error = event.get("error") or self.error
-            case "agent_ended" if event["status"] == "failed":
-                self.give_ups[str(event.get("group"))] = event["reason"]
-            case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
-                names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
-                self.rounds.append({name: event.get(name) or 0 for name in names})
-        return new
-
-    def _of_rank_0(self, event: dict[str, Any], group: int) -> None:
-        super()._of_rank_0(event, group)
-        self.lineage.take(event, len(self.sessions) - 1)
+        if self.lineage.take(event, len(self.sessions) - 1):
+            self.step, self.loss, self.grad_norm = event["step"], event["loss"], event.get("grad_norm")
+            self.commits += 1
+            self.tokens += event["tokens"]
+            self.progress_t, self.taking_part = event["t"], set(event["groups"])
 
     def times(self) -> dict[str, Any]:
         """Of report.json: the seconds in each state up to now, of all groups together and of each."""

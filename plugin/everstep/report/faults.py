@@ -181,5 +181,5 @@ def _targets(event: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _exited_well(event: dict[str, Any]) -> bool:
-    codes = event["exitcodes"].values()
+    codes = event.get("exitcodes", {}).values()
     return bool(codes) and all(code == 0 for code in codes)

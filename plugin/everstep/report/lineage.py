@@ -47,14 +47,12 @@ class Commit:
 
 def final_lineage(commits: list[Commit]) -> list[Commit]:
     """The chain of parents that ends in the newest state: what builds on the last new commit."""
-    child = {commit.parent.order: commit for commit in commits if commit.parent is not None}
-    tip = commits[-1] if commits else None
-    seen: set[int] = set()  # events that contradict each other can make a circle
-    while tip is not None and tip.order in child and tip.order not in seen:
-        seen.add(tip.order)
-        tip = child[tip.order]  # which may have been logged before it, by a host whose clock is behind
+    parents = {commit.parent.order for commit in commits if commit.parent is not None}
+    # What builds on the newest may have been logged before it, by a host whose clock is behind.
+    tips = [commit for commit in commits if commit.order not in parents] or commits
+    tip = tips[-1] if tips else None
     chain: list[Commit] = []
-    seen = set()
+    seen: set[int] = set()  # events that contradict each other can make a circle
     while tip is not None and tip.order not in seen:
         seen.add(tip.order)
         chain.append(tip)
@@ -73,9 +71,10 @@ class Lineage:
         self._states: dict[int, tuple[str, bool]] = {}
         """By group: history of the state it says it has, and whether it committed that itself."""
 
-    def take(self, event: dict[str, Any], session: int) -> None:
-        """Take note of one event of a session, of any kind."""
-        group, kind = event["group"], event["kind"]
+    def take(self, event: dict[str, Any], session: int) -> bool:
+        """Take note of one event of a session, of any kind; whether it is the first that is heard of a commit. A step
+        that is made again is another commit."""
+        group, kind, known = event["group"], event["kind"], len(self.commits)
         if kind == "worker_ready":
             self._states.pop(group, None)
         elif kind in ("training_started", "heal"):
@@ -83,6 +82,7 @@ class Lineage:
                 self._states[group] = history, False
         elif kind == "commit":
             self._committed(event, group, session)
+        return len(self.commits) > known
 
     def final(self) -> list[Commit]:
         """The commits that the final state contains, in order of training.

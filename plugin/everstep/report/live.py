@@ -6,16 +6,15 @@ is the one process that makes and serves all of it from the run's events. It is 
 whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none waits for it.
 """
 
+import functools
 import json
 import os
-import queue
 import select
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ SHARE = 0.5
 """Of one core that writing the page again and again may take."""
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 TYPES = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
-
-
-Points = queue.SimpleQueue[tuple[int, float, dict[str, float]] | None]
-"""Step, wall time in seconds, and scalars by tag."""
 
 
 class Teller:
@@ -95,35 +90,41 @@ class Teller:
 def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
     """Tell of a run, as its config asks for, until stdin ends.
 
-    Events are read once; without a page nothing is kept of them that grows with the run. The last page is made of the
-    logs as they are then, in order of time, as those of other nodes may have been seen late.
+    Events are read once. The last page is made of the logs as they are then, in order of time, as those of other nodes
+    may have been seen late.
 
     Args:
         fds: the listening sockets of "page" and "metrics", if they are wanted.
         since: wall time in seconds; what was committed before is in the curves already.
     """
     from everstep.report import metrics
-    from everstep.report.account import Account, Now
-    from everstep.report.curves import scalars_of
-    from everstep.report.notify import Notifier
-    from everstep.report.page import sections_of, write_report
-    from everstep.report.score import account_of
+    from everstep.report.account import Account
+    from everstep.report.curves import open_sinks, scalars_of
+    from everstep.report.notify import Notifier, Outlet
+    from everstep.report.page import text_of, write_report
     from everstep.report.serve import serve
     from everstep.run.events import EventTail
 
-    config = sections_of(run_dir)
+    config = _sections(text_of(run_dir / "config.toml"))
     ft: dict[str, Any] = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
-    now = Account() if "page" in fds else Now()
+    now = Account()
     shortage: list[dict[str, Any]] = []
 
     def refused(error: OSError) -> None:  # of a full disk
         shortage.append(_shortage(run_dir, error))
         print(f"everstep: what is told of the run is not written: {error}", flush=True)
 
-    points: Points = queue.SimpleQueue()
-    # By a thread: a server of W&B may be away.
-    drawing = threading.Thread(target=_draw, args=(run_dir, config, points, refused), name="curves", daemon=True)
-    drawing.start()
+    sinks = functools.cache(lambda: open_sinks(run_dir, config.get("metrics", {})))
+
+    def draw(point: tuple[int, float, dict[str, float]]) -> None:
+        """Step, wall time in seconds, and scalars by tag."""
+        try:
+            for sink in sinks():
+                sink.write(*point)
+        except OSError as error:
+            refused(error)
+
+    curves = Outlet("curves", draw)  # a server of W&B may be away
     notifier = Notifier(ft["notify"]) if ft["notify"] else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
     for name, fd in fds.items():
@@ -138,39 +139,34 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
         for event in new:
             (said if event["t"] >= started else earlier).extend(now.take(event))
             if event["t"] >= since and (event["kind"] == "validation" or now.commits > before):
-                points.put((event["step"], event["t"], scalars_of(event, now.checking)))
+                curves.put((event["step"], event["t"], scalars_of(event, now.checking)))
             before = now.commits
         if notifier is not None:  # what was over when this process began is not told
             for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
                 notifier.tell(f"{run_dir.resolve().name}: {sentence}")
         served["metrics"] = metrics.text(now, ft["groups"], ft["min_groups"])
         try:
-            if isinstance(now, Account) and now.counts and (over or time.monotonic() >= due):
+            if "page" in fds and now.counts and (over or time.monotonic() >= due):
                 began = time.process_time()
-                write_report(run_dir, account_of(run_dir) if over else now)
+                write_report(run_dir, account=None if over else now)
                 served["page"] = (run_dir / "report.html").read_bytes()
                 due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:
             refused(error)
-    points.put(None)
-    drawing.join(CLOSE_S / 2)
     if notifier is not None:
         notifier.close()
-
-
-def _draw(run_dir: Path, config: dict[str, Any], points: Points, refused: Callable[[OSError], None]) -> None:
-    """Draw points where the config asks for, until None comes."""
-    from everstep.report.curves import open_sinks
-
-    sinks = open_sinks(run_dir, config.get("metrics", {}))
-    while (point := points.get()) is not None:
-        try:
-            for sink in sinks:
-                sink.write(*point)
-        except OSError as error:
-            refused(error)
-    for sink in sinks:
+    curves.close()
+    for sink in sinks() if sinks.cache_info().currsize else ():
         sink.close()
+
+
+def _sections(text: str) -> dict[str, dict[str, Any]]:
+    """Those of a config, as far as it can be read."""
+    try:
+        found = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return {name: keys for name, keys in found.items() if isinstance(keys, dict)}
 
 
 def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from everstep.report.account import Now
+from everstep.report.account import Account
 from everstep.report.checking import ACTIONS
 from everstep.report.troubles import GUARANTEES
 
@@ -21,7 +21,7 @@ COUNTED = (
 """Kinds of events that are shown, from 0 on: the first of them is an increase."""
 
 
-def text(now: Now, groups: int, min_groups: int) -> bytes:
+def text(now: Account, groups: int, min_groups: int) -> bytes:
     """As Prometheus reads them, of a run of nominally so many groups. Counters go on where they were when whoever
     follows is started again, as the log is read from its beginning."""
     registry = CollectorRegistry()
@@ -33,7 +33,7 @@ def text(now: Now, groups: int, min_groups: int) -> bytes:
 class Figures(Collector):
     """The figures of a run, when they are asked for."""
 
-    now: Now
+    now: Account
     groups: int
     min_groups: int
 

@@ -4,6 +4,7 @@ import json
 import queue
 import threading
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 5.0
@@ -14,6 +15,48 @@ CLOSE_S = 8.0
 """How long the end of the run waits for what is left."""
 
 
+class Outlet:
+    """Gives things to what may be slow or away, one after the other in a thread of its own, so that neither the run nor
+    its page waits. `most`: how many may wait; 0: any number."""
+
+    def __init__(self, name: str, give: Callable[[Any], None], most: int = 0) -> None:
+        self._give = give
+        self._things: queue.Queue[Any] = queue.Queue(most)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, thing: object) -> bool:
+        """Whether there was room for it."""
+        try:
+            self._things.put_nowait(thing)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give what is left, for CLOSE_S at most."""
+        try:
+            self._things.put(None, timeout=CLOSE_S / 2)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S / 2)
+
+    def _run(self) -> None:
+        while (thing := self._things.get()) is not None:
+            self._give(thing)
+
+
+class Notifier(Outlet):
+    """Posts texts to the webhook at `address`."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__("notify", lambda text: _post(address, text), WAITING)
+
+    def tell(self, text: str) -> None:
+        if not self.put(text):
+            _complain("it is too slow", text)
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """An answer that sends us elsewhere is an error: the address is a secret, and only its owner's."""
 
@@ -21,46 +64,18 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Notifier:
-    """Posts texts to the webhook at `address` in a thread of its own, so that one that is slow or away holds up neither
-    the run nor its page."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._texts: queue.Queue[str | None] = queue.Queue(WAITING)
-        self._open = urllib.request.build_opener(_NoRedirect).open
-        self._thread = threading.Thread(target=self._tell, name="notify", daemon=True)
-        self._thread.start()
-
-    def tell(self, text: str) -> None:
+def _post(address: str, text: str) -> None:
+    """Post a text to the webhook at `address`, or say why not."""
+    data = json.dumps({"text": text}).encode()
+    reason = ""
+    for _ in range(TRIES):
         try:
-            self._texts.put_nowait(text)
-        except queue.Full:
-            _complain("it is too slow", text)
-
-    def close(self) -> None:
-        """Post what is left, for CLOSE_S at most."""
-        try:
-            self._texts.put(None, timeout=CLOSE_S / 2)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_S / 2)
-
-    def _tell(self) -> None:
-        while (text := self._texts.get()) is not None:
-            self._post(text)
-
-    def _post(self, text: str) -> None:
-        data = json.dumps({"text": text}).encode()
-        reason = ""
-        for _ in range(TRIES):
-            try:
-                request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
-                with self._open(request, timeout=TIMEOUT_S):
-                    return
-            except Exception as error:  # noqa: BLE001  whatever an address and a network can give
-                reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-        _complain(reason, text)
+            request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
+                return
+        except Exception as error:  # noqa: BLE001  whatever an address and a network can give
+            reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+    _complain(reason, text)
 
 
 def _complain(reason: str, text: str) -> None:

@@ -20,6 +20,7 @@ from everstep.run.events import read_events
 LOSS_TOLERANCE = 1e-4
 """Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
 below it, a missing or repeated batch does not."""
+KEPT = "Every step happened with its whole batch, exactly once."
 
 
 def account_of(run_dir: Path) -> Account:
@@ -36,11 +37,6 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     FileNotFoundError when a directory holds no event log.
     """
     return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
-
-
-def curve(run_dir: Path) -> dict[int, float]:
-    """Loss by step along the commits that the final state contains."""
-    return loss_by_step(account_of(run_dir).lineage.final())
 
 
 def rows_of(account: Account) -> list[dict[str, Any]]:
@@ -195,12 +191,18 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
 def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
     """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
+    return "\n".join([_table(lines_of(figures)), *(verdict(figures, may_stop) or [KEPT])])
+
+
+def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a person reads of the figures, on the terminal and on the page: a word and a sentence each."""
     f = figures
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
     skipped = f", {f['slots_skipped']} skipped as poison" if f["slots_skipped"] else ""
     dropped = f["commits_dropped"]
     given_up = f"; {counted(dropped, 'commit')} given up when the run went back to an older state" if dropped else ""
+    badput = ", ".join(f"{share:.1%} {cause}" for cause, share in f["badput"].items() if share and share >= 0.0005)
     lines = [
         *_ending(f),
         ("faults", faults),
@@ -208,13 +210,15 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
         ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
         ("slots", f"{f['slots_recomputed']} computed again{skipped}"),
-        ("step", f"{_seconds(f['step_s_median'])} when healthy"),
-        ("groups", f"{_number(f['groups_mean'])} on average"),
+        ("step", f"{duration(f['step_s_median'])} when healthy"),
+        ("groups", f"{_number(f['groups_mean'])} on average, of {_number(f['groups'], 'd')}"),
         ("delay", f"{_spread(f, 'delay_s')} (by which a fault made the run later)"),
         ("rejoin", _spread(f, "rejoin_s")),
         ("ETTR", f"{_number(f['ettr'])} (time that the steps needed, of the wall-clock time)"),
         ("goodput", f"{_number(f['goodput'])} (time in steps of the final state, of all time that the groups had)"),
+        ("badput", badput or "none"),
         ("kept", f"{_number(f['throughput_kept'])} (step rate while it trained, of the healthy one)"),
+        ("tokens", f"{_number(f['tokens'], ',.0f')}, {_number(f['tokens_per_s'], ',.0f')} a second"),
     ]
     if f["inner_steps"]:
         per_step = f"{f['payload_bytes'] / 2**20:.3f} MiB across groups per inner step"
@@ -222,7 +226,7 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to the run directory"
         lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}; {kept}"))
     if f["loss_delta_steps"]:
-        largest = "unknown" if f["loss_delta_max"] is None else f"{f['loss_delta_max']:.3g}"
+        largest = _number(f["loss_delta_max"], ".3g")
         lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))
     if attention := covered(f):
         lines.append(("attention", attention))
@@ -231,8 +235,7 @@ def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
         lines.append(("findings", "; ".join(filter(None, (counts, judged(f))))))
     if f["snapshots"]:
         lines.append(("memory", f["snapshots"]))
-    kept = ["Every step happened with its whole batch, exactly once."]
-    return "\n".join([_table(lines), *(verdict(f, may_stop) or kept)])
+    return lines
 
 
 def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
@@ -244,7 +247,7 @@ def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
 def _ending(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """How the run ended, and what was wrong then."""
     reason = f" ({figures['reason']})" if figures["reason"] else ""
-    ending = ("run", f"{figures['status']}{reason} after {_seconds(figures['wall_s'])}")
+    ending = ("run", f"{figures['status']}{reason} after {duration(figures['wall_s'])}")
     return [ending, *(("wrong", sentence) for sentence in figures["troubles"])]
 
 
@@ -255,16 +258,22 @@ def _table(lines: Iterable[tuple[str, str]]) -> str:
 def _spread(figures: dict[str, Any], name: str) -> str:
     if figures[f"{name}_median"] is None:
         return "nothing to measure"
-    return f"median {_seconds(figures[f'{name}_median'])}, longest {_seconds(figures[f'{name}_max'])}"
+    return f"median {duration(figures[f'{name}_median'])}, longest {duration(figures[f'{name}_max'])}"
 
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _seconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f} s"
+def duration(value: float | None) -> str:
+    """Seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
+    if value is None:
+        return "unknown"
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if value >= 2 * size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value / 60:.0f} min" if value >= 600 else f"{value:.2f} s"
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "unknown" if value is None else format(value, form)

@@ -32,7 +32,7 @@ def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[st
             if value is not None:
                 found[name][commit.step] = value
         before = commit
-    found["validation"] = dict(validations)
+    found["validation loss"] = dict(validations)
     return {name: thinned(points) for name, points in found.items() if points}
 
 
