@@ -117,7 +117,7 @@ def table(path: str, faults: int) -> None:
 
 def recovery() -> None:
     """Print the medians of what a finding takes, and of what a checkpoint would."""
-    from everstep.titan import cpu
+    from everstep.titan import cpu, cpu_attention
 
     if not cpu.has_accelerator():
         cpu.stand_in()
@@ -131,7 +131,7 @@ def recovery() -> None:
     spec = llama3.model_registry("debugmodel", attn_backend="flex")
     config = Trainer.Config(model_spec=spec, training=TrainingConfig(seq_len=256, local_batch_size=1))
     config.training.disable_cuda_graphs = True
-    cpu.prepare(config)
+    cpu_attention.prepare(config)
     section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
     attention.apply(config, section)
     spec.model.update_from_config(config=config)

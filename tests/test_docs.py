@@ -7,7 +7,7 @@ import pytest
 
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
-from everstep.report.account import Now, read
+from everstep.report.account import Account, read
 from everstep.report.metrics import Figures
 from everstep.report.score import figures_of
 
@@ -54,6 +54,6 @@ def test_every_figure_is_explained():
     assert fields == named(fields, text_of("docs/report.md"))
     metrics = {
         family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-        for family in Figures(Now(), 1, 1).collect()
+        for family in Figures(Account(), 1, 1).collect()
     }
     assert metrics == named(metrics, text_of("docs/monitoring.md"))

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from everstep.titan import cpu
+from everstep.titan import cpu, cpu_attention
 
 if not cpu.has_accelerator():
     cpu.stand_in()
@@ -66,7 +66,7 @@ def first(layers, spec):
 def build(spec, section=None, checkpointing=None, **attaching):
     """A model, and its checks where a section is given, built in the trainer's order."""
     config = trainer_config(spec)
-    cpu.prepare(config)
+    cpu_attention.prepare(config)
     if section is not None:
         override.apply(config, section)
     model = built(spec, config)

@@ -140,7 +140,6 @@ def test_a_process_of_somebody_else_is_never_touched(run):
     ("args", "says"),
     [
         (("--every", "5", "--faults", "kill-wrker"), "there is no fault kill-wrker, did you mean kill-worker?"),
-        (("--every", "5", "--faults", "nan-gradient"), "--fault_tolerance.allow_faults"),
         (("--every", "5", "--faults", "kill-all", "--spare-group", "0"), "some are spared"),
     ],
 )

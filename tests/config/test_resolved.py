@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.config.resolved import _structure, config_identity, differing_keys, resolved_toml
-from everstep.titan import cpu
+from everstep.titan import cpu_attention
 from everstep.titan.load import load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -107,5 +107,5 @@ def test_the_model_and_its_data_decide_the_result_and_its_kernels_do_not(load):
         "hf_assets_path:"
     ]
     kernels = copy.deepcopy(before)
-    cpu.prepare(kernels)
+    cpu_attention.prepare(kernels)
     assert config_identity(before) == config_identity(kernels)

@@ -9,7 +9,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from everstep.data.pack import Pack, pack
 from everstep.data.permutation import Permutation
-from everstep.data.slots import SlotSource
+from everstep.titan.data.slots import SlotSource
 from everstep.titan.data.tokens import TokenFile
 
 

@@ -5,19 +5,48 @@ import json
 from pathlib import Path
 
 from torchtitan import trainer as titan
+from torchtitan.components.dataloader import BaseDataLoader
 
-from everstep.titan import cpu
+from everstep.titan import cpu, cpu_attention
 from everstep.titan.data.binding import bind_data
-from everstep.titan.data.streams import SlotStreams
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
+
+
+class Streams(BaseDataLoader):
+    """A dataloader for each slot, as groups read it, in turn; torchtitan's own split is one for each rank."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        base: BaseDataLoader.Config
+        streams: int
+
+    def __init__(self, config, *, dp_rank, dp_world_size, **place):
+        numbers = range(dp_rank, config.streams, dp_world_size)
+        self._loaders = [config.base.build(dp_rank=k, dp_world_size=config.streams, **place) for k in numbers]
+
+    def __iter__(self):
+        iterators = [iter(loader) for loader in self._loaders]
+        while True:
+            for batches in iterators:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                yield batch
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
 
 
 class Alone(titan.Trainer):
     """torchtitan's trainer, with what a CPU needs and no more, that keeps what it logs."""
 
     def __init__(self, config):
-        cpu.prepare(config)
+        cpu_attention.prepare(config)
         super().__init__(config)
         cpu.sum_only_collectives(self.model_parts)
         self.losses = {}
@@ -35,10 +64,9 @@ def main(argv):
     everything = load_config(Path(config), EverstepTrainer.Config, ["--dump_folder", folder], check=False)
     bind_data(everything)
     if everything.data.source == "dataloader":
-        # A stream for each slot, as groups read it; torchtitan's own split is one for each rank.
         training = everything.training
         streams = training.global_batch_size // training.local_batch_size
-        everything.dataloader = SlotStreams.Config(base=everything.dataloader, streams=streams)
+        everything.dataloader = Streams.Config(base=everything.dataloader, streams=streams)
     fields = {f.name: getattr(everything, f.name) for f in dataclasses.fields(titan.Trainer.Config)}
     trainer = Alone(titan.Trainer.Config(**fields))
     trainer.train()

@@ -34,7 +34,7 @@ def config_of(folder, shape, *, steps, ranks=1, **more):
     training = {"global_batch_size": SLOTS} | sections.get("training", {})
     training["global_batch_size"] *= ranks
     sections["training"] = training | {"steps": steps}
-    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1, "allow_faults": True}
+    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1}
     return write_config(folder / f"{shape}.toml", **sections)
 
 

@@ -24,7 +24,6 @@ from everstep.report import metrics
 from everstep.report.score import score
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
-from everstep.run.data_start import began_after
 from everstep.run.directory import GroupOver, RunDir, groups_file, over_file, wanted_groups
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, fence_file, holder
@@ -183,19 +182,17 @@ STANDS_THERE = {
     "a link to nothing": lambda path, precious: path.symlink_to(path.with_name("nothing")),
     "a pipe": lambda path, precious: os.mkfifo(path),
     "other types": lambda path, precious: path.write_text(
-        '{"epoch": "x", "address": 3, "began_after": "x", "groups": "x", "status": [], "job": null}'
+        '{"epoch": "x", "address": 3, "groups": "x", "status": [], "job": null}'
     ),
 }
 
 
 @pytest.mark.parametrize("what", STANDS_THERE)
 def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_waited_for(tmp_path, what):
-    precious, run, data = tmp_path / "precious", tmp_path / "run", tmp_path / "data"
+    precious, run = tmp_path / "precious", tmp_path / "run"
     precious.write_text("precious")
-    began_after(data, "a", 3)
-    (note,) = (data / "state" / "data").iterdir()
     names = ("lighthouse.json", "lighthouse.lock", "group-0.rank-0.beat", "group-0.fence.json", "group-0.fence.lock")
-    names += ("groups.json", "prepared.json", f"data/{note.name}", "../events/scale.jsonl")
+    names += ("groups.json", "prepared.json", "../events/scale.jsonl")
     for path in (run / "state" / name for name in names):
         path.parent.mkdir(parents=True, exist_ok=True)
         STANDS_THERE[what](path, precious)
@@ -205,6 +202,5 @@ def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_wa
     EventLog(run, None, None, "scale").emit("scaled", count=1)
     assert (published_address(run), read_beat(beat_path(run, 0, 0)).step) == ("http://h:1", 5)
     assert (holder(run, 0), wanted_groups(run, 2), take_answer(run)) == (Claim(1, 0), 2, "")
-    assert began_after(run, "a", 7) == 7
     assert precious.read_text() == "precious"
     assert not list(tmp_path.rglob("nothing"))

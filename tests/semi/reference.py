@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-from everstep.titan import cpu
+from everstep.titan import cpu_attention
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Simulation:
 
 
 def build(config):
-    cpu.prepare(config)
+    cpu_attention.prepare(config)
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = config.model_spec.model.build()

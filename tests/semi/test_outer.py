@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from everstep.semi.outer import OuterSGD
+from everstep.semi.outer import outer_step
 from everstep.semi.rounds import fragments_of, slots_of, steps_of
 from everstep.semi.section import SemiSync
 
@@ -14,11 +14,11 @@ def test_the_outer_optimizer_is_torchs_sgd(momentum):
     ours = [torch.randn(5, 3), torch.randn(7)]
     theirs = [tensor.clone().requires_grad_() for tensor in ours]
     sgd = torch.optim.SGD(theirs, lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    outer = OuterSGD(0.7, momentum)
+    settings = SemiSync(method="diloco", outer_lr=0.7, outer_momentum=momentum)
     buffers = [torch.zeros_like(tensor) for tensor in ours] if momentum else []
     for _ in range(4):
         grads = [torch.randn_like(tensor) for tensor in ours]
-        outer.step(ours, grads, buffers)
+        outer_step(settings, ours, grads, buffers)
         for param, grad in zip(theirs, grads, strict=True):
             param.grad = grad.clone()
         sgd.step()
@@ -29,7 +29,7 @@ def test_the_outer_optimizer_is_torchs_sgd(momentum):
 def test_local_sgd_ends_where_the_mean_of_its_workers_is():
     theta, workers = torch.ones(4), [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 0.0, -1.0, 2.0])]
     change = torch.stack([theta - worker for worker in workers]).mean(0)
-    OuterSGD.of(SemiSync(method="local_sgd", outer_lr=0.1)).step([theta], [change], [])
+    outer_step(SemiSync(method="local_sgd", outer_lr=0.1), [theta], [change], [])
     torch.testing.assert_close(theta, torch.tensor([3.0, 1.0, 1.0, 3.0]))
 
 

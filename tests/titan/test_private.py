@@ -66,9 +66,9 @@ def test_what_checkpointing_keeps_is_asked_for_under_its_name(monkeypatch):
         private.keep_in_checkpointing("an operator")
 
 
-def test_torchtitans_data_and_checkpoints_are_named_in_one_file_each():
-    """A release that renames them is met in two files."""
+def test_torchtitans_data_and_checkpoints_are_named_in_one_file():
+    """A release that renames them is met there."""
     package = Path(everstep.__file__).parent
     named = re.compile(r"torchtitan\.(components\.(dataloader|tokenizer|checkpoint)|hf_datasets)")
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if named.search(path.read_text())}
-    assert found == {"titan/checkpoint_names.py", "titan/data/names.py"}
+    assert found == {"titan/names.py"}

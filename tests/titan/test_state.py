@@ -1,5 +1,7 @@
 """What healing and snapshots carry, on a real module."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit
 from everstep.titan import snapshots
 from everstep.titan.state import LiveTensors, TrainingState, slot_seed
+from everstep.titan.work import TrainerWork
 
 
 def of_a_model():
@@ -53,3 +56,18 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
     fields = dict.fromkeys(Commit.__dataclass_fields__, 0)
     one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
     assert shared == [(0, 2)]
+
+
+def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
+    """However often it is started again; a checkpoint says of which run and of which data it is."""
+    checkpoint = SimpleNamespace(exclude_from_loading=["dataloader"])
+    work = TrainerWork.__new__(TrainerWork)
+    work._source = SimpleNamespace(began_after=0)
+    work._disk = SimpleNamespace(load=lambda: True)
+    work._trainer = trainer = SimpleNamespace(step=100, history=1, parameters_told="", is_exact=False)
+    trainer.config, trainer.data, trainer.data_told = SimpleNamespace(checkpoint=checkpoint), "new", "old"
+    assert work._from_disk() == "disk"
+    assert work._source.began_after == 100
+    trainer.step, trainer.data_told = 130, "new"
+    work._from_disk()
+    assert work._source.began_after == 100, "a later start goes on with the rows that come then"

@@ -65,7 +65,7 @@ class AttentionCheck:
     `fused`: the stock kernel, run twice and watched through identities. `auto`: fused wherever that kernel runs."""
 
     inject: Inject = field(default_factory=Inject)
-    """Faults on purpose; refused unless [fault_tolerance] allow_faults = true. Never in a run whose result matters."""
+    """Faults on purpose. Never in a run whose result matters."""
 
     def __post_init__(self) -> None:
         self.rate()

@@ -40,7 +40,7 @@ class Plan:
     """Draws kinds, groups and ranks. Default: the campaign's, else 0."""
 
     faults: str | None = None
-    """Kinds for --every, with commas: kill-worker,straggler; "all": every kind that can be done to this run. Default:
+    """Kinds for --every, with commas: kill-worker,stop-worker; "all": every kind that can be done to this run. Default:
     kill-group. See everstep chaos --list."""
 
     spare_group: tuple[int, ...] | None = None

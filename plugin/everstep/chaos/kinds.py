@@ -12,7 +12,6 @@ from signal import SIGKILL, SIGSTOP, Signals
 from typing import ClassVar
 
 from everstep.chaos.fault import Fault, Injection
-from everstep.chaos.orders import NanGradient, Straggler
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
@@ -197,8 +196,6 @@ FAULTS: dict[str, type[Fault]] = {
         KillKeeper,
         KillLighthouse,
         StopWorker,
-        Straggler,
-        NanGradient,
     )
 }
 

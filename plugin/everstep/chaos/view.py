@@ -184,10 +184,5 @@ class View:
         return self._config.get(name, {})
 
     @property
-    def allows_faults(self) -> bool:
-        """Whether the run's workers take orders to break themselves: [fault_tolerance] allow_faults."""
-        return bool(self.section("fault_tolerance").get("allow_faults", False))
-
-    @property
     def takes_snapshots(self) -> bool:
         return bool(self.section("snapshot").get("enable", False))

@@ -231,12 +231,6 @@ def _training(config: Any) -> Iterator[Row]:
     rates = [group.optimizer_kwargs.get("lr") for group in config.optimizer.param_groups]
     bad = next((lr for lr in rates if isinstance(lr, int | float) and not 0 <= lr < math.inf), None)
     yield bad is not None, "optimizer.lr", f"must be 0 or more, got {bad}"
-    kind = config.attention_check.inject.kind
-    yield (
-        bool(kind) and not config.fault_tolerance.allow_faults,
-        "attention_check.inject.kind",
-        f'= "{kind}" needs [fault_tolerance] allow_faults = true: it breaks the run on purpose',
-    )
 
 
 def _data(config: Any) -> Iterator[Row]:

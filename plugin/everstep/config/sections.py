@@ -114,9 +114,6 @@ class FaultTolerance:
     """Share of slots that a second group computes too, to compare their bits; a third one decides who is wrong. Needs
     exact = true."""
 
-    allow_faults: bool = False
-    """Let `everstep chaos` order this run's workers to break themselves. Never in a run whose result matters."""
-
     audit_interval: int = 50
     """Every so many committed steps, after each with exact = true, the groups compare a checksum of their
     parameters; one that differs is named and heals. 0: never."""

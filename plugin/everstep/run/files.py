@@ -108,8 +108,3 @@ def file_system_now(folder: Path) -> float:
         return os.fstat(fd).st_mtime
     finally:
         os.close(fd)
-
-
-def order_file(run_dir: Path, group: int, rank: int = 0) -> Path:
-    """Where a rank of a run that allows faults is told to break itself (`everstep.chaos.orders`)."""
-    return Path(run_dir) / "state" / "chaos" / f"group-{group}.rank-{rank}.json"

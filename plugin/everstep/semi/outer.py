@@ -6,37 +6,31 @@ rate 1 and without momentum is the mean of the workers' parameters: local SGD (a
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from everstep.semi.section import SemiSync
 
 
-@dataclass(frozen=True, slots=True)
-class OuterSGD:
-    """SGD with Nesterov momentum as `torch.optim.SGD` defines it, without dampening and weight decay."""
+def lr_and_momentum(settings: SemiSync) -> tuple[float, float]:
+    return (1.0, 0.0) if settings.method == "local_sgd" else (settings.outer_lr, settings.outer_momentum)
 
-    lr: float
-    momentum: float
 
-    @staticmethod
-    def of(settings: SemiSync) -> "OuterSGD":
-        if settings.method == "local_sgd":
-            return OuterSGD(1.0, 0.0)
-        return OuterSGD(settings.outer_lr, settings.outer_momentum)
+@torch.no_grad()
+def outer_step(
+    settings: SemiSync, params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor], buffers: list[torch.Tensor]
+) -> None:
+    """Change `params` by their outer gradients, in place: SGD with Nesterov momentum as `torch.optim.SGD` defines it,
+    without dampening and weight decay.
 
-    @torch.no_grad()
-    def step(self, params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor], buffers: list[torch.Tensor]) -> None:
-        """Change `params` by their outer gradients, in place.
-
-        Args:
-            params, grads: of equal shapes, pair by pair.
-            buffers: the momentum, of the same shapes and zero before the first step; empty without momentum.
-        """
-        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            update = grad
-            if self.momentum:
-                buffer = buffers[index].mul_(self.momentum).add_(grad)
-                update = grad.add(buffer, alpha=self.momentum)
-            param.add_(update, alpha=-self.lr)
+    Args:
+        params, grads: of equal shapes, pair by pair.
+        buffers: the momentum, of the same shapes and zero before the first step; empty without momentum.
+    """
+    lr, momentum = lr_and_momentum(settings)
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        update = grad
+        if momentum:
+            buffer = buffers[index].mul_(momentum).add_(grad)
+            update = grad.add(buffer, alpha=momentum)
+        param.add_(update, alpha=-lr)

@@ -3,7 +3,6 @@ model."""
 
 import importlib
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,7 @@ from everstep.config.errors import nearest
 from everstep.config.sections import Job
 from everstep.config.source import Source
 from everstep.titan import private
-from everstep.titan.data.names import HuggingFaceTextDataLoader
+from everstep.titan.names import HuggingFaceTextDataLoader
 
 
 def base_config(job: Job, source: Source) -> Trainer.Config:
@@ -104,16 +103,10 @@ def _config_functions(registry: ModuleType) -> list[str]:
         name
         for name, function in vars(registry).items()
         if inspect.isfunction(function)
-        and (function.__module__ == registry.__name__ or _makes_config(function))
+        and (function.__module__ == registry.__name__ or "Config" in str(function.__annotations__.get("return")))
         and name[0].islower()
         and all(p.default is not p.empty for p in inspect.signature(function).parameters.values())
     ]
-
-
-def _makes_config(function: Callable[..., Any]) -> bool:
-    returned = function.__annotations__.get("return")
-    # an annotation may be text
-    return returned == "Trainer.Config" or (isinstance(returned, type) and issubclass(returned, Trainer.Config))
 
 
 def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Config:

@@ -14,8 +14,8 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from everstep.foreign import overrides
-from everstep.titan.checkpoint_names import BaseCheckpointManager, CheckpointManager
 from everstep.titan.group import sum_in_group
+from everstep.titan.names import BaseCheckpointManager, CheckpointManager
 
 
 class RunCheckpointManager(CheckpointManager):

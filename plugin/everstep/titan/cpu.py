@@ -93,10 +93,3 @@ def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-
-
-def prepare(config: Any) -> None:
-    """Give a trainer config's model an attention that a CPU trains, under the model's own masks, in place."""
-    from everstep.titan import cpu_attention
-
-    cpu_attention.prepare(config.model_spec.model, split_rows=config.parallelism.context_parallel_degree > 1)

@@ -32,17 +32,14 @@ class MatrixMask(BlockMask):
     seen: torch.Tensor | None
 
 
-def prepare(model_config: Any, *, split_rows: bool = False) -> None:
-    """Have FlexAttention and varlen attention computed on a CPU, in this process and in a model config.
-
-    Args:
-        model_config: a `BaseModel.Config`; changed in place. Configs that use neither are left as they are.
-        split_rows: whether ranks have parts of rows, and so of their masks.
-    """
+def prepare(config: Any) -> None:
+    """Have FlexAttention and varlen attention computed on a CPU under the model's own masks, in this process and in a
+    trainer config, which is changed in place. Models that use neither are left as they are."""
+    split_rows = config.parallelism.context_parallel_degree > 1  # and so masks
     private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
     for kind, own in ((FlexAttention, MatrixFlexAttention), (VarlenAttention, MatrixVarlenAttention)):
-        for _, config, parent, field in list(model_config.traverse(kind.Config)):
-            setattr(parent, field, derive(config, own.Config))
+        for _, stock, parent, field in list(config.model_spec.model.traverse(kind.Config)):
+            setattr(parent, field, derive(stock, own.Config))
 
 
 def matrix_mask(

@@ -9,47 +9,18 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
-from torchtitan.trainer import Trainer
 
 from everstep.run.events import EventLog
 from everstep.titan import private
-from everstep.titan.checkpoint_names import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
+from everstep.titan.names import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
 from everstep.titan.run_files import RankFiles
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
+DATA = "data"
 PARAMETERS = "parameters"
-
-
-class Counters:
-    """torchtitan's counters, the history of the state that they belong to, the step after which the data began, and
-    with exact sums a checksum of the state's parameters: a `Stateful`.
-
-    Args:
-        trainer: an `EverstepTrainer`.
-        own: which of our own keys there are; None: all that this run has.
-    """
-
-    def __init__(self, trainer: Any, own: Collection[str] | None = None) -> None:
-        self._trainer, self._own = trainer, own
-
-    @property
-    def step(self) -> int:
-        return self._trainer.step
-
-    def state_dict(self) -> dict[str, Any]:
-        ours: dict[str, Any] = {HISTORY: self._trainer.history, DATA_BEGAN: self._trainer.source.began_after}
-        if self._trainer.is_exact:
-            ours[PARAMETERS] = self._trainer.parameters_told
-        if self._own is not None:
-            ours = {key: value for key, value in ours.items() if key in self._own}
-        return Trainer.state_dict(self._trainer) | ours
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        Trainer.load_state_dict(self._trainer, state_dict)
-        self._trainer.history = int(state_dict.get(HISTORY, 0))
-        self._trainer.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
-        self._trainer.parameters_told = str(state_dict.get(PARAMETERS, ""))
+OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
+"""What a trainer's counters have besides torchtitan's."""
 
 
 class DiskCheckpoints:
@@ -58,7 +29,7 @@ class DiskCheckpoints:
     Args:
         manager: torchtitan's.
         config: `[checkpoint]`.
-        trainer: whose counters are in a checkpoint.
+        trainer: an `EverstepTrainer`, whose counters are in a checkpoint.
         events, files: of this rank.
     """
 
@@ -72,11 +43,9 @@ class DiskCheckpoints:
     ) -> None:
         self._manager, self._config, self._trainer = manager, config, trainer
         self._events, self._files = events, files
-        self.counters = Counters(trainer)
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self.states: dict[str, Any] = manager.states if config.enable else {}
         """What a checkpoint is made of, by name: `Stateful`s."""
-        self.states[TRAIN_STATE] = self.counters
 
     def newest(self) -> int | None:
         """The newest checkpoint that torchtitan would load."""
@@ -101,10 +70,9 @@ class DiskCheckpoints:
         some of our keys, and a key that is not there cannot be loaded."""
         keys = self.keys()
         if keys is not None:
-            there = [key for key in (HISTORY, DATA_BEGAN, PARAMETERS) if f"{TRAIN_STATE}.{key}" in keys]
-            self.states[TRAIN_STATE] = Counters(self._trainer, there)
+            self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
         found = self._manager.load(step=self._config.load_step)
-        self.states[TRAIN_STATE] = self.counters
+        self._trainer.own_keys = OURS
         return bool(found)
 
     def save(self, step: int, commit: int, *, last: bool = False) -> None:

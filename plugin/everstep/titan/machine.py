@@ -11,7 +11,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.models.common import dist_gemm, token_dispatcher
 
 from everstep.config.checks import Problem
-from everstep.titan import attention, cpu
+from everstep.titan import attention, cpu, cpu_attention
 
 _KERNELS = {
     "torchtitan.overrides.fused_swiglu": "Triton",
@@ -65,7 +65,7 @@ def choose_attention(config: Any) -> None:
         ValueError: it cannot be checked.
     """
     if not cpu.has_attention_kernels():
-        cpu.prepare(config)
+        cpu_attention.prepare(config)
     attention.apply(config, config.attention_check)
 
 

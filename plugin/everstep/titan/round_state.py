@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer
 
-from everstep.semi.outer import OuterSGD
+from everstep.semi.outer import lr_and_momentum
 from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place
 from everstep.step.reduction import local
-from everstep.titan.state import LiveTensors, canonical
+from everstep.titan.state import LiveTensors, canonical, set_schedule
 
 OPTIMIZER = "optimizer/"
 PARAM = "param/"
@@ -60,7 +60,7 @@ class RoundState:
         fragment = fragments_of(self._trained, settings.fragments)
         self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
         """By fragment the places of its parameters among those that are trained."""
-        has_momentum = OuterSGD.of(settings).momentum != 0
+        has_momentum = lr_and_momentum(settings)[1] != 0
         self._momentum = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
         self._keeps_params = settings.fragments > 1 or settings.mixing > 0
         self.marks: dict[int, Mark] = {}
@@ -129,20 +129,14 @@ class RoundState:
         _unpack(self.marks[round_].merged, [*merged, *self.balances])
         for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
             tensor.lerp_(kept, self._settings.mixing)
-        self._set_rate(round_ * self._settings.round_steps)
+        set_schedule(self._lr_schedulers, {"last_epoch": round_ * self._settings.round_steps})
 
     @torch.no_grad()
     def rest(self) -> None:
         """Make model and learning rate what they are between computations."""
         _copy(self._live_params.values(), self._global.values())
         _copy(self._live_balances.values(), self._balances.values())
-        self._set_rate(self._counters.step)
-
-    def _set_rate(self, step: int) -> None:
-        self._lr_schedulers.load_state_dict({"last_epoch": step})
-        for scheduler in self._lr_schedulers:
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+        set_schedule(self._lr_schedulers, {"last_epoch": self._counters.step})
 
     # What all groups have
 

@@ -17,7 +17,7 @@ import torch
 
 from everstep.quorum.heal import HealState
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
-from everstep.semi.outer import OuterSGD
+from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place, WorkerStore
@@ -29,7 +29,6 @@ from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.round_state import Mark, RoundState
 from everstep.titan.slots import OPTIMIZER_SLOT, Slots
 from everstep.titan.tally import Layout, RoundSums
-from everstep.titan.work import Unit
 
 CHECKPOINT = "semi_sync"
 MARKS, OWN = "marks", "own"
@@ -54,7 +53,7 @@ class Held:
     own: bytes
 
 
-class Rounds(Unit):
+class Rounds:
     """Commits and events count rounds; `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning
     rate, checkpoints and validation go by it.
 
@@ -81,7 +80,6 @@ class Rounds(Unit):
         self.shares, self._steps = slots.workers, self._settings.round_steps
         if slots.number % self.shares:
             self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
-        self._outer = OuterSGD.of(self._settings)
         self._held: dict[int, Held] = {}
         self._refused: set[int] = set()
         """Workers in whose rounds an optimizer step was refused twice."""
@@ -257,6 +255,10 @@ class Rounds(Unit):
     def refused(self) -> frozenset[int]:
         return frozenset(self._refused)
 
+    def words(self, commit: Commit) -> dict[int, int]:
+        """There are no snapshots of a run of workers."""
+        return {}
+
     def results(self) -> SlotSums:
         """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
         tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
@@ -286,7 +288,8 @@ class Rounds(Unit):
         self.reducer.assign(1 / self.shares)
         norm = self._slots.clip(float("inf"))
         places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
-        self._outer.step(
+        outer_step(
+            self._settings,
             [trained[at] for at in places],
             [local(grad) for at in places if (grad := self._slots.trainable[at].grad) is not None],
             [momentum[at] for at in places] if momentum else [],

@@ -11,14 +11,14 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.observability import structured_logger as sl
 
 from everstep.attention.guard import Checks
-from everstep.data.slots import Batch, SlotSource
 from everstep.run.events import EventLog
 from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import local
 from everstep.titan import private
-from everstep.titan.data.names import DataloaderExhaustedError
+from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.names import DataloaderExhaustedError
 from everstep.titan.state import digest, row_sums, slot_seed
 
 OPTIMIZER_SLOT = -1

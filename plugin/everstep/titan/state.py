@@ -19,7 +19,7 @@ from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
 from everstep.step.reduction import local
 from everstep.titan import private
-from everstep.titan.checkpoint_names import init_optim_state
+from everstep.titan.names import init_optim_state
 
 ROW = 4096
 """64-bit words of tensors that are summed before they are hashed."""
@@ -95,7 +95,7 @@ class TrainingState:
     Args:
         live: the rank's tensors.
         lr_schedulers: torchtitan's container.
-        counters: an object with torchtitan's trainer counters, `state_dict()` and `load_state_dict()`.
+        counters: an object with the trainer's counters, `state_dict()` and `load_state_dict()`.
         named: the tensors that are handed over, by name; None: the live ones.
     """
 
@@ -131,7 +131,6 @@ class TrainingState:
     def meta(self) -> dict[str, Any]:
         """What is not a tensor, as JSON."""
         return {
-            "lr": [[float(group["lr"]) for group in o.param_groups] for o in self._live.optimizers],
             "lr_schedulers": self._lr_schedulers.state_dict(),
             "counters": self._counters.state_dict(),
         }
@@ -153,20 +152,21 @@ class TrainingState:
             raise ValueError(f"the healed state is of another model: {differing[:3]} are not in both")
         for name, tensor in mine.items():
             tensor.copy_(state.tensors[name])
-        self._lr_schedulers.load_state_dict(state.meta["lr_schedulers"])
-        # torchtitan's schedulers restore their own counters, not the rate the optimizer uses next.
-        # One optimizer for each model part: other meshes have other numbers of them, all with the same groups.
-        saved = state.meta["lr"]
-        for index, optimizer in enumerate(self._live.optimizers):
-            rates = saved[min(index, len(saved) - 1)]
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        set_schedule(self._lr_schedulers, state.meta["lr_schedulers"])
         self._counters.load_state_dict(state.meta["counters"])
 
     @torch.no_grad()
     def checksum(self) -> int:
         """63 bits over the parameters' own bits on this rank: equal states have equal checksums."""
         return checksum(param.detach() for param in self._live.parameters.values())
+
+
+def set_schedule(lr_schedulers: LRSchedulersContainer, state: dict[str, Any]) -> None:
+    """Set schedules, and the rates that the optimizers use next, which torchtitan's schedules do not restore."""
+    lr_schedulers.load_state_dict(state)
+    for scheduler in lr_schedulers:
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def checksum(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
+from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import GradientReducer, local
 from everstep.titan.slots import Slots
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.tally import Layout, StepSums
-from everstep.titan.work import Unit
 
 
-class Steps(Unit):
-    """The slots of a step.
+class Steps:
+    """The slots of a step; see `everstep.step.interfaces.Work` for what is not said here.
 
     Args:
         slots: the trainer's.
@@ -32,6 +32,7 @@ class Steps(Unit):
     ) -> None:
         self._slots, self._snapshots, self.reducer = slots, snapshots, reducer
         self.shares = slots.number
+        """Of how many parts a commit is made, each of which a group computes."""
         self._is_exact = is_exact
         # There are no more groups than slots, however many the run is scaled to.
         groups = 0 if snapshots is None else slots.number
@@ -69,6 +70,7 @@ class Steps(Unit):
         self._slots.discard()
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
+        """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
         if self._snapshots is not None:
             self._snapshots.wait()
         self.reducer.assign(self._slots.nominal_tokens / float(commit.tokens.sum()))
@@ -87,5 +89,23 @@ class Steps(Unit):
                 param.grad = None
 
     def words(self, commit: Commit) -> dict[int, int]:
+        """What each group said of its snapshots."""
         words = self._sums.unpack(commit.extra).words.tolist()
         return {group: round(word) for group, word in enumerate(words)}
+
+    # A step has no state besides the trainer's: nothing is to be done
+
+    def before_restore(self) -> None:
+        """before a state is loaded, as no group has one,"""
+
+    def restored(self, history: int) -> None:
+        """when it was,"""
+
+    def serve(self, state: HealState) -> None:
+        """for a joiner,"""
+
+    def healed(self, state: HealState) -> None:
+        """as a joiner,"""
+
+    def close(self) -> None:
+        """or when this group leaves."""

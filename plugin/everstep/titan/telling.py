@@ -13,22 +13,9 @@ VALIDATION_LOSS = "validation_metrics/loss"
 """torchtitan's name of it."""
 
 
-class KeptMetrics(BaseLogger):
-    """Where torchtitan's metrics go: the trainer takes them from here into its events, of which the curves are drawn.
-
-    Attributes:
-        metrics: what was logged last, by torchtitan's names.
-    """
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.metrics = metrics
-
-
-class Measures:
-    """What torchtitan measures of this rank, by torchtitan's names. Its line goes to the rank's log.
+class Measures(BaseLogger):
+    """What torchtitan measures of this rank, by torchtitan's names. Its line goes to the rank's log, its metrics come
+    here: the trainer takes them into its events, of which the curves are drawn.
 
     Args:
         processor: torchtitan's, which logs here from now on.
@@ -37,9 +24,12 @@ class Measures:
 
     def __init__(self, processor: MetricsProcessor, parallel_dims: ParallelDims, pp_schedule: str) -> None:
         self._processor = processor
-        self._kept = KeptMetrics()
-        processor.logger = self._kept
+        self._logged: dict[str, float] = {}
+        processor.logger = self
         self._knows_loss = dist.get_rank() == private.metrics_rank(parallel_dims, pp_schedule)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._logged = metrics
 
     def of(self, step: int, commit: Commit, grad_norm: float, extra: dict[str, Any]) -> dict[str, float]:
         """The metrics of a commit, at the optimizer steps at which torchtitan would log them; empty at others."""
@@ -50,8 +40,8 @@ class Measures:
         worst = float((commit.loss[counted] / commit.tokens[counted]).max())
         self._processor.data_loading_times.append(0.0)
         self._processor.log(step, mean_loss, worst, grad_norm, extra_metrics=extra)
-        return {name: float(value) for name, value in self._kept.metrics.items()}
+        return {name: float(value) for name, value in self._logged.items()}
 
     def validation_loss(self) -> float | None:
         """Of the last validation; None on a rank that does not know it."""
-        return self._kept.metrics[VALIDATION_LOSS] if self._knows_loss else None
+        return self._logged[VALIDATION_LOSS] if self._knows_loss else None

@@ -29,7 +29,7 @@ from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan import attention, cpu, exactness, private
 from everstep.titan.checkpoints import RunCheckpointManager, of_run
 from everstep.titan.data.binding import bind_data
-from everstep.titan.disk import DiskCheckpoints
+from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.participation import Participation
@@ -41,7 +41,6 @@ from everstep.titan.state import LiveTensors, TrainingState
 from everstep.titan.steps import Steps
 from everstep.titan.telling import Measures
 from everstep.titan.work import TrainerWork
-from everstep.titan.worker_faults import WorkerFaults
 
 
 class EverstepTrainer(titan.Trainer):
@@ -107,6 +106,10 @@ class EverstepTrainer(titan.Trainer):
             exactness.after_build()
             exactness.agree(self.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
+        self.data_told = ""
+        """The run and the data that a state that was taken over is of."""
+        self.own_keys = OURS
+        """Those of our own counters that a checkpoint has, while it is loaded."""
         self.is_exact = ft.exact
         self.parameters_told = ""
         """With exact sums, a checksum of the parameters after the last step; of a state that was taken over, what came
@@ -124,10 +127,10 @@ class EverstepTrainer(titan.Trainer):
         unit: Steps | Rounds
         if config.semi_sync.enabled:
             unit = self._rounds(live, whose)
-            state = TrainingState(live, self.lr_schedulers, self.disk.counters, unit.state.named)
+            state = TrainingState(live, self.lr_schedulers, self, unit.state.named)
         else:
             unit = self._steps()
-            state = TrainingState(live, self.lr_schedulers, self.disk.counters)
+            state = TrainingState(live, self.lr_schedulers, self)
         schedule = config.parallelism.pipeline_parallel_schedule
         measures = Measures(self.metrics_processor, self.parallel_dims, schedule)
         self.work = TrainerWork(self, self.slots, unit, state, self.disk, measures)
@@ -135,14 +138,36 @@ class EverstepTrainer(titan.Trainer):
             place.snapshots.shards = state.shards()
         if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
             self.checkpointer.write_aside_as(ft.group_id, self.participation.life)
-        if ft.allow_faults:
-            WorkerFaults(self, self.run_dir, ft.group_id, dist.get_rank())
         place.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
             pid=os.getpid(),
             startup_s=round(time.monotonic() - begin, 3),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchtitan's counters. With groups also the history of the state that they belong to, the step after which
+        the data began, which data that is, and with exact sums a checksum of the state's parameters."""
+        counters = super().state_dict()
+        if not self.config.fault_tolerance.enable:
+            return counters
+        ours = {HISTORY: self.history, DATA_BEGAN: self.source.began_after, DATA: self.data}
+        if self.is_exact:
+            ours[PARAMETERS] = self.parameters_told
+        return counters | {key: value for key, value in ours.items() if key in self.own_keys}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.config.fault_tolerance.enable:
+            self.history = int(state_dict.get(HISTORY, 0))
+            self.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
+            self.data_told = str(state_dict.get(DATA, ""))
+            self.parameters_told = str(state_dict.get(PARAMETERS, ""))
+
+    @property
+    def data(self) -> str:
+        """This run, and what tells its data from others."""
+        return f"{run_id(self.place.token)} {self.source.fingerprint()}"
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
@@ -175,7 +200,7 @@ class EverstepTrainer(titan.Trainer):
 
     def _rounds(self, live: LiveTensors, whose: str) -> Rounds:
         """`whose`: words that a worker's state is bound to: the run, and how its groups are laid out."""
-        state = RoundState(live, self.lr_schedulers, self.disk.counters, self.config.semi_sync)
+        state = RoundState(live, self.lr_schedulers, self, self.config.semi_sync)
         store = WorkerStore(
             folder_of(self.run_dir),
             rank=dist.get_rank(),

@@ -1,12 +1,11 @@
 """A torchtitan trainer as the step protocol's `Work`: what comes with a commit, and how its state is handed over.
 
-What a commit is made of is a `Unit`'s: slots of an optimizer step (`steps`), or workers' rounds (`rounds`).
+What a commit is made of is the unit's: slots of an optimizer step (`steps`), or workers' rounds (`rounds`).
 """
 
 import math
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,70 +16,24 @@ from torchtitan.observability import structured_logger as sl
 
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
-from everstep.run.data_start import began_after
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import GradientReducer
 from everstep.titan import exactness
-from everstep.titan.checkpoint_names import DATALOADER
-from everstep.titan.data.streams import SlotStreams
 from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.names import DATALOADER
+from everstep.titan.rounds import Rounds
 from everstep.titan.slots import Slots
 from everstep.titan.snapshots import AGREED_SNAPSHOTS
 from everstep.titan.state import TrainingState
+from everstep.titan.steps import Steps
 from everstep.titan.telling import Measures
 
 DATA_BLOB = "data"
 NOTES_INTERVAL = 10
 """Commits between two exchanges of dataloader positions; what an adopter has to skip at most, and one more. Rounds are
 long enough to tell them after each."""
-
-
-class Unit(ABC):
-    """What a commit is made of; see `everstep.step.interfaces.Work` for what is not said here."""
-
-    shares: int
-    """Of how many parts a commit is made, each of which a group computes."""
-    reducer: GradientReducer
-
-    @abstractmethod
-    def compute(self, step: int, slot: int, *, whole: bool) -> None: ...
-
-    @abstractmethod
-    def refused(self) -> frozenset[int]: ...
-
-    @abstractmethod
-    def results(self) -> SlotSums: ...
-
-    @abstractmethod
-    def discard(self) -> None: ...
-
-    @abstractmethod
-    def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
-
-    def words(self, commit: Commit) -> dict[int, int]:
-        """What each group said of its snapshots."""
-        return {}
-
-    # What it has besides the trainer's state.
-
-    def before_restore(self) -> None:  # noqa: B027 there need not be anything
-        """A state is about to be loaded, as no group has one."""
-
-    def restored(self, history: int) -> None:  # noqa: B027
-        """It was."""
-
-    def serve(self, state: HealState) -> None:  # noqa: B027
-        """Add what a joiner needs."""
-
-    def healed(self, state: HealState) -> None:  # noqa: B027
-        """Take that over."""
-
-    def close(self) -> None:  # noqa: B027
-        """This group leaves."""
 
 
 class TrainerWork:
@@ -95,7 +48,13 @@ class TrainerWork:
     """
 
     def __init__(
-        self, trainer: Any, slots: Slots, unit: Unit, state: TrainingState, disk: DiskCheckpoints, measures: Measures
+        self,
+        trainer: Any,
+        slots: Slots,
+        unit: Steps | Rounds,
+        state: TrainingState,
+        disk: DiskCheckpoints,
+        measures: Measures,
     ) -> None:
         self._trainer, self._slots, self.unit, self.state = trainer, slots, unit, state
         self._disk, self._measures = disk, measures
@@ -190,7 +149,7 @@ class TrainerWork:
             grad_norm, told = self.unit.update(commit)
         trainer.history = commit.history
         self._source.committed(trainer.step)
-        if (step + 1) % self._notes_interval == 0 and isinstance(self._source, SlotStreams):
+        if (step + 1) % self._notes_interval == 0:
             self._source.note_live()  # what the next notes tell, as by then the streams will be ahead
         if trainer.is_exact:
             trainer.parameters_told = self.parameters()
@@ -278,9 +237,7 @@ class TrainerWork:
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's streams stand, so that any group can adopt them."""
-        if step % self._notes_interval or not isinstance(self._source, SlotStreams):
-            return None
-        return self._source.known_states()
+        return None if step % self._notes_interval else self._source.known_states() or None
 
     def noted(self, notes: list[bytes]) -> None:
         for note in filter(None, notes):
@@ -315,8 +272,9 @@ class TrainerWork:
         found = self._disk.load()
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT)
         trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
-        if DATALOADER in trainer.config.checkpoint.exclude_from_loading:
-            self._source.began_after = began_after(trainer.place.run_dir, self._source.fingerprint(), trainer.step)
+        leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
+        if leaves_data and trainer.data_told != trainer.data:  # else an earlier start of this run did so
+            self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
     def _require_as_committed(self, what: str, status: int) -> None:

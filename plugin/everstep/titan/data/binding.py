@@ -6,10 +6,10 @@ from typing import Any
 from everstep.config.errors import ConfigError, nearest
 from everstep.data.token_format import TokenFileError, in_bytes
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
-from everstep.titan.data.names import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTokenizer
 from everstep.titan.data.stdlib_text import StdlibText
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.data.tokens import TokenFile
+from everstep.titan.names import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 """torchtitan reads a tokenizer from the first of these that is there."""

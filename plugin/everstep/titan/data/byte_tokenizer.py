@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from everstep.data.byte_ids import BOS_ID, EOS_ID, VOCAB_SIZE
-from everstep.titan.data.names import BaseTokenizer
+from everstep.titan.names import BaseTokenizer
 
 
 class ByteTokenizer(BaseTokenizer):

@@ -12,7 +12,7 @@ from everstep.data.byte_ids import BYTES, Encoder
 def _hugging_face(directory: Path) -> Encoder:
     """The ids that torchtitan's HuggingFaceTokenizer gives with add_bos and add_eos, encoded on all cores."""
     # Here, because it imports torch, which packing bytes does without.
-    from everstep.titan.data.names import HuggingFaceTokenizer
+    from everstep.titan.names import HuggingFaceTokenizer
 
     theirs = HuggingFaceTokenizer(tokenizer_path=str(directory))
     tokenizer = theirs.tokenizer

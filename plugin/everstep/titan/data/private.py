@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from everstep.foreign import replace
-from everstep.titan.data.names import InterleavedDataset
+from everstep.titan.names import InterleavedDataset
 
 
 def parts_of(dataset: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The sources that read rows of documents, in the order that `everstep.data.slots` says."""
+"""The sources that read rows of documents, in the order that `slots` says."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 
 from everstep.data.documents import Documents
 from everstep.data.permutation import Permutation
-from everstep.data.slots import Batch
-from everstep.titan.data.names import BaseDataLoader, BaseTokenizer
+from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.names import BaseDataLoader, BaseTokenizer
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,12 @@ class Text:
     """The smallest vocabulary that has all ids."""
 
 
-class RowSource(BaseDataLoader):
-    """A torchtitan dataloader and a SlotSource over the rows of a `Text`, which subclasses open."""
+class RowSource(SlotSource):
+    """Reads the rows of a `Text`, which subclasses open.
+
+    Under torchtitan's own trainer, rank d of D takes in its n-th microbatch (n from 0) the rows (n * D + d) * B + i:
+    with A = S * R / D accumulation steps the ranks together read in step k exactly the rows of step k's slots.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -49,6 +53,7 @@ class RowSource(BaseDataLoader):
         local_batch_size: int,
         **kwargs,
     ):
+        super().__init__(dp_rank, dp_world_size)
         text = self._open(config, tokenizer)
         self.documents, self._name = text.documents, text.name
         self.rows = self.documents.rows(seq_len)
@@ -60,9 +65,6 @@ class RowSource(BaseDataLoader):
         self._content, self._vocab_size = text.content, text.vocab_size
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
-        self._dp_rank, self._dp_size = dp_rank, dp_world_size
-        self._slots: int | None = None
-        self.began_after = 0
         self._rows_read = 0  # by all ranks together
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)
 
@@ -85,22 +87,16 @@ class RowSource(BaseDataLoader):
     # By slot.
 
     def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
-        if slots < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"no such place: {slots} slots, data-parallel rank {dp_rank} of {dp_size}")
-        self._slots, self._dp_rank, self._dp_size = slots, dp_rank, dp_size
+        super().open_slots(slots, dp_rank, dp_size)
         self._check_whole_steps()
 
     @property
     def _rows_per_step(self) -> int:
         """Rows of one global batch; 0 while it is not known."""
-        return (self._slots or 0) * self._dp_size * self._local_batch_size
+        return self._slots * self._dp_size * self._local_batch_size
 
-    def microbatch(self, step: int, slot: int) -> Batch:
-        if self._slots is None:
-            raise RuntimeError("open_slots() comes before microbatch()")
-        if step <= self.began_after or not 0 <= slot < self._slots:
-            raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
-        batch_number = ((step - self.began_after - 1) * self._slots + slot) * self._dp_size + self._dp_rank
+    def _slot(self, number: int, slot: int) -> Batch:
+        batch_number = (number * self._slots + slot) * self._dp_size + self._dp_rank
         return self._batch(batch_number * self._local_batch_size)
 
     def committed(self, step: int) -> None:
@@ -109,12 +105,6 @@ class RowSource(BaseDataLoader):
     def fingerprint(self) -> str:
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
         return f"{self._content}, rows of {self._seq_len}, {order}"
-
-    def known_states(self) -> bytes:
-        return b""
-
-    def learn(self, states: bytes) -> None:
-        """Rows are addressed directly: there is nothing to learn."""
 
     def require_vocab(self, vocab_size: int) -> None:
         if self._vocab_size > vocab_size:
@@ -143,7 +133,7 @@ class RowSource(BaseDataLoader):
         (else 0), and the data's fingerprint."""
         return {
             "rows_read": self._rows_read,
-            "rows_per_step": self._rows_per_step if self._slots else 0,
+            "rows_per_step": self._rows_per_step,
             "data": self.fingerprint(),
         }
 
@@ -157,7 +147,7 @@ class RowSource(BaseDataLoader):
                 f"({state_dict['data']}), this is ({self.fingerprint()}). Bring back that data, seq_len and "
                 'seed, or leave the position out with checkpoint.exclude_from_loading = ["dataloader"].'
             )
-        per_step = self._rows_per_step if self._slots else 0
+        per_step = self._rows_per_step
         if per_step and state_dict["rows_per_step"] not in (0, per_step):
             raise ValueError(
                 f"the checkpoint's steps had {state_dict['rows_per_step']} rows, this run's have {per_step}: "

@@ -12,8 +12,8 @@ import numpy as np
 
 from everstep.data.byte_ids import VOCAB_SIZE, document_ids
 from everstep.data.documents import Documents
-from everstep.titan.data.names import BaseTokenizer
 from everstep.titan.data.rows import RowSource, Text
+from everstep.titan.names import BaseTokenizer
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
 

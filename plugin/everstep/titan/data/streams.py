@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,9 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
-from everstep.data.slots import Batch
 from everstep.titan.data import private
-from everstep.titan.data.names import (
+from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.names import (
     BaseDataLoader,
     BaseTokenizer,
     DataloaderExhaustedError,
@@ -105,21 +104,14 @@ def _load_state(loader: BaseDataLoader, state: dict[str, Any]) -> None:
         loader.load_state_dict(state)
 
 
-class SlotStreams(BaseDataLoader):
-    """A SlotSource over the dataloader of `Config.base`, and a torchtitan dataloader itself.
-
-    The wrapped dataloader must be deterministic: built twice alike, it gives the same batches.
-    Its methods may be called from several threads.
-    """
+class SlotStreams(SlotSource):
+    """Reads the dataloader of `Config.base`, which must be deterministic: built twice alike, it gives the same
+    batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         base: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
         """The dataloader that each stream is one of, as it would stand in `[dataloader]`."""
-
-        streams: int = 0
-        """Only under torchtitan's own trainer, to read what a run with slots reads: global_batch_size /
-        local_batch_size. 0: one stream for each data-parallel rank, torchtitan's usual split."""
 
     def __init__(
         self,
@@ -132,6 +124,7 @@ class SlotStreams(BaseDataLoader):
         local_batch_size: int,
         **kwargs,
     ):
+        super().__init__(dp_rank, dp_world_size)
         if type(config.base) is BaseDataLoader.Config:
             raise ValueError("SlotStreams has no dataloader to read from: set `base` to one's Config.")
         self._base, self._tokenizer = config.base, tokenizer
@@ -142,47 +135,36 @@ class SlotStreams(BaseDataLoader):
             # With worker processes, a state is exact only where a snapshot was taken.
             "snapshot_every_n_steps": 1,
         }
-        self._dp_rank, self._dp_size = dp_rank, dp_world_size
-        self._streams = config.streams or dp_world_size
-        self._slots: int | None = None
-        self.began_after = 0
         self._complained = False
-        self._lock = threading.RLock()
         self._forget()
 
     def _forget(self) -> None:
         self._live: dict[int, _Stream] = {}
         self._known: dict[int, StreamState] = {}
-        self._held: dict[tuple[int, int], Batch] = {}  # by (step, slot), of steps not yet committed
-        self._batches_read = 0  # by all ranks together
+        self._held: dict[tuple[int, int], Batch] = {}  # by step, counted from 0 in this data, and slot
+        self._steps = 0  # that are committed
         self._loaded_streams = 0
 
     # By slot.
 
     def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
-        if slots < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"no such place: {slots} slots, data-parallel rank {dp_rank} of {dp_size}")
-        with self._lock:
-            self._slots, self._dp_rank, self._dp_size = slots, dp_rank, dp_size
-            self._streams = slots * dp_size
-            self._check_loaded()
+        super().open_slots(slots, dp_rank, dp_size)
+        self._check_loaded()
 
-    def microbatch(self, step: int, slot: int) -> Batch:
-        if self._slots is None:
-            raise RuntimeError("open_slots() comes before microbatch()")
-        if step <= self.began_after or not 0 <= slot < self._slots:
-            raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
-        with self._lock:
-            if (step, slot) not in self._held:
-                self._held[step, slot] = self._batch(self.stream_of(slot), step - self.began_after - 1)
-            inputs, labels = self._held[step, slot]
-            copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-            return copies, labels.clone()
+    @property
+    def _streams(self) -> int:
+        return self._slots * self._dp_size
+
+    def _slot(self, number: int, slot: int) -> Batch:
+        if (number, slot) not in self._held:
+            self._held[number, slot] = self._batch(self.stream_of(slot), number)
+        inputs, labels = self._held[number, slot]
+        copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        return copies, labels.clone()
 
     def committed(self, step: int) -> None:
-        with self._lock:
-            self._batches_read = (step - self.began_after) * self._streams
-            self._held = {key: batch for key, batch in self._held.items() if key[0] > step}
+        self._steps = step - self.began_after
+        self._held = {key: batch for key, batch in self._held.items() if key[0] >= self._steps}
 
     def fingerprint(self) -> str:
         config = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(self._base.to_dict(), sort_keys=True))
@@ -197,36 +179,28 @@ class SlotStreams(BaseDataLoader):
 
     # Where streams stand.
 
-    def note_live(self) -> None:
-        """Remember where this process's own streams stand, as far as they are not beyond the last committed step."""
-        with self._lock:
-            self._note_live()
-
     def stream_of(self, slot: int) -> int:
         """The stream that a slot reads on this rank."""
         return slot * self._dp_size + self._dp_rank
 
     def known_states(self) -> bytes:
         """The newest known state of every stream, own and others', none beyond the last committed step."""
-        with self._lock:
-            self._note_live()
-            return encode_states(self._known)
+        self.note_live()
+        return encode_states(self._known)
 
     def learn(self, states: bytes) -> None:
         """Keeps those of `states` that are newer than what is known."""
-        with self._lock:
-            for stream, state in decode_states(states).items():
-                if stream not in self._known or state.position > self._known[stream].position:
-                    self._known[stream] = state
-                live = self._live.get(stream)
-                if live and live.position < state.position:
-                    # Somebody else computes this slot now.
-                    del self._live[stream]
+        for stream, state in decode_states(states).items():
+            if stream not in self._known or state.position > self._known[stream].position:
+                self._known[stream] = state
+            live = self._live.get(stream)
+            if live and live.position < state.position:
+                # Somebody else computes this slot now.
+                del self._live[stream]
 
-    def _note_live(self) -> None:
-        committed = self._batches_read // self._streams
+    def note_live(self) -> None:
         for stream, live in self._live.items():
-            if self._slots and live.position > committed:
+            if live.position > self._steps:
                 continue
             if stream not in self._known or live.position > self._known[stream].position:
                 try:
@@ -276,49 +250,32 @@ class SlotStreams(BaseDataLoader):
     def _exhausted(self, stream: int, number: int) -> DataloaderExhaustedError:
         return DataloaderExhaustedError(f"data stream {stream} of {self._streams} ended before batch {number}")
 
-    # Under torchtitan's own trainer.
+    # As torchtitan's dataloader.
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._streams % self._dp_size:
-            raise ValueError(
-                f"streams = {self._streams} is no multiple of the {self._dp_size} data-parallel ranks: set "
-                "it to global_batch_size / local_batch_size."
-            )
-        self._check_loaded()
-        while True:
-            number, stream = divmod(self._batches_read + self._dp_rank, self._streams)
-            try:
-                with self._lock:
-                    batch = self._batch(stream, number)
-                    self._batches_read += self._dp_size
-            except DataloaderExhaustedError:
-                return
-            yield batch
+        raise TypeError("streams are read by slot; torchtitan's own trainer iterates over the dataloader itself")
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and this data-parallel rank's streams under a key of its own, as torchtitan has
         it."""
-        with self._lock:
-            return {
-                f"dp_rank_{self._dp_rank}": self.known_states(),
-                "streams": self._streams,
-                "batches_read": self._batches_read,
-            }
+        return {
+            f"dp_rank_{self._dp_rank}": self.known_states(),
+            "streams": self._streams,
+            "batches_read": self._steps * self._streams,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError if the checkpoint was made with another number of streams."""
         if not state_dict:
             return
-        with self._lock:
-            self._forget()
-            self.learn(state_dict.get(f"dp_rank_{self._dp_rank}", b""))
-            self._batches_read = state_dict["batches_read"]
-            self._loaded_streams = state_dict["streams"]
-            if self._slots:
-                self._check_loaded()
+        self._forget()
+        self.learn(state_dict.get(f"dp_rank_{self._dp_rank}", b""))
+        self._loaded_streams = state_dict["streams"]
+        self._steps = state_dict["batches_read"] // max(1, self._loaded_streams)
+        self._check_loaded()
 
     def _check_loaded(self) -> None:
-        if self._loaded_streams not in (0, self._streams):
+        if self._slots and self._loaded_streams not in (0, self._streams):
             raise ValueError(
                 f"the checkpoint's data was read in {self._loaded_streams} streams, this run has "
                 f"{self._streams}: keep global_batch_size and local_batch_size."

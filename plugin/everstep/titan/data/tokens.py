@@ -5,8 +5,8 @@ from pathlib import Path
 
 from everstep.data.documents import Documents
 from everstep.data.token_format import TokenFileError, map_tokens, read_footer
-from everstep.titan.data.names import BaseTokenizer
 from everstep.titan.data.rows import RowSource, Text
+from everstep.titan.names import BaseTokenizer
 
 
 class TokenFile(RowSource):
