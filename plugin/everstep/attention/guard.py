@@ -62,7 +62,7 @@ class Checks:
         """Changes whenever weights do: sums of weights are kept under it."""
         self.looks_at_rows = step_tokens < SMALL_STEP
         """Whether every attention's backward is asked, in every slot, if a row of P is lost."""
-        self.coverage: Any = None
+        self.coverage = ""
         """What of the model is guarded, where that was counted."""
         self.masks: dict[int, Any] = {}
         """The masks of the slot, by the address of the tensor that tells them apart."""

@@ -188,14 +188,14 @@ def _model(config: Any, ranks: int) -> Model:
     model = built_on_meta(config)
     parameters, size = trained_parameters(model, config)
     state_bytes = parameters * size * (1 + ADAM_STATES)
-    checked = coverage([model]) if config.attention_check.enable else None
+    checked, unchecked = coverage([model]) if config.attention_check.enable else (None, [])
     return Model(
         parameters=parameters,
         state_bytes=state_bytes,
         memory=memory_of_rank(config, parameters * size / ranks, state_bytes / ranks),
         train_timeout_s=config.comm.train_timeout_seconds,
-        checked=None if checked is None else str(checked),
-        unchecked=[] if checked is None else list(checked.missing[:3]),
+        checked=checked,
+        unchecked=unchecked[:3],
     )
 
 

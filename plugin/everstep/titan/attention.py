@@ -377,20 +377,9 @@ def _refuse(config: Any) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """What of a model's attention is guarded: projections and inner attentions, and the names of those that are not."""
-
-    guarded: int
-    missing: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.guarded} of {self.guarded + len(self.missing)}"
-
-
-def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
-    """What of these models' attention is guarded. Every linear layer and every kernel inside a torchtitan attention
-    counts, and every attention of another kind, by its class's name."""
+def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
+    """What of these models' attention is guarded ("12 of 12"), and the names of what is not. Every linear layer and
+    every kernel inside a torchtitan attention counts, and every attention of another kind, by its class's name."""
     guarded, missing = 0, []
     for part in model_parts:
         within: list[str] = []
@@ -412,7 +401,7 @@ def coverage(model_parts: Iterable[nn.Module]) -> Coverage:
                 )
             ):
                 missing.append(fqn)
-    return Coverage(guarded, tuple(missing))
+    return f"{guarded} of {guarded + len(missing)}", missing
 
 
 _OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
@@ -471,10 +460,10 @@ def attach(
             "attention_check.enable: the model was built without checked attention; `apply` has to see the "
             "attention Configs that are built."
         )
-    checks.coverage = coverage(model_parts)
-    if checks.coverage.missing:
+    checks.coverage, missing = coverage(model_parts)
+    if missing:
         raise ValueError(
             f"attention_check.enable: it would check {checks.coverage} parts of this model's attention and leave out "
-            f"{', '.join(checks.coverage.missing[:3])}; switch attention_check off."
+            f"{', '.join(missing[:3])}; switch attention_check off."
         )
     return checks

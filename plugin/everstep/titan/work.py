@@ -192,7 +192,7 @@ class TrainerWork:
 
     def _tell(self, commit: Commit, took_s: float, *, lr: dict[str, float], **fields: Any) -> None:
         if self._checks is not None and (plan := self._checks.news()):
-            self._events.emit("attention_schedule", commit.step, coverage=str(self._checks.coverage), **plan)
+            self._events.emit("attention_schedule", commit.step, coverage=self._checks.coverage, **plan)
         self._events.emit(
             "commit",
             commit.step,
