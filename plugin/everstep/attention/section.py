@@ -60,9 +60,9 @@ class AttentionCheck:
     """For frequency = "adaptive": the most that sampled checks take, as a share of what slots take without them,
     measured on the device. What is looked at in every slot comes on top: 0.2 to 0.7 % on an H100, as counted."""
 
-    path: Literal["auto", "explicit", "fused"] = "auto"
+    path: Literal["explicit", "fused"] = "fused"
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
-    `fused`: the stock kernel, run twice and watched through identities. `auto`: fused wherever that kernel runs."""
+    `fused`: the stock kernel, run twice and watched through identities."""
 
     inject: Inject = field(default_factory=Inject)
     """Faults on purpose. Never in a run whose result matters."""

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from everstep.attention.linear import WeightSums, linear, result_names
 from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
 from everstep.titan import cpu, private
-from everstep.titan.cpu_attention import MatrixFlexAttention, MatrixMask, MatrixVarlenAttention
+from everstep.titan.cpu_attention import MatrixMask
 
 _PROJECTIONS = ["model_spec.model.*.attention.*"]
 _INNER = ["model_spec.model.*.attention.inner_attention"]
@@ -92,18 +92,21 @@ class _CheckedInner:
     """
 
     guard: Guard | None = None
-    hands_out_lse: ClassVar[Literal["always", "asked", "never"]] = "always"
+    hands_out_lse: Literal["always", "asked", "never"] = "always"
     """Whether the stock forward gives lse to an `out_transform`; `asked`: where the model has one, at a price."""
-    wide_sums: ClassVar[bool] = False
+    wide_sums: bool = False
     """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
-    narrow: ClassVar[bool] = False
+    narrow: bool = False
     """Whether the kernel takes values of fewer columns than keys have; its second run then takes half as long."""
-    reads: ClassVar[torch.dtype | None] = None
+    reads: torch.dtype | None = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's attention, next in line
         self.explicit_path: bool = config.path == "explicit"
+        if isinstance(self, FlexAttention | VarlenAttention) and not cpu.has_attention_kernels():  # `cpu_attention`
+            self.wide_sums = self.narrow = False
+            self.hands_out_lse, self.reads = "asked", None
 
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
@@ -186,17 +189,6 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
         return _seen_by_block_mask(masks["attention_masks"])
 
 
-class CheckedMatrixFlexAttention(CheckedFlexAttention, MatrixFlexAttention):
-    """FlexAttention on a CPU, watched, or replaced by attention as matrices."""
-
-    wide_sums = narrow = False
-    hands_out_lse = "asked"
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckedFlexAttention.Config, MatrixFlexAttention.Config):
-        pass
-
-
 class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
     """Variable-length attention, watched, or replaced by attention as matrices."""
 
@@ -214,17 +206,6 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
             window=None if left < 0 else left,
             documents=documents_of(metadata.cu_seq_q, *q_BLNH.shape[:2]),
         )
-
-
-class CheckedMatrixVarlenAttention(CheckedVarlenAttention, MatrixVarlenAttention):
-    """Varlen attention on a CPU, watched, or replaced by attention as matrices."""
-
-    reads = None
-    hands_out_lse = "asked"
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckedVarlenAttention.Config, MatrixVarlenAttention.Config):
-        pass
 
 
 class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):
@@ -281,15 +262,13 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
 @override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_flex(config: FlexAttention.Config, *, path: str) -> FlexAttention.Config:
     """The checked counterpart of FlexAttention."""
-    own = CheckedMatrixFlexAttention if isinstance(config, MatrixFlexAttention.Config) else CheckedFlexAttention
-    return derive(config, own.Config, path=path)
+    return derive(config, CheckedFlexAttention.Config, path=path)
 
 
 @override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttention.Config:
     """The checked counterpart of VarlenAttention."""
-    own = CheckedMatrixVarlenAttention if isinstance(config, MatrixVarlenAttention.Config) else CheckedVarlenAttention
-    return derive(config, own.Config, path=path)
+    return derive(config, CheckedVarlenAttention.Config, path=path)
 
 
 @override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
@@ -314,9 +293,7 @@ def apply(config: Any, section: AttentionCheck) -> None:
     kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
     names = {
         FlexAttention.Config: "checked_flex",
-        MatrixFlexAttention.Config: "checked_flex",
         VarlenAttention.Config: "checked_varlen",
-        MatrixVarlenAttention.Config: "checked_varlen",
         ScaledDotProductAttention.Config: "checked_sdpa",
     }
     if not kinds:
@@ -325,24 +302,18 @@ def apply(config: Any, section: AttentionCheck) -> None:
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
-    runs = cpu.has_attention_kernels() or not kinds & {FlexAttention.Config, VarlenAttention.Config}
-    path = ("fused" if runs else "explicit") if section.path == "auto" else section.path
     compiled = config.compile.enable and "model" in config.compile.components
-    if compiled and path == "explicit":
+    if compiled and section.path == "explicit":
         raise ValueError(
             'attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
             "model from compile.components."
         )
     if compiled:  # as selective activation checkpointing keeps what plain projections compute
         private.keep_in_checkpointing(torch.ops.everstep.project.default)
-    if not runs and path == "fused":
-        raise ValueError(
-            'attention_check.path = "fused": the attention kernel of this model does not run on a CPU; use "explicit".'
-        )
     here = __name__
     config.override.imports += [
         f"{here}.checked_projections",
-        *((f"{here}.{name}", {"path": path}) for name in sorted({names[kind] for kind in kinds})),
+        *((f"{here}.{name}", {"path": section.path}) for name in sorted({names[kind] for kind in kinds})),
     ]
 
 

@@ -8,16 +8,15 @@ Shape suffixes, as torchtitan's: B batch, L positions, N heads, H head dimension
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
-from torchtitan.config.override import derive
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
+from everstep.foreign import replace
 from everstep.titan import private
 
 Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,13 +32,11 @@ class MatrixMask(BlockMask):
 
 
 def prepare(config: Any) -> None:
-    """Have FlexAttention and varlen attention computed on a CPU under the model's own masks, in this process and in a
-    trainer config, which is changed in place. Models that use neither are left as they are."""
+    """Have FlexAttention and varlen attention computed on a CPU in this process, under a trainer config's own masks."""
     split_rows = config.parallelism.context_parallel_degree > 1  # and so masks
     private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
-    for kind, own in ((FlexAttention, MatrixFlexAttention), (VarlenAttention, MatrixVarlenAttention)):
-        for _, stock, parent, field in list(config.model_spec.model.traverse(kind.Config)):
-            setattr(parent, field, derive(stock, own.Config))
+    replace(FlexAttention, "forward", flex)
+    replace(VarlenAttention, "forward", varlen)
 
 
 def matrix_mask(
@@ -106,59 +103,45 @@ def attend(
     return out_transform(out_BNLH.to(q_BLNH.dtype).transpose(1, 2), lse_BNL.transpose(1, 2))
 
 
-class MatrixFlexAttention(FlexAttention):
-    """FlexAttention by scaled dot product attention."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: BlockMask,
-        score_mod: Callable | None = None,
-        scale: float | None = None,
-        out_transform: Transform | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """As FlexAttention's."""
-        if score_mod is not None:
-            raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
-        with spmd.no_typecheck():
-            if isinstance(attention_masks, MatrixMask):
-                seen = attention_masks.seen
-            else:  # a part of a mask, that rows split among ranks were given
-                sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
-                seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
-            return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
+def flex(
+    self: FlexAttention,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    *,
+    attention_masks: BlockMask,
+    score_mod: Callable | None = None,
+    scale: float | None = None,
+    out_transform: Transform | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """FlexAttention's forward, by scaled dot product attention."""
+    if score_mod is not None:
+        raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
+    with spmd.no_typecheck():
+        if isinstance(attention_masks, MatrixMask):
+            seen = attention_masks.seen
+        else:  # a part of a mask, that rows split among ranks were given
+            sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
+            seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
+        return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
-class MatrixVarlenAttention(VarlenAttention):
-    """Varlen attention by scaled dot product attention, in the dtype of its inputs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: Transform | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """As VarlenAttention's."""
-        with spmd.no_typecheck():
-            seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
-            return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
+def varlen(
+    self: VarlenAttention,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    *,
+    attention_masks: VarlenMetadata,
+    scale: float | None = None,
+    out_transform: Transform | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """VarlenAttention's forward, by scaled dot product attention, in the dtype of its inputs."""
+    with spmd.no_typecheck():
+        seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
+        return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
 def _document_mask(starts: torch.Tensor, shape: torch.Size, window: tuple[int, int]) -> torch.Tensor:
