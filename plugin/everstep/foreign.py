@@ -4,10 +4,7 @@ Which names those are stands in `private.py` of the room that uses them, and a t
 release has taken away.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-Method = TypeVar("Method", bound=Callable[..., Any])
+from typing import Any
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
@@ -16,17 +13,3 @@ def replace(owner: Any, name: str, value: Any) -> None:
         called = getattr(owner, "__name__", None) or type(owner).__name__
         raise AttributeError(f"{called} has no {name} any more: this version of it is not supported")
     setattr(owner, name, value)
-
-
-def overrides(base: type) -> Callable[[Method], Method]:
-    """For a method that stands in for a private one of `base`. Raises AttributeError where that is gone: nobody would
-    call it."""
-
-    def check(method: Method) -> Method:
-        if not callable(getattr(base, method.__name__, None)):
-            raise AttributeError(
-                f"{base.__name__} has no {method.__name__} any more: this version of it is not supported"
-            )
-        return method
-
-    return check

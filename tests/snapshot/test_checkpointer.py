@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 
-from everstep.titan.checkpoints import of_run
+from everstep.titan.checkpoints import write_aside
 from snapshot_cluster import wait_until
 
 
@@ -48,8 +48,8 @@ def built(config, folder: Path):
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkeypatch, mode):
     config = CheckpointManager.Config(enable=True, interval=4, async_mode=mode)
-    it = built(of_run(config), tmp_path)
-    it.write_aside_as(0, "a")
+    it = built(config, tmp_path)
+    write_aside(it, 0, "a")
     monkeypatch.setattr(FileSystemWriter, "finish", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
 
     def saved_at_last():
@@ -63,7 +63,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkey
     assert names == ["writing-trainer-0-a"]
     assert it._find_load_step() == -1
     monkeypatch.undo()
-    it.write_aside_as(0, "b")
+    write_aside(it, 0, "b")
     assert it.save(4)
     it.maybe_wait_for_saving()
     wait_until(lambda: [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"])

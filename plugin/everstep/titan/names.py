@@ -1,5 +1,5 @@
 """All that Everstep takes of torchtitan's data and checkpoints: a release that renames some of it is met here and in
-`titan.private`; methods that it stands in for are marked `foreign.overrides`.
+`titan.private`.
 
 pyproject.toml allows torchtitan 0.3 and not 0.4: 0.3.0 is what was tried. torchtitan's main branch has other names for
 the text dataloader, for three names of `components.dataloader` and for the interleaved datasets, reads through Grain,

@@ -27,7 +27,7 @@ from everstep.step.driver import End
 from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan import attention, cpu, exactness, private
-from everstep.titan.checkpoints import RunCheckpointManager, of_run
+from everstep.titan.checkpoints import write_aside
 from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints
 from everstep.titan.group import require_members
@@ -136,8 +136,7 @@ class EverstepTrainer(titan.Trainer):
         self.work = TrainerWork(self, self.slots, unit, state, self.disk, measures)
         if place.snapshots is not None:
             place.snapshots.shards = state.shards()
-        if isinstance(self.checkpointer, RunCheckpointManager) and self.checkpointer.enable:
-            self.checkpointer.write_aside_as(ft.group_id, self.participation.life)
+        write_aside(self.checkpointer, ft.group_id, self.participation.life)
         place.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
@@ -257,7 +256,6 @@ def _prepare(config: Any) -> RunPlace:
     """Settings of a trainer's config, in place, without which its run is not the groups' own; this rank's place."""
     # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-    config.checkpoint = of_run(config.checkpoint)
     config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
     return open_place(config)
