@@ -9,8 +9,8 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from everstep.data.pack import Pack, pack
 from everstep.data.permutation import Permutation
+from everstep.titan.data.rows import Rows
 from everstep.titan.data.slots import SlotSource
-from everstep.titan.data.tokens import TokenFile
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
@@ -31,7 +31,7 @@ def token_file(tmp_path, jsonl):
 @pytest.fixture
 def build(token_file, tokenizer):
     def build(dp_rank=0, dp_world_size=1, seq_len=16, local_batch_size=2, **config):
-        return TokenFile.Config(path=str(token_file), **config).build(
+        return Rows.Config(path=str(token_file), **config).build(
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
             tokenizer=tokenizer,
@@ -93,7 +93,7 @@ def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path_factory, token
     if not path.exists():
         text.write_text("It is the same row whoever reads it. " * 40)
         pack(Pack((text,), path))
-    config = TokenFile.Config(path=str(path))
+    config = Rows.Config(path=str(path))
     place = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": 16, "local_batch_size": 3}
     wanderer, fresh = config.build(**place), config.build(**place)
     wanderer.open_slots(4, 0, 1)

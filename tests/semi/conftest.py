@@ -3,7 +3,7 @@
 import pytest
 
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
-from everstep.titan.data.stdlib_text import StdlibText
+from everstep.titan.data.rows import Rows
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
@@ -48,7 +48,7 @@ def reference():
             if config.data.source == "dataloader":
                 data = Streams(config.dataloader, slots, shape)
             else:
-                data = StdlibText.Config(shuffle=True, seed=0).build(dp_world_size=1, dp_rank=0, **shape)
+                data = Rows.Config(shuffle=True, seed=0).build(dp_world_size=1, dp_rank=0, **shape)
                 data.open_slots(slots, 0, 1)
             semi, adam = config.semi_sync, config.optimizer.param_groups[0].optimizer_kwargs
             known[text] = simulate(

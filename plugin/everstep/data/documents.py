@@ -6,21 +6,12 @@ document and from 0 at the start of every row: a document cut by a row's end goe
 which keeps every position below seq_len and tells document masks where attention ends."""
 
 from bisect import bisect_right
-from typing import NamedTuple
 
 import numpy as np
 
 _DAMAGED = (
     "row {} of the token file is not what its footer says: it is damaged. Check it with `everstep pack --verify`."
 )
-
-
-class Row(NamedTuple):
-    """One training row; each array is int64 with shape [seq_len]."""
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
 
 
 class Documents:
@@ -54,8 +45,9 @@ class Documents:
         # Each document before this one has one pair less than it has tokens.
         return int(self.starts[document]) - document
 
-    def row(self, index: int, seq_len: int) -> Row:
-        """Row `index`, 0-based. Costs a binary search among the documents and seq_len tokens read.
+    def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Inputs, labels and positions of row `index`, 0-based: int64, shape [seq_len] each. Costs a binary search
+        among the documents and seq_len tokens read.
 
         Raises ValueError where starts or tokens are not what they should be, as in a damaged file.
         """
@@ -77,4 +69,4 @@ class Documents:
         if self._max_id is not None and span.max() > self._max_id:
             raise ValueError(_DAMAGED.format(index))
         inputs_at -= inputs_at[0]
-        return Row(span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths))
+        return span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths)

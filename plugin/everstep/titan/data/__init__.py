@@ -1,3 +1,3 @@
 """`everstep.data` as torchtitan's dataloaders and tokenizers, and which of them a config means.
 
-`stdlib_text` and `tokens` read rows; `streams` gives any dataloader of torchtitan's by slot."""
+`rows` reads rows of `texts`; `streams` gives any dataloader of torchtitan's by slot."""

@@ -6,9 +6,8 @@ from typing import Any
 from everstep.config.errors import ConfigError, nearest
 from everstep.data.token_format import TokenFileError, in_bytes
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
-from everstep.titan.data.stdlib_text import StdlibText
+from everstep.titan.data.rows import Rows
 from everstep.titan.data.streams import SlotStreams
-from everstep.titan.data.tokens import TokenFile
 from everstep.titan.names import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
@@ -26,12 +25,10 @@ def bind_data(config: Any) -> None:
         config: a trainer config with our sections.
     """
     data, seed = config.data, config.debug.seed or 0
-    if data.source == "stdlib":
-        config.dataloader = StdlibText.Config(shuffle=data.shuffle, seed=seed)
-        config.tokenizer = ByteTokenizer.Config()
-    elif data.source == "tokens":
-        config.dataloader = TokenFile.Config(path=data.path, shuffle=data.shuffle, seed=seed)
-        if in_bytes(Path(data.path)):
+    if data.source in ("stdlib", "tokens"):
+        path = data.path if data.source == "tokens" else ""
+        config.dataloader = Rows.Config(path=path, shuffle=data.shuffle, seed=seed)
+        if data.source == "stdlib" or in_bytes(Path(path)):
             config.tokenizer = ByteTokenizer.Config()
     elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):
         config.dataloader = SlotStreams.Config(base=config.dataloader)

@@ -1,34 +1,22 @@
-"""The sources that read rows of documents, in the order that `slots` says."""
+"""Rows of documents, in the order that `slots` says."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from everstep.data.documents import Documents
 from everstep.data.permutation import Permutation
 from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.data.texts import stdlib_text, token_file
 from everstep.titan.names import BaseDataLoader, BaseTokenizer
 
 
-@dataclass(frozen=True)
-class Text:
-    """What there is to read."""
-
-    documents: Documents
-    content: str
-    """A digest of the tokens, equal where they are."""
-    name: str
-    """How errors name the data."""
-    vocab_size: int
-    """The smallest vocabulary that has all ids."""
-
-
-class RowSource(SlotSource):
-    """Reads the rows of a `Text`, which subclasses open.
+class Rows(SlotSource):
+    """Reads the rows of a token file or of the standard library's text.
 
     Under torchtitan's own trainer, rank d of D takes in its n-th microbatch (n from 0) the rows (n * D + d) * B + i:
     with A = S * R / D accumulation steps the ranks together read in step k exactly the rows of step k's slots.
@@ -42,6 +30,9 @@ class RowSource(SlotSource):
         seed: int = 0
         """Seed of the shuffle."""
 
+        path: str = ""
+        """The token file; empty: the standard library's text."""
+
     def __init__(
         self,
         config: Config,
@@ -54,7 +45,7 @@ class RowSource(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        text = self._open(config, tokenizer)
+        text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text(tokenizer)
         self.documents, self._name = text.documents, text.name
         self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
@@ -67,9 +58,6 @@ class RowSource(SlotSource):
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._rows_read = 0  # by all ranks together
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)
-
-    def _open(self, config: Any, tokenizer: BaseTokenizer) -> Text:
-        raise NotImplementedError
 
     def _permutation_of(self, epoch: int) -> Permutation:
         return Permutation(self.rows, self._seed, epoch)

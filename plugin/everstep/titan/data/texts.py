@@ -1,0 +1,84 @@
+"""What rows are made of: a memory-mapped token file of `everstep pack`, or real text that every machine has, the
+sources of Python's standard library, read byte by byte."""
+
+import hashlib
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from everstep.data.byte_ids import VOCAB_SIZE, document_ids
+from everstep.data.documents import Documents
+from everstep.data.token_format import TokenFileError, map_tokens, read_footer
+from everstep.titan.names import BaseTokenizer
+
+_TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
+
+
+@dataclass(frozen=True)
+class Text:
+    """What there is to read."""
+
+    documents: Documents
+    content: str
+    """A digest of the tokens, equal where they are."""
+    name: str
+    """How errors name the data."""
+    vocab_size: int
+    """The smallest vocabulary that has all ids."""
+
+
+def token_file(path: Path, tokenizer: BaseTokenizer) -> Text:
+    """Opening reads the footer only; checksums of the tokens are compared by `everstep pack --verify`. A row that
+    contradicts the footer is refused when it is read."""
+    footer, digest = read_footer(path)
+    vocab_size = tokenizer.get_vocab_size()
+    if footer.max_id >= vocab_size:
+        raise TokenFileError(
+            f"{path} has token ids up to {footer.max_id}, the tokenizer only {vocab_size} ids: it was "
+            "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
+        )
+    tokens, starts = map_tokens(path, footer)
+    documents = Documents(tokens, starts, max_id=footer.max_id)
+    return Text(documents, f"token file {digest[:16]}", str(path), footer.max_id + 1)
+
+
+def stdlib_text(tokenizer: BaseTokenizer) -> Text:
+    """One document per source file, byte tokens. The text depends on Python's version, so all hosts of a run need the
+    same one: `content` tells them apart."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    pieces = [document_ids(path.read_bytes()) for path in stdlib_sources(root)]
+    if not pieces:
+        raise FileNotFoundError(
+            f"no .py files of the standard library under {root}: this Python carries its library in "
+            'another form. Set data.source = "tokens" and pack some text with `everstep pack`.'
+        )
+    if tokenizer.get_vocab_size() < VOCAB_SIZE:
+        raise ValueError(
+            f"the bundled text has byte tokens up to {VOCAB_SIZE - 1}, the tokenizer only "
+            f"{tokenizer.get_vocab_size()} ids: use everstep's ByteTokenizer with it."
+        )
+    tokens = np.concatenate(pieces)
+    starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+    return Text(
+        Documents(tokens, starts),
+        content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library {digest}",
+        name=f"the standard library's text ({root})",
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def stdlib_sources(root: Path) -> list[Path]:
+    """The standard library's own .py files under `root`, in one order everywhere. Installed packages, tests
+    and files that differ from build to build are left out."""
+    sources = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
+    for package in root.iterdir():
+        if package.name in sys.stdlib_module_names and package.is_dir():
+            for folder, subfolders, names in os.walk(package):
+                subfolders[:] = [name for name in subfolders if name not in _TEST_FOLDERS]
+                sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(sources, key=lambda path: path.relative_to(root).parts)
