@@ -38,7 +38,6 @@ WAYS = {
     "an attention that is checked": {
         "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0},
         "attention_check.inject": {"kind": "nan", "first_step": 3, "every": 1000},
-        "fault_tolerance": {"allow_faults": True},
     },
 }
 
