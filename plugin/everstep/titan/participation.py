@@ -84,16 +84,6 @@ class Participation:
     def run(self, work: Work, reducer: GradientReducer, shares: int) -> End:
         """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
         end. `shares`: of how many a commit is made."""
-        driver = self._join(work, reducer, shares)
-        return driver.run()
-
-    def leave(self) -> None:
-        """The others go on without this group."""
-        if self._membership is not None:
-            self._membership.leave()
-        self.door.shutdown()
-
-    def _join(self, work: Work, reducer: GradientReducer, shares: int) -> Driver:
         ft, semi, place = self._ft, self._config.semi_sync, self._place
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -126,4 +116,10 @@ class Participation:
             reducer=reducer,
             host=host,
         )
-        return Driver(protocol, work, host, give_up)
+        return Driver(protocol, work, host, give_up).run()
+
+    def leave(self) -> None:
+        """The others go on without this group."""
+        if self._membership is not None:
+            self._membership.leave()
+        self.door.shutdown()

@@ -83,8 +83,7 @@ class Slots:
         """The dataloader, read by slot."""
         trainer = self._trainer
         source = trainer.dataloader
-        if not isinstance(source, SlotSource):
-            raise TypeError(f"{type(source).__name__} cannot be read by slot: leave [data] source to Everstep's config")
+        assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
         source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches, self.dp_rank, self.dp_size)

@@ -36,10 +36,6 @@ from everstep.titan.names import (
 logger = logging.getLogger(__name__)
 
 
-class StateUntold(Exception):
-    """A dataloader has no state that another one, built alike, goes on from with the same batches; in a phrase."""
-
-
 class _Stream:
     """A dataloader in use, and how many batches it has given. With `known` it begins there, if its states are exact."""
 
@@ -68,13 +64,10 @@ class _Stream:
         return batch
 
     def state(self) -> StreamState:
-        """Raises StateUntold."""
+        """Raises PlainError if another dataloader, built alike, would not go on from it with the same batches."""
         if self._lost:
-            raise StateUntold(f"it leaves out {self._lost}")
-        try:
-            return StreamState(self.position, plain(_state_of(self.loader)))
-        except PlainError as error:
-            raise StateUntold(str(error)) from error
+            raise PlainError(f"it leaves out {self._lost}")
+        return StreamState(self.position, plain(_state_of(self.loader)))
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
@@ -205,7 +198,7 @@ class SlotStreams(SlotSource):
             if stream not in self._known or live.position > self._known[stream].position:
                 try:
                     self._known[stream] = live.state()
-                except StateUntold as error:
+                except PlainError as error:
                     if not self._complained:
                         logger.warning(
                             "The state of %s cannot be told to other groups, which will read its streams from their "
