@@ -39,6 +39,11 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
 
 
+def curve(run_dir: Path) -> dict[int, float]:
+    """Loss by step along the commits that the final state contains."""
+    return loss_by_step(account_of(run_dir).lineage.final())
+
+
 def rows_of(account: Account) -> list[dict[str, Any]]:
     """`fault_rows` of a run."""
     return fault_rows(account.faults, account.sessions, account.commits_of(account.lineage.commits), step_s_of(account))
