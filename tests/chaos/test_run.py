@@ -77,13 +77,13 @@ def broken(run, tmp_path, *entries):
     return begin, said
 
 
-def test_workers_agents_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
+def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
     telling = until(lambda: tellers(run), "the page's process")
     begin, said = broken(
         run,
         tmp_path,
         'name = "kill-worker"\ngroup = 0\nrank = 1',
-        'name = "kill-agent"\ngroup = 1',
+        'name = "kill-group"\ngroup = 1',
         'name = "kill-lighthouse"',
     )
     assert "fault: kill-worker on group 0" in said

@@ -1,4 +1,4 @@
-"""What an injector may hit, and that what it stopped goes on whatever is done to it."""
+"""What an injector may hit."""
 
 import os
 import signal
@@ -12,21 +12,14 @@ import pytest
 
 from everstep.chaos import signals
 from everstep.chaos.kinds import own_segments
-from everstep.chaos.signals import Receivers
-from everstep.chaos.view import View
+from everstep.chaos.target import LocalTarget
+from everstep.chaos.view import Proc, View
+from everstep.run.directory import LaunchError, holder_of
 from everstep.run.token import run_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from watched import DEADLINE_S, environment, until
-
-INJECTOR = """
-import subprocess, sys, time
-from everstep.chaos.signals import Receivers
-pid, lasts_s = int(sys.argv[1]), float(sys.argv[2])
-print(Receivers([(pid, time.time())]).hold(lasts_s, subprocess.DEVNULL).pid, flush=True)
-time.sleep(600)
-"""
+from watched import DEADLINE_S
 
 
 @pytest.fixture
@@ -37,47 +30,9 @@ def victim():
     process.wait()
 
 
-@pytest.fixture
-def injector(victim):
-    """Stops the victim for a time, and then does nothing more."""
-    started = []
-
-    def _inject(lasts_s):
-        command = [sys.executable, "-c", INJECTOR, str(victim.pid), str(lasts_s)]
-        process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        started.append(process)
-        process.holder = int(process.stdout.readline())
-        until(lambda: is_stopped(victim), "the victim to stop")
-        return process
-
-    yield _inject
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def is_stopped(process):
-    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_a_fault_ends_at_once_when_the_injector_dies_and_not_by_what_is_meant_for_it(victim, injector, signum):
-    process = injector(600)
-    for meant in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(process.holder, meant)
-    time.sleep(0.3)
-    assert is_stopped(victim)
-    os.killpg(process.pid, signum)
-    until(lambda: not is_stopped(victim), "the victim to go on")
-    until(lambda: not psutil.pid_exists(process.holder), "the process that did it to end")
-
-
 def test_a_signal_reaches_no_process_that_began_after_it_was_announced(victim):
     born = psutil.Process(victim.pid).create_time()
     assert signals.send([(victim.pid, born - 2.0)], signal.SIGKILL) == []
-    assert Receivers([(victim.pid, born - 2.0)]).hold(0.1, subprocess.DEVNULL).wait() == 0
     assert victim.poll() is None
     assert signals.send([(victim.pid, born)], signal.SIGKILL) == [victim.pid]
     assert victim.wait(DEADLINE_S) == -signal.SIGKILL
@@ -130,3 +85,47 @@ def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(
     )
     view.hit(hit)
     assert view.candidates(1) == candidates
+
+
+def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
+    """Not whoever has the file open besides, nor who holds another."""
+    assert holder_of(tmp_path) is None
+    (tmp_path / ".lock").touch()
+    assert holder_of(tmp_path) is None
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "from everstep.run.directory import take\n"
+        "take(pathlib.Path(sys.argv[1]))\n"
+        "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    worker = int(run.stdout.readline())
+    with (tmp_path / ".lock").open():
+        assert holder_of(tmp_path)[0] == run.pid
+    target = LocalTarget(View(tmp_path))
+    ours, others = (Proc(pid, time.time(), "worker", 0) for pid in (worker, victim.pid))
+    assert target.signal([ours, others], signal.SIGTERM) == [worker]
+    run.kill()
+    run.wait()
+    assert holder_of(tmp_path) is None
+
+
+def test_what_is_signalled_on_a_cluster_is_told_by_type_only(monkeypatch):
+    words = []
+    monkeypatch.setattr(signals, "output", lambda command: words.append(command) or "[7]")
+    assert signals.send_on(3, "n1", [(7, 0.0)], signal.SIGKILL) == [7]
+    assert words[0][-1] == "[[[7,0.0]],9]"
+    assert "--nodelist=n1" in words[0]
+    for wrong in ("x; touch y", "-x"):
+        with pytest.raises(LaunchError, match="is no node"):
+            signals.send_on(3, wrong, [(7, 0.0)], signal.SIGKILL)
+    for wrong in ((1, 0.0), (-1, 0.0), ("7", 0.0), (True, 0.0)):
+        with pytest.raises(LaunchError, match="no processes of a run"):
+            signals.send_on(3, "n1", [wrong], signal.SIGKILL)
+    assert len(words) == 1

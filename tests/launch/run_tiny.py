@@ -60,7 +60,7 @@ def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
-    lighthouse.SILENCE_S, lighthouse.PROBE_EVERY_S, worker.EXIT_TIMEOUT_S = 4.0, 0.5, 2.0
+    lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep import cli
-from everstep.run.directory import RunDir
+from everstep.run.directory import take
 from everstep.run.token import own_token
 from everstep.snapshot import keepers
 from everstep.snapshot.buffer import SnapshotError
@@ -97,10 +97,9 @@ def test_a_run_below_a_folder_of_many_is_this_users_alone(shared, mode):
     os.chown(shared, NOBODY, NOBODY)
     before = os.umask(0o002)
     try:
-        run_dir = RunDir(shared / "runs" / "one")
-        run_dir.lock()
-        run_dir.unlock()
-        assert own_token(run_dir.path)
+        run_dir = shared / "runs" / "one"
+        take(run_dir)
+        assert own_token(run_dir)
     finally:
         os.umask(before)
-    assert run_dir.path.stat().st_mode & 0o022 == 0
+    assert run_dir.stat().st_mode & 0o022 == 0

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from everstep.launch.lighthouse import answers
 from everstep.launch.machine import free_port
 from everstep.report import score
+from everstep.run.beats import lighthouse_beat_path, read_beat
 from forked import Forked
 from watched import DEADLINE_S, Followed, environment, until, write_config
 
@@ -50,7 +50,7 @@ class Torchrun(Followed):
             )
         processes.append(lighthouse)
         self.lighthouse = f"http://127.0.0.1:{port}"
-        until(lambda: answers(self.lighthouse), "the lighthouse to answer")
+        until(lambda: read_beat(lighthouse_beat_path(run_dir)), "the lighthouse to serve")
 
     def group(self, group, *flags):
         process = Forked(

@@ -24,7 +24,7 @@ from everstep.report import metrics
 from everstep.report.score import score
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
-from everstep.run.directory import GroupOver, RunDir, groups_file, over_file, wanted_groups
+from everstep.run.directory import GroupOver, groups_file, over_file, take, wanted_groups
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, fence_file, holder
 from everstep.run.files import write_json
@@ -148,8 +148,7 @@ def test_every_command_ends_with_a_status(tmp_path, monkeypatch, capsys, rounds)
     prepared_file(run_dir).unlink()  # with one, `scale` asks another process what the config says
     write_json(over_file(run_dir, 1), GroupOver("failed", "given up").__dict__)
     own_token(run_dir)
-    RunDir(run_dir).lock()
-    RunDir(run_dir).unlock()
+    take(run_dir)
     (tmp_path / "in.txt").write_text("some text " * 99)
     pack(Pack((tmp_path / "in.txt",), run_dir / "corpus.tokens"))
     shutil.copytree(run_dir, tmp_path / "other")

@@ -241,7 +241,7 @@ name = "kill-worker"
 at_step = 2
 group = 0
 [[fault]]
-name = "kill-agent"
+name = "kill-group"
 at_step = 2
 group = 1
 patience_s = 300
@@ -258,13 +258,13 @@ at_step = 2
 
 
 @pytest.mark.slow
-def test_workers_steps_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
+def test_workers_groups_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
     path, begin = tmp_path / "campaign.toml", time.time()
     path.write_text(CAMPAIGN)
     said = shared.everstep("chaos", shared.run_dir, "--campaign", path)
     assert "4 faults" in said, said
     assert "rank 0 was killed by SIGKILL" in shared.wait_for("workers_died", after=begin, group=0)["reason"]
-    shared.wait_for("agent_up", after=begin, group=1)
+    shared.wait_for("workers_died", after=begin, group=1)
     shared.wait_for("fault_undone", after=begin, target_group=2)
     shared.wait_for("lighthouse_died", after=begin)
     shared.wait_for_step((0, 1, 2), after=time.time())

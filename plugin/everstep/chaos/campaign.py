@@ -22,28 +22,24 @@ from everstep.run.directory import LaunchError
 
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign file as it was read."""
+    """A campaign file."""
 
-    faults: list[Fault] = field(default_factory=list)
-    seed: int = 0
-    spare_groups: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _File:
     fault: list[dict[str, Any]]
+    """As written."""
     seed: int = 0
     spare_groups: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list, init=False)
 
 
 def read_campaign(path: Path) -> Campaign:
     """The campaign of a TOML file. Raises LaunchError naming the file, the key and what would be right."""
     try:
-        file = typed.parse(_File, read_source(path).table, f"{path}")
-        faults = [_fault(table, f"{path}, fault {number}") for number, table in enumerate(file.fault, start=1)]
+        campaign = typed.parse(Campaign, read_source(path).table, f"{path}")
+        for number, table in enumerate(campaign.fault, start=1):
+            campaign.faults.append(_fault(table, f"{path}, fault {number}"))
     except (ConfigError, typed.UnfitError) as error:
         raise LaunchError(f"{error}.") from None
-    return Campaign(faults, file.seed, file.spare_groups)
+    return campaign
 
 
 def _fault(table: dict[str, Any], where: str) -> Fault:

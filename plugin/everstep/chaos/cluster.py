@@ -1,11 +1,12 @@
-"""A run on Slurm: its steps are signalled with scancel, single processes on their own node, by an overlapping step."""
+"""A run on Slurm: its processes are signalled on their own node, by an overlapping step."""
 
 import time
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from signal import Signals
 
-from everstep.chaos.signals import Receivers, output
+from everstep.chaos.signals import output, send_on
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import Proc, View
 from everstep.launch.slurm import job_file, require_slurm, states_of
@@ -43,17 +44,12 @@ class SlurmTarget(Target):
         ended = (over_file(self.run_dir, group).exists() for group in range(self.run.groups))
         return stop_file(self.run_dir).exists() or all(ended)
 
-    def kill_agent(self, group: int) -> None:
-        task = next((task.name for task in states_of(self._jobs["groups"]) if task.group == group), None)
-        if task is not None:
-            output(["scancel", "--signal=KILL", f"{task}.0"])
-
-    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
-        found = []
+    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        reached = []
         for job, some in groupby(sorted(procs, key=self._job_of), key=self._job_of):
             members = list(some)
-            found.append(Receivers([(proc.pid, proc.since) for proc in members], job, members[0].node))
-        return found
+            reached += send_on(job, members[0].node, [(proc.pid, proc.since) for proc in members], signum)
+        return reached
 
     def _job_of(self, proc: Proc) -> int:
         """The job that a process belongs to. Raises LaunchError when it is not running."""

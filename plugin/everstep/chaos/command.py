@@ -90,7 +90,7 @@ class Order:
 
 def settle(plan: Plan) -> Order:
     """Raises LaunchError for what makes no sense."""
-    campaign = read_campaign(plan.campaign) if plan.campaign else Campaign()
+    campaign = read_campaign(plan.campaign) if plan.campaign else Campaign([])
     if plan.every is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
     if plan.every is not None and plan.every <= 0:

@@ -1,9 +1,8 @@
 """What a fault is: a small class that says what it breaks, whom it can hit and when. What is
 expected of the run is in docs/faults.md.
 
-A fault is planned before anything happens: `plan` decides whom to hit and returns an Injection. The runner then makes
-sure of its end, writes the `fault` event, and strikes. So there is never a fault that nobody would end, nor a death
-that no event explains.
+A fault is planned before anything happens: `plan` decides whom to hit and returns an Injection. The runner then writes
+the `fault` event, and strikes. So there is never a death that no event explains.
 """
 
 import random
@@ -12,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from everstep.chaos.signals import Receivers
 from everstep.chaos.target import Target
-from everstep.chaos.view import View
+from everstep.chaos.view import Proc, View
 
 
 @dataclass(kw_only=True)
@@ -28,8 +26,8 @@ class Injection:
     pids: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     """Whatever else its event should say."""
-    stopped: list[Receivers] = field(default_factory=list)
-    """What is stopped beside `strike`, and goes on after `Fault.duration_s`."""
+    stopped: list[Proc] = field(default_factory=list)
+    """What goes on after `Fault.duration_s`."""
 
     @property
     def groups(self) -> list[int]:

@@ -19,8 +19,6 @@ from everstep.run.token import read_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.segment import Segment, run_id
 
-NO_SNAPSHOTS = "it takes no snapshots (snapshot.enable)"
-
 
 @dataclass(kw_only=True)
 class KillWorker(Fault):
@@ -39,13 +37,12 @@ class KillWorker(Fault):
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
         worker = choose.choice(target.run.workers(group)) if self.rank is None else target.run.workers(group)[self.rank]
-        stopped = target.receivers([worker]) if self.duration_s and self.signum == SIGSTOP else []
         return Injection(
-            strike=lambda: None if stopped else target.signal([worker], self.signum),
+            strike=lambda: target.signal([worker], self.signum),
             target_group=group,
             pids=[worker.pid],
             fields={"target_rank": worker.rank},
-            stopped=stopped,
+            stopped=[worker] if self.duration_s and self.signum == SIGSTOP else [],
         )
 
 
@@ -92,23 +89,9 @@ class KillAll(Fault):
         return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
 
 
-class KillAgent(Fault):
-    name = "kill-agent"
-    breaks = "SIGKILL to the step of a group's job on Slurm, its agent included; on one machine to all its workers."
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        group = self.victim(target.run, choose)
-        agent = target.run.agent(group)
-        pids = [agent.pid] if agent else [worker.pid for worker in target.run.workers(group)]
-        return Injection(strike=lambda: target.kill_agent(group), target_group=group, pids=pids)
-
-
 class KillKeeper(Fault):
     name = "kill-keeper"
     breaks = "SIGKILL to the process that holds a group's snapshots. Its shared memory stays."
-
-    def never(self, run: View) -> str | None:
-        return None if run.takes_snapshots else NO_SNAPSHOTS
 
     def why_not(self, run: View) -> str | None:
         return None if self._groups(run) else "no keeper lives that may be hit"
@@ -135,17 +118,15 @@ class KillHost(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
-        agent, keepers = target.run.agent(group), target.keepers(group)
+        workers, keepers = target.run.workers(group), target.keepers(group)
         segments = own_segments(target.run_dir, target.run.keepers(group))
 
         def strike() -> None:
-            target.kill_agent(group)
-            target.signal(keepers, SIGKILL)
+            target.signal([*workers, *keepers], SIGKILL)
             for segment in segments:
                 segment.remove()
 
-        pids = [agent.pid] if agent else [worker.pid for worker in target.run.workers(group)]
-        return Injection(strike=strike, target_group=group, pids=pids + [keeper.pid for keeper in keepers])
+        return Injection(strike=strike, target_group=group, pids=[proc.pid for proc in (*workers, *keepers)])
 
 
 class KillLighthouse(Fault):
@@ -192,7 +173,6 @@ FAULTS: dict[str, type[Fault]] = {
         KillGroup,
         KillAll,
         KillHost,
-        KillAgent,
         KillKeeper,
         KillLighthouse,
         StopWorker,

@@ -1,17 +1,18 @@
 """Does to a run what a schedule says, when it says so, and sees to it that it ends."""
 
+import math
 import random
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGCONT
 from typing import Any
 
 from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import KillGroup
 from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget, Target
-from everstep.chaos.view import View
+from everstep.chaos.view import Proc, View
 from everstep.run.directory import LaunchError, stop_file
 from everstep.run.events import EventLog
 
@@ -25,12 +26,11 @@ class Runner:
         self.target, self.schedule = target, schedule
         self.injected = 0
         self._events = EventLog(target.run_dir, None, None, "chaos")
-        self._held: list[tuple[dict[str, Any], subprocess.Popen[bytes]]] = []
-        """What still lasts: what its end says, and the process that ends it."""
+        self._held: list[tuple[float, dict[str, Any], list[Proc]]] = []
+        """What still lasts: until when (`time.monotonic()`), what its end says, and what goes on then."""
 
     def tick(self, now: float) -> None:
-        """Inject what is due, and say what has ended; `now` is `time.monotonic()`."""
-        self._say_ended()
+        """Inject what is due; `now` is `time.monotonic()`."""
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
                 self._inject(*due)
@@ -53,32 +53,24 @@ class Runner:
         injection.strike()
         self.injected += 1
         named = {"fault": fault.name, "target_group": injection.target_group}
-        for receivers in injection.stopped:
-            with (self.target.run_dir / "logs" / "chaos.log").open("ab") as log:
-                self._held.append((named, receivers.hold(fault.duration_s, log)))
+        if injection.stopped:
+            self._held.append((time.monotonic() + fault.duration_s, named, injection.stopped))
 
-    @property
-    def holding(self) -> bool:
-        """Whether some fault has not ended yet."""
-        self._say_ended()
-        return bool(self._held)
-
-    def _say_ended(self) -> None:
-        for one in [one for one in self._held if one[1].poll() is not None]:
+    def end_faults(self, now: float) -> bool:
+        """End the faults whose time is up; whether there are others that last."""
+        for one in [one for one in self._held if one[0] <= now]:
             self._held.remove(one)
-            named, process = one
-            if process.returncode:
-                self._events.emit("fault_undo_failed", **named, reason="see logs/chaos.log")
-            else:
+            _, named, stopped = one
+            try:
+                self.target.signal(stopped, SIGCONT)
                 self._events.emit("fault_undone", **named)
+            except LaunchError as error:
+                self._events.emit("fault_undo_failed", **named, reason=str(error))
+        return bool(self._held)
 
     def close(self) -> None:
         """End every fault that still lasts."""
-        for _, process in self._held:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-        self._say_ended()
+        self.end_faults(math.inf)
         self._events.close()
 
 
@@ -111,7 +103,7 @@ def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stop
                 why = "over"
             elif not enough:
                 runner.tick(now)
-            if not why and not runner.holding:
+            if not runner.end_faults(now) and not why:
                 why = "finished" if runner.schedule.finished() else "time" if enough else ""
             time.sleep(TICK_S)
     finally:

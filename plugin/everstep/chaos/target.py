@@ -4,13 +4,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from signal import SIGKILL, Signals
+from signal import Signals
 from typing import ClassVar
 
 import psutil
 
 from everstep.chaos import signals
-from everstep.chaos.signals import Receivers
 from everstep.chaos.view import Proc, View
 from everstep.run import typed
 from everstep.run.directory import holder_of
@@ -34,16 +33,9 @@ class Target(ABC):
         """Whether the run goes on."""
 
     @abstractmethod
-    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
-        """How processes are reached. Those that are not the run's (any more) are left out."""
-
-    def kill_agent(self, group: int) -> None:
-        """All of a group dies, its agent included if it has one of its own."""
-        self.signal(self.run.workers(group), SIGKILL)
-
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        """Send a signal to processes of the run; returns the pids of those that were reached."""
-        return [pid for receivers in self.receivers(procs) for pid in receivers.signal(signum)]
+        """Send a signal to processes of the run; returns the pids of those that were reached. Those that are not the
+        run's (any more) are left out. Raises LaunchError."""
 
     def keepers(self, group: int) -> list[Proc]:
         """The processes that hold the group's snapshots."""
@@ -64,8 +56,8 @@ class LocalTarget(Target):
         found = holder_of(self.run_dir)
         return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
 
-    def receivers(self, procs: Iterable[Proc]) -> list[Receivers]:
-        return [Receivers([(p.pid, p.since) for p in procs if self._ours(p)])]
+    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
 
     def _ours(self, proc: Proc) -> bool:
         """Whether the process that has this pid now is a part of this run. That it is the one that the run announced is

@@ -1,13 +1,13 @@
 """A run as an injector sees it: who has which processes, and who takes part, from events and beats alone."""
 
 import time
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everstep.chaos import signals
+from everstep.launch.prepare import Prepared, take_answer
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
@@ -66,7 +66,6 @@ class View:
         self._workers: dict[int, list[Proc]] = {}
         self._workers_since: dict[int, float] = {}
         self._hit: dict[int, float] = {}
-        self._config: dict[str, Any] | None = None
 
     def catch_up(self) -> None:
         """Take in what happened before now, commits left out: of a long run there are millions, and who takes part
@@ -89,7 +88,7 @@ class View:
         group = -1 if group is None else group  # of events that are nobody's, which do not read it
         match kind:
             case "run_started":
-                self.started, self.ended, self.lighthouse, self._config = event, None, None, None
+                self.started, self.ended, self.lighthouse = event, None, None
                 for known in (self._agents, self._workers, self._workers_since, self._hit, self.taking_part):
                     known.clear()
             case "run_ended":
@@ -147,7 +146,8 @@ class View:
         """The nominal number of groups."""
         if self.started is not None:
             return self.started["groups"]
-        return int(self.section("fault_tolerance").get("groups", 1))
+        found = take_answer(self.run_dir)
+        return found.groups if isinstance(found, Prepared) else 1
 
     @property
     def group_ids(self) -> list[int]:
@@ -166,23 +166,7 @@ class View:
         """The group's newest workers by rank; none while it is being started again."""
         return self._workers.get(group, [])
 
-    def agent(self, group: int) -> Proc | None:
-        return self._agents.get(group)
-
     def keepers(self, group: int) -> list[Place]:
         """The keepers of the group's snapshots, as each wrote about itself; on this machine those that live."""
         places = [place for place in read_places(self.run_dir) if place.group == group]
         return [p for p in places if signals.is_same(p.pid, p.started_at)] if self.one_host else places
-
-    def section(self, name: str) -> dict[str, Any]:
-        """A section of the run's resolved config."""
-        if self._config is None:
-            try:
-                self._config = tomllib.loads((self.run_dir / "config.toml").read_text())
-            except FileNotFoundError:
-                return {}
-        return self._config.get(name, {})
-
-    @property
-    def takes_snapshots(self) -> bool:
-        return bool(self.section("snapshot").get("enable", False))

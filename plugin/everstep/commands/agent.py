@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError, RunDir, make_run_dir
+from everstep.run.directory import LaunchError, config_file, make_run_dir
 from everstep.run.token import require_own
 
 
@@ -56,38 +56,26 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.machine import local_host
     from everstep.launch.prepare import settled
     from everstep.launch.settings import GroupSettings
-    from everstep.launch.slurm import Allocation
+    from everstep.launch.slurm import allocation
 
     run_dir = command.run_dir.resolve()
     make_run_dir(run_dir)
     require_own(run_dir)
-    slurm = Allocation.from_environment() if command.group is None else None
-    if command.group is None and slurm is None:
+    given = ("group", "restart", "nodes", "node_rank")
+    place = allocation() if command.group is None else {name: getattr(command, name) for name in given}
+    if not place:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
-    place = slurm or Allocation(
-        group=command.group or 0,
-        job=0,
-        restart=command.restart,
-        nodes=command.nodes,
-        node_rank=command.node_rank,
-        node="",
-    )
-    prepared = settled(command.config, run_dir, flags, command.groups, command.ranks * place.nodes)
+    prepared = settled(command.config, run_dir, flags, command.groups, command.ranks * place["nodes"])
     section = prepared.fault_tolerance
     return run_agent(
         GroupSettings(
-            config=str(RunDir(run_dir).config),
+            config=str(config_file(run_dir)),
             run_dir=run_dir,
-            group=place.group,
-            job=place.job,
-            restart=place.restart,
-            nodes=place.nodes,
-            node_rank=place.node_rank,
-            node=place.node,
             groups=prepared.groups,
             ranks=command.ranks,
             lighthouse=command.lighthouse,
             host=command.host or section.bind_host or local_host(),
             fault_tolerance=section,
+            **place,
         )
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import doctor as room
-from everstep.launch import node
 from everstep.launch.machine import local_host
 from everstep.launch.prepare import Order, prepared
 from everstep.run.directory import LaunchError
@@ -22,11 +21,8 @@ class Doctor:
     Flags that are not listed here are torchtitan's.
     """
 
-    config: tyro.conf.Positional[Path | None] = None
+    config: tyro.conf.Positional[Path]
     """The run's TOML file."""
-
-    node: bool = False
-    """Look at this node alone: GPUs there and computing right, disk. Needs no file."""
 
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
@@ -50,16 +46,6 @@ class Doctor:
 def doctor(command: Doctor, flags: Sequence[str]) -> int:
     """Exit status 1 if anything is an error."""
     run_dir = None if command.run_dir is None else command.run_dir.resolve()
-    if command.node:
-        try:
-            complaint = node.complaint(run_dir)
-        except OSError as error:
-            complaint = f"{run_dir} cannot be written: {error.strerror}"
-        lines = [room.Line("node", "error" if complaint else "ok", complaint or "fit to train on")]
-        print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
-        return int(bool(complaint))
-    if command.config is None:
-        raise LaunchError("CONFIG is missing: give the TOML file of the run, or --node.")
     order = Order(
         config=str(command.config),
         flags=list(flags),

@@ -9,7 +9,7 @@ import tyro
 from everstep.launch import slurm
 from everstep.launch.machine import sharing_complaint
 from everstep.launch.prepare import Order, Prepared, prepared, take_answer
-from everstep.run.directory import LaunchError, RunDir, Wanted, groups_file, holder_of
+from everstep.run.directory import LaunchError, Wanted, config_file, groups_file, holder_of
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 from everstep.run.token import require_run
@@ -36,7 +36,7 @@ def scale(command: Scale, flags: Sequence[str]) -> int:
     before, submitted = take_answer(run_dir), slurm.job_file(run_dir).exists()
     if not isinstance(before, Prepared) or not _is_going(run_dir, submitted):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
-    order = Order(str(RunDir(run_dir).config), groups=groups, ranks=before.ranks, here=not submitted)
+    order = Order(str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted)
     found = prepared(order)
     ranks = groups * before.ranks
     if not submitted and (why := sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group)):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import time
@@ -43,31 +42,22 @@ class Child:
 
 
 class Children:
-    """All processes below a launcher but those that workers start themselves. With them comes a guard (`offspring`),
-    which kills what those leave behind if the launcher is killed."""
+    """All processes below a launcher but those that workers start themselves."""
 
     def __init__(self) -> None:
         self._alive: dict[int, Child] = {}
-        self._ended: set[int] = set()
-        """Of which something may be left that they had started."""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
-        os.environ[offspring.RUN_MARK] = f"{os.getpid()}.{secrets.token_hex(8)}"
-        self._guard = offspring.Guard()
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
-        left = offspring.left_behind({*self._alive, self._guard.pid})
-        while not left and self._ended:
-            self._guard.forget(self._ended.pop())
-        return left
+        return offspring.left_behind(self._alive)
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""
-        child.pid = fork(request, self._guard.let_go)
+        child.pid = fork(request)
         self._alive[child.pid] = child
-        self._guard.watch(child.pid)
 
     def wait(self, timeout_s: float) -> None:
         """Until a child has ended, a signal has come, or for so long; call back what has ended."""
@@ -75,21 +65,12 @@ class Children:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
         self._reap()
-        if self._ended:
-            with contextlib.suppress(OSError):  # no room to look now: it is looked again at the next turn
-                self.left_behind()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, exitcode = found[0], os.waitstatus_to_exitcode(found[1])
-                if pid == self._guard.pid:
-                    self._guard.let_go()
-                    self._guard = offspring.Guard()
-                    for watched in {*self._alive, *self._ended}:
-                        self._guard.watch(watched)
-                elif child := self._alive.pop(pid, None):
-                    self._ended.add(pid)
+                if child := self._alive.pop(pid, None):
                     child.exitcode, child.ended_mono = exitcode, time.monotonic()
                     child.on_end(child)
 
@@ -100,7 +81,7 @@ class Children:
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline:
             below = psutil.Process().children(recursive=True)
-            left = [one for one in below if one.pid != self._guard.pid and not offspring.is_kept(one)]
+            left = [one for one in below if not offspring.is_kept(one)]
             if not left:
                 return
             offspring.kill(left)
@@ -108,8 +89,7 @@ class Children:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Give the signal back that this object takes, and let the guard go."""
-        self._guard.close()
+        """Give the signal back that this object takes."""
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGCHLD, self._old_handler)
         os.close(self._wake_r)

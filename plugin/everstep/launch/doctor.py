@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch import node
-from everstep.launch.machine import PORTS, free_port, sharing_complaint
+from everstep.launch.machine import PORTS, free_port, sharing_complaint, storage_complaint
 from everstep.launch.prepare import Model, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
@@ -69,8 +68,6 @@ def examine(plan: Plan) -> Iterator[Line]:
     if not plan.here:
         return
     yield network(plan.host, nodes)
-    if complaint := node.complaint(None):
-        yield Line("node", "error", complaint, "make room or mend it, or train on another node")
     for warning in config.warnings:
         yield Line("config", "warning", warning)
     if model is None:
@@ -113,13 +110,13 @@ def run_directory(run_dir: Path) -> Line:
     try:
         make_run_dir(run_dir)
         require_own(run_dir)
-        complaint = node.storage_complaint(run_dir)
+        complaint = storage_complaint(run_dir)
     except OSError as error:
         return Line("run directory", "error", f"{run_dir}: {error.strerror}", "give another --run-dir, or mend it")
     except ValueError as error:
         return Line("run directory", "error", str(error), "what others can write to is not acted on")
     if complaint:
-        return Line("run directory", "error", complaint, "make room, or give another --run-dir")
+        return Line("run directory", "error", complaint, "make room or mend it, or give another --run-dir")
     return Line("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
 
 

@@ -115,9 +115,9 @@ def redirect_output(path: Path) -> None:
     keep_on_without_output()
 
 
-def fork(request: Request, forget: Callable[[], None]) -> int:
-    """Fork a process that does what was asked for, in a session of its own, and dies with this one; its pid. It calls
-    `forget` first. To be called by the main thread. Raises OSError if the system has no room for another process."""
+def fork(request: Request) -> int:
+    """Fork a process that does what was asked for, in a session of its own, and dies with this one; its pid. To
+    be called by the main thread. Raises OSError if the system has no room for another process."""
     parent_pid = os.getpid()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError):
@@ -125,7 +125,6 @@ def fork(request: Request, forget: Callable[[], None]) -> int:
     if pid := os.fork():
         return pid
     try:
-        forget()
         os.setsid()  # a terminal's Ctrl-C is for the launcher to handle
         signal.set_wakeup_fd(-1)
         for signum in (*STOPS, signal.SIGCHLD):

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from everstep.launch import node, offspring
+from everstep.launch import offspring
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
-from everstep.launch.machine import limited_threads
+from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.meeting import Meeting
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import WINDOW_S, Awake, Death, failures, in_a_row, pause_s, reason_to_give_up
@@ -184,7 +184,7 @@ class Group:
 
     def _start(self, meeting: Meeting) -> None:
         settings = self.settings
-        if settings.node and (sick := node.storage_complaint(settings.run_dir)):
+        if settings.node and (sick := storage_complaint(settings.run_dir)):
             self.finish("node_bad", sick)
             return
         place = meeting.next_round()

@@ -1,60 +1,27 @@
-"""The lighthouse of a run, kept up: published once it answers, started again when it dies and when it hangs.
+"""The lighthouse of a run, kept up: published once it serves, started again when it dies and when it hangs.
 
 It keeps no state itself. Groups were told an address that must hold, so it comes back on the same port once anybody can
-know it. Its process asks itself over the network and beats after each answer: one that hangs keeps its port and its
-connections, so that only asking tells.
+know it. Its process beats: one that hangs keeps its port and its connections.
 """
 
 import signal
-import threading
 import time
-import urllib.parse
-from datetime import timedelta
 from pathlib import Path
 
-from everstep import wire
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.machine import free_port
 from everstep.launch.watchdog import Awake
 from everstep.run.address import publish_address, superseded
-from everstep.run.beats import BeatFile, read_beat
+from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
 ATTEMPTS = 5
 """Ports that are tried, one after the other, before nobody knows one."""
-PROBE_EVERY_S, PROBE_TIMEOUT_S, FIRST_PROBE_S = 2.0, 5.0, 0.05
 SILENCE_S = 12.0
-"""Without an answer, after which it hangs."""
-
-
-def answers(address: str) -> bool:
-    """Whether the lighthouse there (http://host:port) says its name, as one that merely listens may not."""
-    place = urllib.parse.urlsplit(address)
-    try:
-        at = wire.format_address(place.hostname or "", place.port or 0)
-    except ValueError:  # no port
-        return False
-    return wire.answers(at, timedelta(seconds=PROBE_TIMEOUT_S))
-
-
-def serve(address: str, beats: str, words: list[str]) -> int:
-    """The process: a lighthouse with the options `words`, which beats whenever it answers at `address`."""
-    from everstep.quorum.lighthouse import main
-
-    threading.Thread(target=_probe, args=(address, BeatFile(Path(beats))), name="probe", daemon=True).start()
-    return main(words)
-
-
-def _probe(address: str, heart: BeatFile) -> None:
-    pause_s = FIRST_PROBE_S
-    while True:
-        if answers(address):
-            heart.beat("answers")
-            pause_s = PROBE_EVERY_S
-        time.sleep(pause_s)
+"""Without a beat, after which it hangs."""
 
 
 class Lighthouse:
@@ -70,9 +37,9 @@ class Lighthouse:
 
     def __init__(self, run_dir: Path, host: str, ft: FaultTolerance, children: Children, events: EventLog) -> None:
         self.up = False
-        """Whether it answers, and its address is published."""
+        """Whether it serves, and its address is published."""
         self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
-        self._beats = run_dir / "state" / "lighthouse.beat"
+        self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
         self.epoch = 0
         """Of the last publication; 0: there was none."""
@@ -99,7 +66,7 @@ class Lighthouse:
         return self.epoch > 0 and superseded(self._run_dir, self.epoch)
 
     def keep(self) -> None:
-        """Start it if it is not there, publish it once it answers, kill it if it hangs. Raises OSError if there is no
+        """Start it if it is not there, publish it once it serves, kill it if it hangs. Raises OSError if there is no
         room for that."""
         child, awake_mono = self._child, self._awake.look()
         if child is None:
@@ -107,12 +74,12 @@ class Lighthouse:
                 self._start()
             return
         beat = read_beat(self._beats)
-        answered = beat is not None and beat.pid == child.pid
-        if answered and not self.up:
+        serves = beat is not None and beat.pid == child.pid
+        if serves and not self.up:
             self.epoch = publish_address(self._run_dir, self.address, child.pid)
             self.up = True
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid, epoch=self.epoch)
-        since = beat.mono if beat is not None and answered else self._started_mono
+        since = beat.mono if beat is not None and serves else self._started_mono
         if time.monotonic() - max(since, awake_mono) > SILENCE_S:
             self._hung = True
             child.signal(signal.SIGKILL)
@@ -130,8 +97,7 @@ class Lighthouse:
         words = [str(word) for option in options.items() for word in option]
         child, self._hung = Child(0, self._ended), False
         log = self._run_dir / "logs" / "lighthouse.log"
-        args = [self.address, str(self._beats), words]
-        self._children.start(child, Request("everstep.launch.lighthouse:serve", args, log))
+        self._children.start(child, Request("everstep.quorum.lighthouse:main", [words], log))
         self._child, self._started_mono = child, time.monotonic()
 
     def _ended(self, child: Child) -> None:

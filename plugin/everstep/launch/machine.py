@@ -1,10 +1,13 @@
-"""What a run takes from the machine it runs on: ports and devices."""
+"""What a run takes from the machine it runs on: ports, devices, storage."""
 
 import os
 import random
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from everstep.launch.scarce import is_scarce
 from everstep.quorum.interface import interface_of
@@ -13,6 +16,8 @@ from everstep.run.directory import LaunchError
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Below the ports of Linux's outgoing connections: the lighthouse must get its own back."""
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_FREE_BYTES = 64 << 20
 
 
 def local_host() -> str:
@@ -85,3 +90,30 @@ def listen(host: str) -> socket.socket:
             f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
             "as [fault_tolerance] bind_host."
         ) from None
+
+
+def storage_complaint(run_dir: Path) -> str:
+    """Whether the run directory or a local temporary folder takes no write, or shared memory has too little room for
+    what a trainer's processes exchange, all of which a trainer would only meet later; "" if nothing is wrong. Raises
+    OSError if the run directory is full, which is no fault of this node's."""
+    for folder in (run_dir / "state", Path(tempfile.gettempdir())):
+        try:
+            _write(folder)
+        except OSError as error:
+            if folder.is_relative_to(run_dir) and is_scarce(error):
+                raise
+            return f"{folder} cannot be written: {error.strerror}"
+    if SHARED_MEMORY.exists():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < SMALLEST_FREE_BYTES:
+            return f"{SHARED_MEMORY} has {free >> 20} MiB free, {SMALLEST_FREE_BYTES >> 20} are needed"
+    return ""
+
+
+def _write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Others may write to a temporary folder: a name that nobody can have put a link under.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
 from everstep.run import typed
 from everstep.run.devices import visible
-from everstep.run.directory import LaunchError, RunDir
+from everstep.run.directory import LaunchError, config_file
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, read_typed, write_json, write_whole
 
@@ -102,7 +102,7 @@ def prepare(order: Order) -> Prepared:
     if order.run_dir:
         run_dir = Path(order.run_dir)
         warnings += _refuse_another(config, run_dir)
-        write_whole(RunDir(run_dir).config, resolved_toml(config).encode())
+        write_whole(config_file(run_dir), resolved_toml(config).encode())
     return Prepared(
         groups=config.fault_tolerance.groups,
         ranks=ranks,
@@ -163,7 +163,7 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
 
-    settled = RunDir(run_dir).config
+    settled = config_file(run_dir)
     if not settled.exists():
         return []
     if differing := differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config):
@@ -256,7 +256,7 @@ def prepared(order: Order) -> Prepared:
 def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | None, ranks: int) -> Prepared:
     """What a process of a batch job is told: what was prepared if `config` is the run directory's own and nothing is
     changed, else prepared here. Raises LaunchError."""
-    if config.resolve() == RunDir(run_dir).config.resolve() and not flags:
+    if config.resolve() == config_file(run_dir).resolve() and not flags:
         found = take_answer(run_dir)
         if isinstance(found, Prepared) and groups in (None, found.groups):
             return found

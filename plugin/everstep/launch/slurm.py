@@ -21,6 +21,7 @@ from everstep.run.directory import (
     GroupOver,
     LaunchError,
     ask_to_stop,
+    config_file,
     ended_file,
     groups_file,
     over_file,
@@ -48,16 +49,11 @@ class Submission:
     lighthouse_flags: Sequence[str] = field(default_factory=tuple)
     page: bool = False
 
-    @property
-    def settled(self) -> Path:
-        """The run's config with everything resolved, which the jobs use whatever happens to the file."""
-        return self.run_dir / "config.toml"
-
     def commands(self) -> dict[str, list[str]]:
         """The sbatch commands, by job, as they are run."""
         name, logs = self.config.stem, self.run_dir / "logs"
         here = f"--export=ALL,EVERSTEP={Path(sys.executable).with_name('everstep')}"
-        common = [str(self.settled), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
+        common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
         sbatch = ["sbatch", "--parsable", here]
         array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
@@ -243,27 +239,16 @@ def _slurm(command: Sequence[str]) -> str:
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """What Slurm's environment says about this task of a group's job."""
-
-    group: int
-    job: int
-    restart: int
-    nodes: int
-    node_rank: int
-    node: str
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Allocation | None":
-        """None outside of a Slurm array job."""
-        if "SLURM_ARRAY_TASK_ID" not in environment:
-            return None
-        return cls(
-            group=int(environment["SLURM_ARRAY_TASK_ID"]),
-            job=int(environment["SLURM_ARRAY_JOB_ID"]),
-            restart=int(environment.get("SLURM_RESTART_COUNT") or 0),
-            nodes=int(environment.get("SLURM_NNODES", "1")),
-            node_rank=int(environment.get("SLURM_NODEID", "0")),
-            node=environment.get("SLURMD_NODENAME", ""),
-        )
+def allocation(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What Slurm's environment says of `GroupSettings` about this task of a group's job; nothing outside of an array
+    job."""
+    if "SLURM_ARRAY_TASK_ID" not in environment:
+        return {}
+    return {
+        "group": int(environment["SLURM_ARRAY_TASK_ID"]),
+        "job": int(environment["SLURM_ARRAY_JOB_ID"]),
+        "restart": int(environment.get("SLURM_RESTART_COUNT") or 0),
+        "nodes": int(environment.get("SLURM_NNODES", "1")),
+        "node_rank": int(environment.get("SLURM_NODEID", "0")),
+        "node": environment.get("SLURMD_NODENAME", ""),
+    }

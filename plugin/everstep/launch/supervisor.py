@@ -21,12 +21,13 @@ from everstep.launch.settings import GroupSettings
 from everstep.run.beats import forget_beats
 from everstep.run.directory import (
     LaunchError,
-    RunDir,
     ask_to_stop,
+    config_file,
     ended_file,
     groups_file,
     leaves_nothing,
     stop_file,
+    take,
     wanted_groups,
 )
 from everstep.run.events import EventLog, EventTail
@@ -186,7 +187,7 @@ class Supervisor:
         """What the launcher is told of the group `index` out of `groups`."""
         settings = self._settings
         return GroupSettings(
-            config=str(RunDir(self._run_dir).config),
+            config=str(config_file(self._run_dir)),
             run_dir=self._run_dir,
             group=index,
             groups=groups,
@@ -212,11 +213,8 @@ class Supervisor:
 
 def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int:
     """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
-    run_dir = RunDir(Path(settings.order.run_dir).resolve())
-    with leaves_nothing(run_dir.path, Refused):
-        run_dir.lock()
-        try:
-            patiently("the run's token", lambda: own_token(run_dir.path), lambda: False)
-            return Supervisor(settings, run_dir.path, on_events).run()
-        finally:
-            run_dir.unlock()
+    run_dir = Path(settings.order.run_dir).resolve()
+    with leaves_nothing(run_dir, Refused):
+        take(run_dir)
+        patiently("the run's token", lambda: own_token(run_dir), lambda: False)
+        return Supervisor(settings, run_dir, on_events).run()

@@ -281,7 +281,7 @@ class Fetch(threading.Thread):
                 raise HealError(f"it announced {schema.size} bytes for a schema of {size}")
             blobs = {name: bytearray(length) for name, length in schema.blobs}
             sink = wire.Pieces([*map(_memory_of, tensors.values()), *map(memoryview, blobs.values())])
-            wire.pull([channel], sink)
+            wire.pull(channel, sink)
         finally:
             channel.close()
         return HealState(tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})

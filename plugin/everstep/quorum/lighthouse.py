@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.quorum.gate import Gate, GateError, Rules
+from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import collect_stops
@@ -25,7 +26,8 @@ LOOK_EVERY_S = 0.2
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run a lighthouse as `main`'s options say until one of STOPS. Prints its address.
+    """Run a lighthouse as `main`'s options say until one of STOPS. Prints its address, and beats while torchft's
+    lighthouse answers.
 
     Raises:
         GateError: as of `Gate`, or torchft's lighthouse ended.
@@ -44,10 +46,12 @@ def serve(options: argparse.Namespace) -> None:
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
     gate = Gate(token, place, rules, tell)
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
+    heart = BeatFile(lighthouse_beat_path(options.run_dir))
     while not stops:
-        time.sleep(LOOK_EVERY_S)
         if gate.lost.is_set():
             raise GateError("torchft's lighthouse has gone from behind its gate")
+        heart.beat("serves")
+        time.sleep(LOOK_EVERY_S)
     gate.close()
 
 

@@ -65,6 +65,11 @@ def agent_beat_path(run_dir: Path, group: int, node: int = 0) -> Path:
     return Path(run_dir) / "state" / (f"agent-{group}.node-{node}.beat" if node else f"agent-{group}.beat")
 
 
+def lighthouse_beat_path(run_dir: Path) -> Path:
+    """Where the lighthouse leaves its beats."""
+    return Path(run_dir) / "state" / "lighthouse.beat"
+
+
 class BeatFile:
     """Writes beats to one file."""
 

@@ -1,7 +1,6 @@
 """A run directory: everything of one run, and at most one supervisor at a time."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -10,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import psutil
-
-from everstep.run.files import read_typed
-from everstep.run.regular import open_regular
+from everstep.run.files import hold_alone, holder, read_typed
 from everstep.run.typed import Within
 
 
@@ -57,72 +53,40 @@ class GroupOver:
     reason: str
 
 
-class RunDir:
-    """An opened and locked run directory. The lock goes with the process, however it ends; what it forks has none."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._lock = -1
-
-    def lock(self) -> None:
-        """Take the directory for this process. Raises LaunchError while another live run has it."""
-        try:
-            make_run_dir(self.path)
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            os.close(fd)
-            raise LaunchError(
-                f"{self.path}: in use by a run that is still going (pid {holder or 'unknown'}). "
-                "Stop it, or give another --run-dir."
-            ) from None
-        try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            os.close(fd)
-            raise LaunchError(f"{self.path}: cannot be used as run directory: {error.strerror}.") from None
-        self._lock = fd
-        os.register_at_fork(after_in_child=self.unlock)
-
-    def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    @property
-    def config(self) -> Path:
-        """The run's config with everything resolved; the workers load this one."""
-        return self.path / "config.toml"
-
-
-def holder_of(path: Path) -> tuple[int, float] | None:
-    """Who has the run directory locked, without touching the lock: its pid, and the wall time at which it said so.
-    None: nobody on this machine."""
-    lock = path.resolve() / ".lock"
+def take(run_dir: Path) -> None:
+    """Make a run directory if it is not there, and have it for this process alone until that ends, however it does.
+    What it forks does not have it. Raises LaunchError while another live run has it."""
+    lock = lock_file(run_dir)
     try:
-        with open_regular(lock, links=False, limit=4096) as file:
-            found, text = os.fstat(file.fileno()), file.read()
-        pid = int(text)
-        holds = pid in _lockers(found.st_ino)
-        holds = holds and any(file.path == str(lock) for file in psutil.Process(pid).open_files())
-    except (OSError, ValueError, psutil.NoSuchProcess, psutil.AccessDenied):
+        make_run_dir(run_dir)
+        alone = hold_alone(lock)
+        if alone:
+            os.utime(lock)
+    except OSError as error:
+        raise LaunchError(f"{run_dir}: cannot be used as run directory: {error.strerror}.") from None
+    if not alone:
+        raise LaunchError(
+            f"{run_dir}: in use by a run that is still going (pid {holder(lock) or 'unknown'}). "
+            "Stop it, or give another --run-dir."
+        )
+
+
+def holder_of(run_dir: Path) -> tuple[int, float] | None:
+    """Who has the run directory: its pid, and the wall time at which it took it. None: nobody on this machine."""
+    try:
+        pid = holder(lock_file(run_dir))
+        return (pid, lock_file(run_dir).lstat().st_mtime) if pid else None
+    except OSError:
         return None
-    return (pid, found.st_mtime) if holds else None
 
 
-def _lockers(inode: int) -> set[int]:
-    """The processes that hold an exclusive flock on a file of this number, as the kernel tells (proc(5), locks)."""
-    rows = (line.split() for line in Path("/proc/locks").read_text().splitlines())
-    return {
-        int(row[4])
-        for row in rows
-        if len(row) > 5 and row[1] == "FLOCK" and row[3] == "WRITE" and row[5].rpartition(":")[2] == str(inode)
-    }
+def lock_file(run_dir: Path) -> Path:
+    return Path(run_dir) / ".lock"
+
+
+def config_file(run_dir: Path) -> Path:
+    """The run's config with everything resolved; the workers load this one."""
+    return Path(run_dir) / "config.toml"
 
 
 def over_file(run_dir: Path, group: int) -> Path:

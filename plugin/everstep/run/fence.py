@@ -6,8 +6,6 @@ LEASE_S, and the earlier one, as soon as it can do anything again, sees that it 
 second, its workers before they ask for a quorum.
 """
 
-import errno
-import fcntl
 import os
 import socket
 import time
@@ -16,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.run.beats import age_s, agent_beat_path
-from everstep.run.files import locked, open_own, read_typed, write_json
+from everstep.run.files import hold_alone, locked, read_typed, write_json
 
 LEASE_S = 10.0
 """An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""
@@ -109,18 +107,6 @@ def release(run_dir: Path, group: int, claim: Claim) -> None:
         found = read_typed(_Fence, path)
         if found and (found.claim, found.host, found.pid) == (claim, socket.gethostname(), os.getpid()):
             write_json(path, asdict(found) | {"ended": True})
-
-
-def hold_alone(path: Path) -> bool:
-    """Whether no other process that lives has been answered so for this file. Its lock is a process's own, which none
-    that it forks holds as well, and goes with it."""
-    fd = open_own(path)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
-    return True
 
 
 def _silent(run_dir: Path, group: int) -> bool:

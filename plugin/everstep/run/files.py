@@ -6,12 +6,13 @@ import fcntl
 import os
 import secrets
 import stat
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from everstep.run import typed
-from everstep.run.regular import read_regular
+from everstep.run.regular import open_regular, read_regular
 
 T = TypeVar("T")
 LARGEST = 16 << 20
@@ -108,3 +109,27 @@ def file_system_now(folder: Path) -> float:
         return os.fstat(fd).st_mtime
     finally:
         os.close(fd)
+
+
+def hold_alone(path: Path) -> bool:
+    """Whether no other process that lives has been answered so for this file. Its lock is a process's own, which none
+    that it forks holds as well, and goes with it."""
+    fd = open_own(path)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
+    return True
+
+
+_FLOCK = "hhqqi4x"
+"""`struct flock` of fcntl(2), on 64 bits: type, whence, start, length, pid."""
+
+
+def holder(path: Path) -> int:
+    """The other process that holds a file alone; 0: none. Raises OSError."""
+    asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with open_regular(path, links=False) as file:
+        kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else pid

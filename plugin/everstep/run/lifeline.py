@@ -19,10 +19,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")
 
 
-def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
-    """From now on `signum` reaches this process when `parent_pid` dies; SIGCONT wakes one that is to clean up, even if
-    it was stopped. Ends at once if that has happened already."""
-    _prctl(_PR_SET_PDEATHSIG, signum)
+def die_with_parent(parent_pid: int) -> None:
+    """From now on this process is killed when `parent_pid` dies. Ends at once if that has happened already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -171,7 +171,7 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
             with contextlib.closing(wire.connect(address, token, timeout)) as channel:
                 if open_buffer(channel, header.kind, header.group, header.rank, header.identity) != header:
                     raise wire.RefusedError(f"{address} does not hold step {header.step} as it did")
-                wire.pull([channel], sink)
+                wire.pull(channel, sink)
                 return
         except wire.RefusedError:
             raise  # it is not there any more: no use in asking again

@@ -1,4 +1,4 @@
-"""Bytes between two processes of one run: authenticated, encrypted, in parallel, and without pickle.
+"""Bytes between two processes of one run: authenticated, encrypted, and without pickle.
 
 The heal transport (a live group's state to a joiner), the keepers (snapshot parts and parity), the lighthouse's gate
 and the watch over peers speak this.
@@ -38,7 +38,7 @@ from everstep.wire.channel import (
     pull,
     serve_ranges,
 )
-from everstep.wire.door import Door, Server, answers, connect
+from everstep.wire.door import Door, Server, connect
 
 __all__ = [
     "CHUNK_BYTES",
@@ -50,7 +50,6 @@ __all__ = [
     "RefusedError",
     "Server",
     "WireError",
-    "answers",
     "connect",
     "digest_of",
     "encoded",

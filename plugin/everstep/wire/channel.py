@@ -4,10 +4,8 @@ import bisect
 import contextlib
 import json
 import math
-import queue
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -254,46 +252,15 @@ def digest_of(views: Sequence[memoryview]) -> int:
     return digest.intdigest()
 
 
-def pull(channels: Sequence[Channel], sink: Bytes) -> None:
-    """Fill `sink` from the byte ranges that `channels` serve, each channel in a thread of its own. Uses RANGE_BYTES of
-    unread data per channel.
-
-    Raises:
-        WireError: of the first channel that failed; the others are cut.
-    """
-    ranges: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    for offset in range(0, sink.size, RANGE_BYTES):
-        ranges.put((offset, min(RANGE_BYTES, sink.size - offset)))
-    errors: list[WireError] = []
-
-    def ask(channel: Channel) -> tuple[int, int] | None:
-        try:
-            offset, length = ranges.get_nowait()
-        except queue.Empty:
-            return None
-        channel.ask_range(offset, length)
-        return offset, length
-
-    def work(channel: Channel) -> None:
-        try:
-            due = ask(channel)
-            while due is not None and not errors:
-                following = ask(channel)
-                channel.receive_range(sink, *due)
-                due = following
-        except WireError as error:
-            errors.append(error)
-            for other in channels:
-                other.cut()
-
-    threads = [threading.Thread(target=work, args=(c,), name="wire-pull") for c in channels[1:]]
-    for thread in threads:
-        thread.start()
-    work(channels[0])
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def pull(channel: Channel, sink: Bytes) -> None:
+    """Fill `sink` from the byte ranges that `channel` serves. Uses RANGE_BYTES of unread data. Raises WireError."""
+    ranges = [(offset, min(RANGE_BYTES, sink.size - offset)) for offset in range(0, sink.size, RANGE_BYTES)]
+    for ahead in ranges[:1]:
+        channel.ask_range(*ahead)
+    for number, due in enumerate(ranges, start=1):
+        for ahead in ranges[number : number + 1]:
+            channel.ask_range(*ahead)
+        channel.receive_range(sink, *due)
 
 
 def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:

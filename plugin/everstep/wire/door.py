@@ -81,16 +81,6 @@ def connect(
         raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
 
 
-def answers(address: str, timeout: timedelta) -> bool:
-    """Whether a `Door` at `address` says its name within the timeout, as one that hangs does not. Nothing is proved."""
-    until = time.monotonic() + timeout.total_seconds()
-    try:
-        with _reach(address, until) as sock:
-            return _heard(sock, len(MAGIC), until, address) == MAGIC
-    except WireError:
-        return False
-
-
 def _reach(address: str, until: float) -> socket.socket:
     try:
         return socket.create_connection(parse_address(address), timeout=max(0.001, until - time.monotonic()))
