@@ -16,6 +16,7 @@ import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
+from everstep.run.address import publish_address
 from everstep.run.events import read_events
 from forked import Forked
 from watched import Followed, of_kind, until
@@ -71,12 +72,14 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         self.temporary = settings.pop("temporary", None) or short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         environment = settings.pop("environment", {})
+        if settings.pop("published", True):
+            publish_address(self.run_dir, "http://127.0.0.1:1", 7)
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
         config = folder / f"agent-{os.urandom(4).hex()}.toml"
         config.write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}")
         arguments = {
             "config": str(config), "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
-            "lighthouse": "http://127.0.0.1:1", "entry": "tiny_trainer:main",
+            "entry": "tiny_trainer:main",
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip

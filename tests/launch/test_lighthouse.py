@@ -58,7 +58,7 @@ def started(run_dir, number):
 
 
 def test_an_agent_without_an_address_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
-    one = agent("--training.steps", "1000000", lighthouse="")
+    one = agent("--training.steps", "1000000", published=False)
     assert one.events("workers_started") == []
     publish_address(tmp_path / "run", "http://127.0.0.1:1", 7)
     one.wait_for("commit")

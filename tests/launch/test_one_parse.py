@@ -47,11 +47,11 @@ def settled(tmp_path):
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
     supervisor = Supervisor(RunSettings(Order(str(tmp_path / "run.toml"), ranks=1)), tmp_path / "run", print)
-    config = ConfigManager().parse_args(supervisor.group_settings(1, 2, settled, "http://h:1").worker_argv)
+    config = ConfigManager().parse_args(supervisor.group_settings(1, 2, settled).worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)
     ft = config.fault_tolerance
-    assert (ft.group_id, ft.groups, ft.lighthouse, ft.bind_host) == (1, 2, "http://h:1", "127.0.0.1")
+    assert (ft.group_id, ft.groups, ft.lighthouse, ft.bind_host) == (1, 2, "", "127.0.0.1")
     assert config.dump_folder == str(tmp_path / "run")
 
 

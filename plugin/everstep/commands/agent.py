@@ -27,9 +27,6 @@ class Agent:
     run_dir: Path
     """The run directory, shared by all groups."""
 
-    lighthouse: str = ""
-    """Address of the lighthouse, http://host:port. Default: as published in the run directory, waited for."""
-
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
@@ -73,7 +70,6 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             run_dir=run_dir,
             groups=prepared.groups,
             ranks=command.ranks,
-            lighthouse=command.lighthouse,
             host=command.host or section.bind_host or local_host(),
             fault_tolerance=section,
             **place,

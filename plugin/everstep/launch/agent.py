@@ -1,11 +1,11 @@
 """`everstep agent`: the launcher's loop with one replica group, which a batch system starts on each of its nodes.
 
-It adds what a batch job needs: the lighthouse's address, and a file that says how the group ended.
+It adds what a batch job needs: it waits for the lighthouse, and leaves a file that says how the group ended.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from everstep.launch.forking import PRELOAD, keep_on_without_output
 from everstep.launch.group import EXITS, End, is_spare
@@ -57,10 +57,10 @@ def _start(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) 
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
     launcher.import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log")
-    lighthouse = settings.lighthouse or await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)
+    await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would wait with their GPUs
     if launcher.is_stopping():
         return End("stopped", "asked to stop")
-    launcher.add_group(replace(settings, lighthouse=lighthouse), launcher.events)
+    launcher.add_group(settings, launcher.events)
     return None
 
 

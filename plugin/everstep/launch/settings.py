@@ -18,8 +18,6 @@ class GroupSettings:
     groups: int
     ranks: int
     """On this node."""
-    lighthouse: str
-    """`http://host:port`; empty: as published in the run directory."""
     ranks_here: int = 0
     """Ranks on this machine that share its cores; 0: this group's."""
     host: str = "127.0.0.1"
@@ -56,6 +54,5 @@ class GroupSettings:
         """What a worker of this group is started with: the config, and its place in the run."""
         return [
             "--module", "everstep", "--config", self.config, "--dump_folder", str(self.run_dir),
-            "--fault_tolerance.group_id", str(self.group),
-            "--fault_tolerance.lighthouse", self.lighthouse, "--fault_tolerance.bind_host", self.host,
+            "--fault_tolerance.group_id", str(self.group), "--fault_tolerance.bind_host", self.host,
         ]  # fmt: skip

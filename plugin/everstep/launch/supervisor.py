@@ -181,9 +181,9 @@ class Supervisor:
         groups[:] = [group for group in groups if not (group.leaves and group.end)]
         for index in sorted(set(range(wanted)) - {group.settings.group for group in groups}):
             events = EventLog(self._run_dir, index, None, "agent")
-            self._launcher.add_group(self.group_settings(index, wanted, found, lighthouse.address), events)
+            self._launcher.add_group(self.group_settings(index, wanted, found), events)
 
-    def group_settings(self, index: int, groups: int, found: Prepared, lighthouse: str) -> GroupSettings:
+    def group_settings(self, index: int, groups: int, found: Prepared) -> GroupSettings:
         """What the launcher is told of the group `index` out of `groups`."""
         settings = self._settings
         return GroupSettings(
@@ -193,7 +193,6 @@ class Supervisor:
             groups=groups,
             ranks=settings.order.ranks,
             ranks_here=groups * settings.order.ranks,
-            lighthouse=lighthouse,
             host=HOST,
             devices=devices_of_groups(found.devices, index + 1, settings.order.ranks)[index],
             fault_tolerance=found.fault_tolerance,

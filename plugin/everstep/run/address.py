@@ -57,14 +57,13 @@ def published_address(run_dir: Path) -> str:
     return found[0] if found and int(found[1]) <= 65535 else ""
 
 
-def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> str:
-    """The published address, waited for; "" when asked to stop before it came. Raises TimeoutError."""
+def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until an address is published, or for a stop. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
-    while not (address := published_address(run_dir)) and not stopping():
+    while not published_address(run_dir) and not stopping():
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"no lighthouse has published its address in {address_file(run_dir)} for {timeout_s:g} s; "
-                "start one with `everstep lighthouse`, or give --lighthouse"
+                "start one with `everstep lighthouse`"
             )
         time.sleep(POLL_S)
-    return address
