@@ -7,7 +7,7 @@ reported about a run is computed from these files, so a view, a report and a tes
 
 A line is one `write` to a file opened for appending: writers never interleave, and a killed writer leaves at
 most one torn line, which readers skip and the next writer closes. A line that is no event of its kind
-(`everstep.run.event_fields`), however it came there, is skipped too, and counted.
+(`everstep.run.event_fields`), however it came there, is skipped too.
 """
 
 import heapq
@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -126,40 +126,33 @@ def _may_be(line: bytes, kinds: Set[bytes]) -> bool:
     return start < 8 or line[start : line.find(b'"', start)] in kinds
 
 
-def _read_file(path: Path, kinds: Set[str] | None, on_damage: Callable[[Path], None]) -> Iterator[dict[str, Any]]:
+def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
     names = None if kinds is None else {kind.encode() for kind in kinds}
     try:
         file = open_regular(path, links=False)
     except OSError:  # a link, a pipe, or gone
-        on_damage(path)
         return
     with file:
         while line := file.readline(LONGEST_LINE):
             if not line.endswith(b"\n"):
                 if len(line) < LONGEST_LINE:
                     return  # torn by a crash, or being written
-                on_damage(path)
                 continue
             if names is not None and not _may_be(line, names):
                 continue
             event = _parse(line)
-            if event is None:
-                on_damage(path)
-            elif kinds is None or event["kind"] in kinds:
+            if event is not None and (kinds is None or event["kind"] in kinds):
                 yield event
 
 
-def read_events(
-    run_dir: Path, kinds: Set[str] | None = None, on_damage: Callable[[Path], None] = lambda path: None
-) -> Iterator[dict[str, Any]]:
+def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
     """All events of a run so far, in order of wall time; each file's own order is kept even if a clock jumps.
 
     Args:
         kinds: only events of these. A run directory without events yields nothing.
-        on_damage: called for each line that is no event, with its file. Torn lines at an end are none.
     """
     files = sorted((Path(run_dir) / "events").glob("*.jsonl"))
-    readers = (_read_file(path, kinds, on_damage) for path in files)
+    readers = (_read_file(path, kinds) for path in files)
     yield from heapq.merge(*readers, key=lambda event: event["t"])
 
 
@@ -200,8 +193,6 @@ class EventTail:
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "events"
         self._offsets: dict[Path, int] = {}
-        self.damaged = 0
-        """Lines so far that were no events."""
 
     def skip_to_end(self) -> None:
         """Forget what is there: only events appended from now on are returned."""
@@ -225,7 +216,6 @@ class EventTail:
             if not complete and len(data) == LONGEST_READ:
                 complete = data  # of a line that is none
             self._offsets[path] = offset + len(complete)
-            found = [_parse(line) for line in complete.split(b"\n") if line]
+            found = (_parse(line) for line in complete.split(b"\n") if line)
             batches.append([event for event in found if event is not None])
-            self.damaged += len(found) - len(batches[-1])
         return list(heapq.merge(*batches, key=lambda event: event["t"]))
