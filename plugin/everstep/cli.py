@@ -23,43 +23,31 @@ INTERRUPTED_EXIT = 130
 
 @dataclass(frozen=True)
 class Command:
-    """`place`: the module of the dataclass of its arguments and of the function that acts on them."""
+    """`place`: the module of the dataclass of its arguments, `Name`, and of the function that acts on them, `name`."""
 
     what: str
     place: str
-    arguments: str
-    act: str
     rest: str = "none"
     """Whose the arguments are that it does not know: nobody's, "torchtitan"'s or "sbatch"'s."""
 
 
 COMMANDS = {
-    "init": Command("write a config to start from", "commands.init", "Init", "init"),
-    "doctor": Command("look whether a config can run here", "commands.doctor", "Doctor", "doctor", "torchtitan"),
-    "run": Command("start a run on this machine", "commands.run", "Run", "run", "torchtitan"),
-    "scale": Command("change a run's number of groups", "commands.scale", "Scale", "scale"),
-    "watch": Command("watch a run", "commands.watch", "Watch", "watch"),
-    "status": Command("show where a run is", "commands.cluster", "Status", "status"),
-    "stop": Command("stop a run cleanly", "commands.cluster", "Stop", "stop"),
-    "chaos": Command("break a running run", "chaos.command", "Chaos", "chaos"),
-    "report": Command("compute what a run did from its events", "commands.report", "Report", "report"),
-    "same": Command("compare two runs to the bit", "commands.same", "Same", "same"),
-    "replay": Command("compute a step again and compare its bits", "commands.replay", "Replay", "replay"),
-    "snapshots": Command(
-        "show what a start would restore from host memory", "commands.snapshots", "Snapshots", "snapshots"
-    ),
-    "pack": Command("make a token file from text", "commands.pack", "Pack", "pack"),
-    "submit": Command("start a run on a Slurm cluster", "commands.cluster", "Submit", "submit", "sbatch"),
-    "agent": Command(
-        "run one replica group's workers; what a batch job starts", "commands.agent", "Agent", "agent", "torchtitan"
-    ),
-    "lighthouse": Command(
-        "run a run's lighthouse; what a batch job starts",
-        "commands.cluster",
-        "Lighthouse",
-        "run_lighthouse",
-        "torchtitan",
-    ),
+    "init": Command("write a config to start from", "commands.init"),
+    "doctor": Command("look whether a config can run here", "commands.doctor", "torchtitan"),
+    "run": Command("start a run on this machine", "commands.run", "torchtitan"),
+    "scale": Command("change a run's number of groups", "commands.scale"),
+    "watch": Command("watch a run", "commands.watch"),
+    "status": Command("show where a run is", "commands.cluster"),
+    "stop": Command("stop a run cleanly", "commands.cluster"),
+    "chaos": Command("break a running run", "chaos.command"),
+    "report": Command("compute what a run did from its events", "commands.report"),
+    "same": Command("compare two runs to the bit", "commands.same"),
+    "replay": Command("compute a step again and compare its bits", "commands.replay"),
+    "snapshots": Command("show what a start would restore from host memory", "commands.snapshots"),
+    "pack": Command("make a token file from text", "commands.pack"),
+    "submit": Command("start a run on a Slurm cluster", "commands.cluster", "sbatch"),
+    "agent": Command("run one replica group's workers; what a batch job starts", "commands.agent", "torchtitan"),
+    "lighthouse": Command("run a run's lighthouse; what a batch job starts", "commands.cluster", "torchtitan"),
 }
 
 
@@ -91,11 +79,11 @@ def _run(name: str, command: Command, args: Sequence[str]) -> int:
     from everstep.config.grammar import parse
 
     module = importlib.import_module(f"everstep.{command.place}")
-    kind = getattr(module, command.arguments)
+    kind = getattr(module, name.capitalize())
     try:
         value, flags = parse(kind, args, prog=f"everstep {name}")
         _refuse_strangers(command, kind, flags)
-        return getattr(module, command.act)(value, flags)
+        return getattr(module, name)(value, flags)
     except ConfigError as error:
         raise LaunchError(str(error)) from None
 

@@ -65,7 +65,7 @@ def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tm
     in_this_process("everstep.launch.beacon.keep_up", lambda *told: beacons.append(told[2]))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
     agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1), flags)
-    cluster.run_lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
+    cluster.lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
     (settings,), (beacon,) = agents, beacons
     assert len(asked) == (2 if flags else 0)
     assert (settings.groups, settings.config) == (2, str(tmp_path / "run" / "config.toml"))

@@ -91,7 +91,7 @@ class Stop:
     """The run directory."""
 
 
-def run_lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
+def lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
     run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
     make_run_dir(run_dir)
