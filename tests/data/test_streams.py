@@ -17,7 +17,6 @@ from torchtitan.hf_datasets.text_datasets import (
 )
 
 from everstep.data.plain import StreamState, decode_states, encode_states, plain
-from everstep.titan.data.slots import SlotSource
 from everstep.titan.data.streams import SlotStreams, _state_of
 
 SEQ_LEN, BATCH = 16, 2
@@ -95,7 +94,10 @@ def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(dataset
             with pytest.raises(DataloaderExhaustedError):
                 groups[group].microbatch(step, slot)
         else:
-            assert flat(groups[group].microbatch(step, slot)) == expected[slot][step - 1]
+            batch = groups[group].microbatch(step, slot)
+            assert flat(batch) == expected[slot][step - 1]
+            batch[0]["input"].zero_()  # a trainer may do with it what it likes
+            batch[0].clear()
 
     group_numbers = st.integers(0, 2)
     for step in range(1, STEPS + 1):
@@ -191,23 +193,6 @@ def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginnin
         if batch is None:
             break
         owner.committed(step)
-
-
-def test_a_batch_is_the_same_again_until_its_step_is_committed_and_after_a_rollback(datasets, tokenizer, monkeypatch):
-    source = streams(base(), tokenizer, SLOTS)
-    assert isinstance(source, SlotSource)
-    first = source.microbatch(1, 2)
-    first[0]["input"].zero_()
-    first[0].pop("positions")
-    with monkeypatch.context() as patch:
-        patch.setattr(source, "_batch", None)  # it is kept, not read again
-        again = flat(source.microbatch(1, 2))
-    assert again == uninterrupted(base(), tokenizer, SLOTS, 1)[2][0]
-    source.committed(1)
-    later = flat(source.microbatch(2, 2))
-    source.load_state_dict({"streams": SLOTS, "batches_read": 0, "dp_rank_0": b""})
-    assert flat(source.microbatch(1, 2)) == again
-    assert flat(source.microbatch(2, 2)) == later
 
 
 def test_a_torch_checkpoint_carries_streams(datasets, tokenizer, tmp_path):
