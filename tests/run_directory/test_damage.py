@@ -131,7 +131,7 @@ def test_no_damage_ends_a_reader_or_is_believed(tmp_path, rounds):
     assert (holder(tmp_path, 0), take_answer(tmp_path).groups) == (Claim(1, 0), 2)
 
 
-@pytest.mark.parametrize("pid, mono", [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
+@pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
 def test_a_beat_of_no_process_or_of_no_time_is_none(tmp_path, monkeypatch, pid, mono):
     beats = BeatFile(tmp_path / "beat")
     monkeypatch.setattr("everstep.run.beats.os.getpid", lambda: pid)
