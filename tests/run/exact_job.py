@@ -1,7 +1,8 @@
-"""A user's own module for `[job] module`: small_job's model whose embedding is also its output, and whose first layer's
-attention is frozen; `undetermined`, with an operator that PyTorch cannot compute deterministically."""
+"""A user's own module for `[job] module`: small_job's model whose embedding is also its output, with dropout, and whose
+first layer's attention is frozen; `undetermined`, with an operator that PyTorch cannot compute deterministically."""
 
 import torch
+import torch.nn.functional as F
 from torchtitan.models.llama3.model import Llama3Model
 
 import small_job
@@ -12,6 +13,7 @@ _make = Llama3Model.__init__
 def _make_frozen(model, config):
     _make(model, config)
     model.layers["0"].attention.requires_grad_(False)
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1))
 
 
 Llama3Model.__init__ = _make_frozen

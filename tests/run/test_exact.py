@@ -19,10 +19,16 @@ from watched import environment, write_config
 
 DILOCO = {"method": "diloco", "workers": 3, "sync_steps": 4}
 SHAPES = {
-    "steps": {"snapshot": {"enable": True}, "attention_check": {"enable": True}},
+    "steps": {
+        "job": {"module": "exact_job", "config": "debugmodel"},
+        "snapshot": {"enable": True},
+        "attention_check": {"enable": True},
+    },
     "flips": {"job": {"module": "flipped_job", "config": "debugmodel"}},
     "rounds": {"semi_sync": DILOCO, "training": {"global_batch_size": 6}, "checkpoint": {"interval": 8}},
 }
+SHAPES["fragments"] = SHAPES["rounds"] | {"semi_sync": DILOCO | {"fragments": 2, "overlap_steps": 1}}
+STEPS_OF_COMMIT = {"steps": 1, "rounds": 4, "fragments": 2}
 
 SLOTS = 7
 SLOW = pytest.mark.slow
@@ -34,7 +40,8 @@ def config_of(folder, shape, *, steps, ranks=1, **more):
     training = {"global_batch_size": SLOTS} | sections.get("training", {})
     training["global_batch_size"] *= ranks
     sections["training"] = training | {"steps": steps}
-    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1}
+    settings = {"exact": True, "audit_interval": 1}
+    sections["fault_tolerance"] = settings | sections.get("fault_tolerance", {})
     return write_config(folder / f"{shape}.toml", **sections)
 
 
@@ -56,7 +63,9 @@ def replayed(run_dir, step, *more):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("shape", "victims"), [("steps", (0, 1)), ("rounds", (1,))])
+@pytest.mark.parametrize(
+    ("shape", "victims"), [("steps", (0, 1)), ("rounds", (1,)), pytest.param("fragments", (1,), marks=SLOW)]
+)
 def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_path, shape, victims):
     config = config_of(tmp_path, shape, steps=8)
     clean, hit = start(config, "--groups", "1"), start(config, "--groups", "2")
@@ -67,17 +76,18 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
     assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
     found = compare(clean.run_dir, hit.run_dir)
     assert (found.parted, found.differing) == ("", "")
-    assert found.steps == found.checksums - 1 == (8 if shape == "steps" else 2)
+    assert found.steps == found.checksums - 1 == 8 // STEPS_OF_COMMIT[shape]
     assert (found.checkpoint, found.tensors > 50) == (8, True)
-    told = replayed(hit.run_dir, 2 if shape == "rounds" else 7)
+    told = replayed(hit.run_dir, 7 if shape == "steps" else 2)
     assert told[0] == 0, told
     assert "loss and gradient norm: the same bits" in told[1]
-    assert told[1].count("the bits that group") == (0 if shape == "rounds" else SLOTS)
+    assert told[1].count("the bits that group") == (SLOTS if shape == "steps" else 0)
 
 
 def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, tmp_path, monkeypatch):
     """From a checkpoint that the wrong steps before are in; also of one slot."""
-    config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4})
+    together = {"min_groups": 2}
+    config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4}, fault_tolerance=together)
     monkeypatch.setenv("EVERSTEP_TEST_FLIP", "always")
     run = start(config, "--groups", "2")
     assert run.wait() == 0, run.said()
@@ -158,6 +168,18 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
     assert run.wait() == 1
     assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.said()
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_group_that_computes_other_bits_ends_with_a_sentence(start, tmp_path, monkeypatch):
+    config = write_config(tmp_path / "other.toml", training={"steps": 2}, fault_tolerance={"exact": True})
+    first = start(config, "--groups", "1")
+    assert first.wait() == 0, first.said()
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    again = start(config, "--groups", "1", "--steps", "4", run_dir=first.run_dir)
+    assert again.wait() == 1
+    assert "environment is NCCL_ALGO=Tree " in again.said()
+    assert "Traceback" not in again.said()
 
 
 @pytest.mark.slow
@@ -244,7 +266,8 @@ def apart(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "ranks", "most"), [("steps", 1, 4), ("rounds", 1, 3), ("steps", 2, 2), ("rounds", 2, 2)]
+    ("shape", "ranks", "most"),
+    [("steps", 1, 4), ("rounds", 1, 3), ("fragments", 1, 3), ("steps", 2, 2), ("rounds", 2, 2)],
 )
 def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, most):
     """Processes, groups, hosts, keepers and all groups at once are killed or stopped, and groups come and go; the whole
@@ -270,7 +293,7 @@ def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, m
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 0, run.said()
     last = run.events("commit")[-1]["step"]
-    steps = last if shape == "steps" else last * DILOCO["sync_steps"]
+    steps = last * STEPS_OF_COMMIT[shape]
     clean = start(config, "--groups", "1", *each, "--steps", str(steps))
     assert clean.wait(1200.0) == 0, clean.said()
     found = compare(clean.run_dir, run.run_dir)

@@ -80,6 +80,8 @@ def replay(command: Replay, flags: Sequence[str]) -> int:
 
 def _compute_again(run_dir: Path, step: int) -> int:
     """Train one group up to a step, in `FOLDER`; the step of the checkpoint that it begins from, 0 for none."""
+    from everstep.titan.same import checkpoints
+
     config, prepared = run_dir / "config.toml", take_answer(run_dir)
     if not isinstance(prepared, Prepared) or not prepared.fault_tolerance.exact:
         raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be had again.")
@@ -91,34 +93,22 @@ def _compute_again(run_dir: Path, step: int) -> int:
     shutil.rmtree(again, ignore_errors=True)
     (again / "state").mkdir(parents=True)
     shutil.copy(run_dir / "state" / "exact.json", again / "state")  # the machine has to compute as the run's did
-    start = max((found for found in _checkpoints(run_dir) if found < step * a_commit), default=0)
+    start = max((found for found in checkpoints(run_dir) if found < step * a_commit), default=0)
     if start:
         (again / "checkpoint").mkdir()
         (again / "checkpoint" / f"step-{start}").symlink_to(run_dir / "checkpoint" / f"step-{start}")
     command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(again)]
-    command += [
-        "--groups",
-        "1",
-        "--ranks-per-group",
-        str(prepared.ranks),
-        "--steps",
-        str(step * a_commit),
-    ]
+    command += ["--groups", "1", "--ranks-per-group", str(prepared.ranks), "--steps", str(step * a_commit)]
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]
     command += ["--checkpoint.interval", str(NEVER), "--checkpoint.keep_latest_k", "0", "--snapshot.no-enable"]
-    command += ["--fault_tolerance.audit_slots", "0"]
+    for key, value in (("audit_slots", 0), ("min_groups", 1), ("spares", 0)):
+        command += [f"--fault_tolerance.{key}", str(value)]
     with log.open("wb") as output:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
     if done.returncode:
         why = read_json(again / "report.json").get("reason", "")
         raise LaunchError(f"step {step} was not computed: {why} (what was said: {log})")
     return start // a_commit
-
-
-def _checkpoints(run_dir: Path) -> Iterator[int]:
-    """Steps whose checkpoints are whole."""
-    for path in run_dir.glob("checkpoint/step-*/.metadata"):
-        yield int(path.parent.name.removeprefix("step-"))
 
 
 def _told(run_dir: Path) -> dict[int, Told]:

@@ -50,10 +50,10 @@ def compare(one: Path, other: Path) -> Comparison:
             parted = f"the parameters after step {step}: checksums {sorted(told, key=str)}"
         if parted:
             break
-    newest = max(_checkpoints(one).keys() & _checkpoints(other).keys(), default=0)
+    newest = max(checkpoints(one).keys() & checkpoints(other).keys(), default=0)
     tensors, differing = 0, ""
     if newest:
-        tensors, differing = _compare_tensors(_checkpoints(one)[newest], _checkpoints(other)[newest])
+        tensors, differing = _compare_tensors(checkpoints(one)[newest], checkpoints(other)[newest])
     return Comparison(len(steps), len(checksums), parted, newest, tensors, differing)
 
 
@@ -69,7 +69,7 @@ def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set
     return losses, sums
 
 
-def _checkpoints(run_dir: Path) -> dict[int, Path]:
+def checkpoints(run_dir: Path) -> dict[int, Path]:
     """By step the folders of a run's checkpoints that were written to their end."""
     found = (path.parent for path in run_dir.glob("checkpoint/step-*/.metadata"))
     return {int(folder.name.removeprefix("step-")): folder for folder in found}
