@@ -97,7 +97,7 @@ def case(seed: int) -> tuple[str, list[dict]]:
     of_qkv, of_inner, of_out = (checks.guard(0, name, ()) for name in ("wqkv", "inner", "wo"))
     of_inner.narrow = kernel in ("flash", "matrices")
     checks.begin(1, 0)
-    parts = linear.linear(x, wqkv, None, of_qkv, linear.WeightSums()).unflatten(-1, (-1, head))
+    parts = linear.linear(x, wqkv, None, of_qkv).unflatten(-1, (-1, head))
     q, k, v = parts.split((heads, kv_heads, kv_heads), 2)
     if rope:
         q, k = rotated(q), rotated(k)
@@ -109,7 +109,7 @@ def case(seed: int) -> tuple[str, list[dict]]:
         out, lse = fused.attention(attend, q, k, v, scale=None, guard=of_inner, wide_sums=kernel != "sdpa")
     if sinks and lse is not None:
         out = out * torch.sigmoid(lse - torch.randn(heads)).unsqueeze(-1).to(dtype)
-    y = linear.linear(out.flatten(2), wo, None, of_out, linear.WeightSums())
+    y = linear.linear(out.flatten(2), wo, None, of_out)
     finite = all(g.isfinite().all() for g in torch.autograd.grad(y, (x, wqkv, wo), dy.to(dtype)))
     checks.refused()
     what = f"{dtype} {kernel} {mask} L{length} H{head} {heads}/{kv_heads} rope {rope} sinks {sinks} sharp {sharp:.2g}"

@@ -66,13 +66,13 @@ class Layer:
         self.checks.begin(1, 0)
         self.shot.aim = None if fault is None else (0, section, fault)
         of_qkv, of_inner, of_out = self.guards
-        parts = linear.linear(self.x, self.wqkv, None, of_qkv, linear.WeightSums()).unflatten(-1, (-1, HEAD))
+        parts = linear.linear(self.x, self.wqkv, None, of_qkv).unflatten(-1, (-1, HEAD))
         q, k, v = parts.split((HEADS, KV_HEADS, KV_HEADS), 2)
         if self.path == "explicit":
             out, _ = explicit.attention(q, k, v, Visible(), guard=of_inner)
         else:
             out, _ = fused.attention(flash(), q, k, v, scale=None, guard=of_inner, wide_sums=True)
-        y = linear.linear(out.flatten(2), self.wo, None, of_out, linear.WeightSums())
+        y = linear.linear(out.flatten(2), self.wo, None, of_out)
         gradients = torch.autograd.grad(y, (self.x, self.wqkv, self.wo), self.dy)
         refused = bool(self.checks.refused())
         actions = {finding["action"] for finding in self.checks.drain()}

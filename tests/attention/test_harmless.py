@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from attention_clean import case
-from everstep.attention.linear import WeightSums, linear
+from everstep.attention.linear import linear
 from everstep.attention.product import row_deviation, tile_sums
 
 
-@pytest.mark.parametrize("first", range(0, 150, 50))
-def test_healthy_attention_raises_no_alarm(first):
-    """Drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers, any scale."""
-    for seed in range(first, first + 50):
+@pytest.mark.parametrize("seeds", [range(50), range(50, 100), [*range(100, 150), 21890]])
+def test_healthy_attention_raises_no_alarm(seeds):
+    """Drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers, any scale. In
+    the last one a kernel rounds partial sums of dV that are alike in one column."""
+    for seed in seeds:
         what, findings = case(seed)
         assert not findings, (seed, what)
 
@@ -26,7 +27,7 @@ def test_gradients_too_small_to_be_squared_raise_no_alarm(bench, smallness, dtyp
     dy[:, 9] *= smallness
 
     def compute(guard):
-        return torch.autograd.grad(linear(x, w, None, guard, WeightSums()), (x, w), dy.to(dtype))
+        return torch.autograd.grad(linear(x, w, None, guard), (x, w), dy.to(dtype))
 
     _, refused, findings = bench.run(compute)
     assert not refused

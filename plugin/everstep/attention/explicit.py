@@ -74,7 +74,7 @@ def attention(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if guard is not None and guard.idle and not guard.looks_at_rows:
+    if guard is not None and guard.idle and not guard.checks.looks_at_rows:
         guard = None
     return _Attention.apply(q, k, v, visible, scale, guard)
 
@@ -270,7 +270,7 @@ class _Attention(torch.autograd.Function):
         delta = (d_out * out).sum(-1, keepdim=True) - _by_key_head(d_lse.unsqueeze(-1), ops.groups)
         dq, dk, dv = torch.empty_like(ops.q), torch.zeros_like(ops.k), torch.zeros_like(ops.v)
         backward = _Products(ops, guard, backward=True)
-        if guard is not None and guard.looks_at_rows:
+        if guard is not None and guard.checks.looks_at_rows:
             guard.look_at_scores("scores.backward", lse)
         for backward.part, block in enumerate(ops.blocks):
             dq_rows, dk_part, dv_part = backward.gradients(
@@ -297,7 +297,7 @@ class _Products:
         self.ops, self.backward, self.part = ops, backward, 0
         self.guard = None if guard is None or guard.idle else guard
         self.checking = guard is not None and guard.checked
-        self.looks = guard if guard is not None and guard.looks_at_rows and not guard.checked else None
+        self.looks = guard if guard is not None and guard.checks.looks_at_rows and not guard.checked else None
 
     def _touch(self, section: str, y: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
@@ -328,7 +328,7 @@ class _Products:
 
         scores = self._product("scores", q, k.transpose(-1, -2), of_scores)
         if self.looks is not None:  # one that is +INF makes NaN of its row
-            self.looks.report("scores", -scores.amin(), "refused", backward=self.backward, bound=EXTREME_SCORE)
+            self.looks.report("scores", scores.amin(), "refused", backward=self.backward, bound=-EXTREME_SCORE)
         block.mask(scores)
         top = scores.amax(-1, keepdim=True)
         top = torch.where(top == -math.inf, torch.zeros_like(top), top)
@@ -386,7 +386,7 @@ class _Products:
         lse = torch.where(unseen, torch.zeros_like(lse), lse)
         scores = self._touch("scores.backward", q @ k.transpose(-1, -2))
         if self.looks is not None:  # one that is +INF makes NaN of its row
-            self.looks.report("scores.backward", -scores.amin(), "refused", backward=self.backward, bound=EXTREME_SCORE)
+            self.looks.report("scores.backward", scores.amin(), "refused", backward=self.backward, bound=-EXTREME_SCORE)
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:
             return p, p.new_empty(0), p.new_empty(0)

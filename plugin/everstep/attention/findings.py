@@ -36,7 +36,7 @@ class Deviation(NamedTuple):
 
 class Record(NamedTuple):
     """One check's outcome. again: from a forward that activation checkpointing computes a second time. worst: what was
-    found, in units of `bound`, on whatever device: above 1, INF or NaN it is wrong."""
+    found, in units of `bound`, whose sign it has, on whatever device: above 1, INF or NaN it is wrong."""
 
     step: int
     slot: int
@@ -76,9 +76,9 @@ class FindingLog:
         records, self._records = self._records, []
         passes: defaultdict[tuple[int, int, int, str], dict[bool, list[tuple[int, float]]]] = defaultdict(dict)
         for record, worst in zip(records, _read(records), strict=True):
-            if not worst <= record.bound:
-                of_pass = passes[record[:4]].setdefault(record.again, [])
-                of_pass.append((ACTIONS.index(record.action), worst / record.bound))
+            size = worst / record.bound
+            if not size <= 1:
+                passes[record[:4]].setdefault(record.again, []).append((ACTIONS.index(record.action), size))
         # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
         # the second pass sees is a fault of its own: that pass feeds the backward.
         self.last = [self._finding(*place, seen[min(seen)]) for place, seen in sorted(passes.items())]
@@ -112,7 +112,7 @@ def _read(records: list[Record]) -> list[float]:
         by_device[record.worst.device].append(i)
     values = [0.0] * len(records)
     for indices in by_device.values():
-        stacked = torch.stack([records[i].worst.float() for i in indices]).tolist()
+        stacked = torch.stack([records[i].worst for i in indices]).tolist()
         for i, value in zip(indices, stacked, strict=True):
             values[i] = value
     return values

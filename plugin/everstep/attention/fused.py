@@ -6,7 +6,7 @@ and both runs are compared: round-off hides a wrong score from every cheaper che
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from .compiled import at_once, worst_of
 from .guard import Guard
 from .identities import SUMS, agreement_deviation, backward_deviation, probing_values
-from .private import unseen_by_checkpointing
+from .private import foreach_norm, unseen_by_checkpointing
 from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -24,8 +24,11 @@ hands it out, lse (B, L, N)."""
 FORWARD, BACKWARD = "attention.forward", "attention.backward"
 
 SHORT, LOST = 512, 2.0**-14
-"""Positions up to which `watch_rows` sees a lost row of P, and by how much a healthy row's sum may be off 1 in fp32, as
-scores of a thousand make it."""
+"""Positions up to which `look_at_rows` sees a lost row of P, and by how much a healthy row's sum may be off 1 in fp32,
+as scores of a thousand make it."""
+
+SMALL_BYTES = 4 << 20
+"""Of Q. A layer keeps four times as much until the slot is over, to be looked at by `look_at_rows`."""
 
 RESULTS = ("context", "dq", "dk", "dv")
 """The kernel's results that can be hit."""
@@ -69,7 +72,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, d_lse):
-        if not (ctx.guard.checked or ctx.guard.looks_at_rows):
+        if not (ctx.guard.checked or ctx.guard.checks.looks_at_rows):
             return d_out, d_lse, None, None, None, None, None
         out, lse = ctx.saved_tensors
         return d_out, d_lse, torch.zeros_like(out) if d_out is None else d_out, out, lse, d_lse, None
@@ -112,7 +115,7 @@ def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph
     d_out, out, lse, d_lse = seen
     scale, plain_scores, wide_sums = known
     if not guard.checked:
-        if not guard.looks_at_rows:
+        if not guard.checks.looks_at_rows:
             return
         plain_scores = False
     # What every slot has is not the price of a rate.
@@ -123,31 +126,31 @@ def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph
         guard.report(BACKWARD, worst, "refused", backward=True)
 
 
-def watch_rows(guard: Guard, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Refuse the slot if a row of P is lost, in a wide dtype and a short sequence: Σ dV = Σ dO, for the price of sums.
+def look_at_rows(calls: Iterable[tuple[Guard, torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Refuse the slot if a row of P is lost, in a wide dtype and short sequences: Σ dV = Σ dO, for the price of sums.
 
     Each dO_i may be off by LOST of itself, which hides nothing while rows are few; else `backward_deviation` is asked.
 
     Args:
-        v: (B, L, N_kv, H_v), read by the kernel alone.
+        calls: of each its guard, V (B, L, N_kv, H_v), read by the kernel alone, and O (B, L, N, H_v), which keep their
+            gradients, and lse (B, L, N) or None. Activation checkpointing computes forwards that have no gradients.
     """
-    seen = None if lse is None else (lse.detach() > -torch.inf).unsqueeze(-1)
-    key_heads, tiny = v.shape[2], torch.finfo(out.dtype).tiny
-    rows = out.shape[1] * out.shape[2] // key_heads
-    of_out: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def before(d_out: torch.Tensor) -> None:
-        d_out = d_out if seen is None else torch.where(seen, d_out, 0)
-        by_key_head = d_out.unflatten(2, (key_heads, -1))
-        of_out[:] = [(by_key_head.sum((1, 3)), torch.linalg.vector_norm(d_out).add_(tiny))]
-
-    def after(d_v: torch.Tensor) -> None:
-        total, size = of_out.pop()
-        apart = torch.linalg.vector_norm(total.sub_(d_v.sum(1)))
-        guard.report(BACKWARD, apart / size, "refused", backward=True, bound=LOST * math.sqrt(rows))
-
-    out.register_hook(before)
-    v.register_hook(after)
+    guards, d_outs, apart = [], [], []
+    for guard, v, out, lse in calls:
+        if out.grad is None or v.grad is None:
+            continue
+        d_out = out.grad if lse is None else torch.where((lse > -torch.inf).unsqueeze(-1), out.grad, 0)
+        total, groups = d_out.sum(1), d_out.shape[2] // v.shape[2]
+        if groups > 1:
+            total = total.unflatten(1, (-1, groups)).sum(2)
+        guards.append((guard, LOST * math.sqrt(d_out.shape[1] * groups)))
+        d_outs.append(d_out)
+        apart.append(total.sub_(v.grad.sum(1)))
+    if guards:
+        sizes = torch.stack(foreach_norm(d_outs)) + torch.finfo(apart[0].dtype).tiny
+        shares = torch.stack(foreach_norm(apart)) / sizes
+        for (guard, bound), share in zip(guards, shares.unbind(), strict=True):
+            guard.report(BACKWARD, share, "refused", backward=True, bound=bound)
 
 
 def attention(
@@ -174,14 +177,16 @@ def attention(
         What `attend` returns. The gradients are the kernel's, unchanged.
     """
     watched = torch.is_grad_enabled()
-    short = q.dtype == accumulator(q.dtype) and q.shape[1] <= SHORT
-    if guard.idle and (short or not guard.looks_at_rows):
-        rows = guard.looks_at_rows and watched and v.requires_grad
+    short = q.dtype == accumulator(q.dtype) and q.shape[1] <= SHORT and q.nbytes <= SMALL_BYTES
+    if guard.idle and (short or not guard.checks.looks_at_rows):
+        rows = guard.checks.looks_at_rows and watched and v.requires_grad
         v = v.view_as(v) if rows else v
         out, lse = attend(q, k, v)
         guard.look_at_scores(FORWARD, lse)
         if rows:
-            watch_rows(guard, v, out, lse)
+            v.retain_grad()
+            out.retain_grad()
+            guard.checks.look_later(look_at_rows, (guard, v, out, None if lse is None else lse.detach()))
         return out, lse
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     link: list[torch.Tensor] = []

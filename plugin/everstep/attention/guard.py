@@ -2,10 +2,9 @@
 
 import contextlib
 import itertools
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -40,6 +39,11 @@ SMALL_STEP = 65_536
 0.34 % is the most that `bench/attention_extremes.py` finds, and it falls as the root of the tokens."""
 
 
+KEPT_BYTES = 32 << 20
+"""Of results that are looked at together: between two products of a model, which leave nothing else in a CPU's caches,
+a look takes several times as long."""
+
+
 class Checks:
     """The attention check of one rank: what the training step talks to.
 
@@ -61,7 +65,7 @@ class Checks:
         self.weights_version = 0
         """Changes whenever weights do: sums of weights are kept under it."""
         self.looks_at_rows = step_tokens < SMALL_STEP
-        """Whether every attention's backward is asked, in every slot, if a row of P is lost."""
+        """Whether a lost row of P, in the forward or the backward, refuses the slot at any rate."""
         self.coverage = ""
         """What of the model is guarded, where that was counted."""
         self.masks: dict[int, Any] = {}
@@ -69,6 +73,8 @@ class Checks:
         self._step = self._slot = 0
         self._begun: Any = None
         self._timed: list[tuple[Any, Any]] = []
+        self._later: defaultdict[Callable[[list[Any]], None], list[Any]] = defaultdict(list)
+        self._kept_bytes = 0
         self._slots: deque[_Slot] = deque()
         self._told: Plan | None = None
         # Asked once: to look for a device takes as long as a small check.
@@ -82,8 +88,9 @@ class Checks:
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
+        self.look()
         self._step, self._slot = step, slot
-        self._timed = []
+        self._timed, self._kept_bytes = [], 0
         self._begun = self.now()
         self.schedule.begin(step, slot, whole=whole)
         self.injector.begin(step)
@@ -95,6 +102,7 @@ class Checks:
 
     def refused(self) -> frozenset[int]:
         """Slots, of those since this was last asked, that must be computed again. One host synchronisation."""
+        self.look()
         refused = self.findings.refused()
         # A slot of which nothing was read may not be over yet.
         while self._slots and self._slots[0].over():
@@ -111,8 +119,27 @@ class Checks:
         """One check's outcome, of the slot that was begun; see `findings.Record`."""
         self.findings.record(Record(self._step, self._slot, layer, section, action, again, worst, bound))
 
+    def look_later(self, look: Callable[[list[Any]], None], given: Any, kept_bytes: int = 0) -> None:
+        """Have `look` called with all that is given to it, once the slot is over.
+
+        Args:
+            kept_bytes: by `given`; at KEPT_BYTES it is called at once. 0: it has to be called after the backward.
+        """
+        self._later[look].append(given)
+        self._kept_bytes += kept_bytes
+        if self._kept_bytes > KEPT_BYTES:
+            look(self._later.pop(look))
+            self._kept_bytes = 0
+
+    def look(self) -> None:
+        """Look at all that was to be looked at later."""
+        for look, given in self._later.items():
+            look(given)
+        self._later.clear()
+
     def forget(self) -> None:
         """What was computed since `refused` was last asked is not used."""
+        self._later.clear()
         self.findings.forget()
 
     def drain(self) -> list[dict[str, Any]]:
@@ -154,14 +181,6 @@ _numbers = itertools.count()
 _guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
 
 
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; NaN if there is one."""
-    if x.device.type == "cpu":  # whose norms take five times as long
-        low, high = x.aminmax()
-        return torch.maximum(-low, high)
-    return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-
-
 def guard_of(ticket: torch.Tensor) -> "Guard":
     """The guard whose ticket this is."""
     return _guards[int(ticket)]
@@ -175,8 +194,8 @@ class Guard:
         self.correct = checks.mode == "correct"
         self.ticket = torch.tensor(next(_numbers))
         """This guard's number, which stands for it in a compiled graph."""
-        self.kept: Any = None
-        """What an operator keeps from call to call."""
+        self.kept: dict[str, Any] = {}
+        """What a projection keeps from call to call."""
         self.narrow = False
         """Whether this attention's kernel takes values of fewer columns than keys have."""
         self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
@@ -194,11 +213,6 @@ class Guard:
         """Whether nothing of this module's layer is checked or hit in this slot: it may run as if it had no guard, but
         for what is looked at in every slot."""
         return not (self.checked or self.checks.injector.active)
-
-    @property
-    def looks_at_rows(self) -> bool:
-        """Whether a lost row of P refuses the slot at any rate, forward or backward."""
-        return self.checks.looks_at_rows
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -225,15 +239,23 @@ class Guard:
         """Hand over one check's outcome, in units of `bound`; action: what became of what is wrong."""
         self.checks.record(self.layer, section, action, not backward and recomputing(), worst, bound)
 
-    def look_for_extremes(self, section: str, result: torch.Tensor) -> None:
-        """Refuse the slot if an element of a projection's result is INF, NaN or near-INF; in every call, at any rate.
-        What the backward makes ends in gradients, of which the step protocol asks the same."""
-        with unseen_by_checkpointing():
-            self.report(section, _largest(result.detach()), "refused", bound=EXTREME)
-
     def look_at_scores(self, section: str, lse: torch.Tensor | None) -> None:
-        """The same of a kernel's scores, by the logarithms of the rows' sums of exponentials where it hands them out: a
-        row that sees nothing has -INF."""
+        """As `look_for_extremes`, of a kernel's scores, by the logarithms of the rows' sums of exponentials if it hands
+        them out: a row that sees nothing has -INF."""
         if lse is not None:
             with unseen_by_checkpointing():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)
+
+
+def look_for_extremes(results: Iterable[tuple[Guard, str, torch.Tensor]]) -> None:
+    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF; in every call, at any rate.
+    What the backward makes ends in gradients, of which the step protocol asks the same.
+
+    Args:
+        results: with their sections, without their histories.
+    """
+    with unseen_by_checkpointing():
+        for guard, section, result in results:
+            least, most = result.aminmax()
+            guard.report(section, least, "refused", bound=-EXTREME)
+            guard.report(section, most, "refused", bound=EXTREME)

@@ -34,7 +34,8 @@ ALIKE = 1 / 16
 
 COLUMN, COLUMN_NARROW = 6.5, 3.6
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
-possible: ten to fifteen standard deviations of what they are. The first also holds where a wide dtype is summed."""
+possible: ten to fifteen standard deviations of what they are. The first also holds where a wide dtype is summed, and
+where a kernel rounds partial sums: those of a column that are alike are rounded alike."""
 
 ISOTROPIC, ONE_WAY = 0.4, 2.4
 """The same for the norm over all columns of a head: where the rows point every way, which averages over columns, and
@@ -268,7 +269,7 @@ def backward_deviation(
             d_values.wide.sum(2) - total,
             unit * _capped(noise, most_v * math.sqrt(keys)),
             torch.minimum(shared, most_v),
-            COLUMN if dtype == acc else COLUMN_NARROW,
+            COLUMN_NARROW if wide_sums and dtype != acc else COLUMN,
             _of_norm(dv, common),
         ),
     ]

@@ -5,55 +5,40 @@ products are the ones torch.nn.functional.linear runs, on the same operands in t
 equal to the last bit.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from .compiled import at_once
-from .guard import Guard
+from .guard import Guard, look_for_extremes
 from .product import TileSums, bias_sums, settle_rows, tile_sums
 
 
-class WeightSums:
-    """Sums of one weight (out, in), made once and kept until the weights change, or something is found: `rows` over
-    tiles of outputs, for y; `columns` over tiles of inputs, for dX. Sums that were made wrong refuse one slot."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Any, TileSums]] = {}
-
-    def _get(self, name: str, b: torch.Tensor, version: int) -> TileSums:
-        key = (version, b.dtype, b.device, tuple(b.shape))
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != key:
-            with torch.no_grad():
-                kept = self._kept[name] = (key, at_once(tile_sums, b)(b))
-        return kept[1]
-
-    def rows(self, weight: torch.Tensor, version: int) -> TileSums:
-        """Sums that check y = x Wᵀ. version: of the weights."""
-        return self._get("rows", weight.t(), version)
-
-    def columns(self, weight: torch.Tensor, version: int) -> TileSums:
-        """Sums that check dX = dY W."""
-        return self._get("columns", weight, version)
+def weight_sums(guard: Guard, name: str, b: torch.Tensor) -> TileSums:
+    """Sums of a weight, made once and kept until the weights change, or something is found: `rows` of its transpose,
+    over tiles of outputs, for y; `columns` of itself, over tiles of inputs, for dX. Sums that were made wrong refuse
+    one slot."""
+    key = guard.checks.weights_version, b.dtype, b.device, tuple(b.shape)
+    kept = guard.kept.get(name)
+    if kept is None or kept[0] != key:
+        with torch.no_grad():
+            kept = guard.kept[name] = (key, at_once(tile_sums, b)(b))
+    return kept[1]
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard, sums: WeightSums
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
     """`F.linear(x, weight, bias)`, checked forward and backward.
 
     Args:
         x: (..., in); weight (out, in); bias (out,) or None. All of one dtype, local tensors.
-        guard: names the layer and the projection; results are `NAME.y`, `NAME.dx`, `NAME.dw`.
-        sums: of this weight.
+        guard: of this weight; names the layer and the projection. Results are `NAME.y`, `NAME.dx`, `NAME.dw`.
     """
     if guard.idle:
         y = F.linear(x, weight, bias)
-        guard.look_for_extremes(f"{guard.name}.y", y)
+        guard.checks.look_later(look_for_extremes, (guard, f"{guard.name}.y", y.detach()), y.nbytes)
         return y
-    return _Linear.apply(x, weight, bias, guard, sums)
+    return _Linear.apply(x, weight, bias, guard)
 
 
 def result_names(name: str) -> tuple[str, str, str]:
@@ -61,45 +46,47 @@ def result_names(name: str) -> tuple[str, str, str]:
     return f"{name}.y", f"{name}.dx", f"{name}.dw"
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, guard: Guard, sums: WeightSums):
-        ctx.save_for_backward(x, weight)
-        ctx.guard, ctx.sums, ctx.has_bias = guard, sums, bias is not None
-        y = project(guard, sums, x.reshape(-1, x.shape[-1]), weight, bias)
-        return y.view(*x.shape[:-1], weight.shape[0])
+def with_products(project: Callable, input_gradient: Callable, weight_gradient: Callable) -> type:
+    """The projection for autograd, by these products, each of which takes what stands for the guard last."""
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        guard: Guard = ctx.guard
-        flat, dflat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = input_gradient(guard, ctx.sums, dflat, weight) if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(guard, dflat, flat) if ctx.needs_input_grad[1] else None
-        db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return None if dx is None else dx.view_as(x), dw, db, None, None
+    class Projection(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias, guard):
+            flat = x.reshape(-1, x.shape[-1])
+            ctx.save_for_backward(flat, weight)  # an operator's own input, or a graph would write x twice
+            ctx.guard, ctx.has_bias, ctx.shape = guard, bias is not None, x.shape
+            return project(flat, weight, bias, guard).view(*x.shape[:-1], weight.shape[0])
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, dy):
+            flat, weight = ctx.saved_tensors
+            dflat = dy.reshape(-1, dy.shape[-1])
+            dx = input_gradient(dflat, weight, ctx.guard).view(ctx.shape) if ctx.needs_input_grad[0] else None
+            dw = weight_gradient(dflat, flat, ctx.guard) if ctx.needs_input_grad[1] else None
+            db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+            return dx, dw, db, None
+
+    return Projection
 
 
-def project(
-    guard: Guard, sums: WeightSums, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
     """y (T, out) of x (T, in), checked."""
     section = f"{guard.name}.y"
     y = guard.touch(section, F.linear(x, weight, bias))
     if not guard.checked:
-        guard.look_for_extremes(section, y)
+        look_for_extremes([(guard, section, y)])
         return y
     return settle_rows(
         guard,
         section,
         y,
-        lambda: (x, sums.rows(weight, guard.checks.weights_version), None if bias is None else bias_sums(bias)),
+        lambda: (x, weight_sums(guard, "rows", weight.t()), None if bias is None else bias_sums(bias)),
         lambda: F.linear(x, weight, bias),
     )
 
 
-def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torch.Tensor:
     """dX (T, in) of dY (T, out), checked."""
     section = f"{guard.name}.dx"
     dx = guard.touch(section, dy @ weight, backward=True)
@@ -109,13 +96,13 @@ def input_gradient(guard: Guard, sums: WeightSums, dy: torch.Tensor, weight: tor
         guard,
         section,
         dx,
-        lambda: (dy, sums.columns(weight, guard.checks.weights_version)),
+        lambda: (dy, weight_sums(guard, "columns", weight)),
         lambda: dy @ weight,
         backward=True,
     )
 
 
-def weight_gradient(guard: Guard, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Tensor:
     """dW (out, in) of dY (T, out) and x (T, in), checked."""
     section = f"{guard.name}.dw"
     dw = guard.touch(section, dy.t() @ x, backward=True)
@@ -129,3 +116,6 @@ def weight_gradient(guard: Guard, dy: torch.Tensor, x: torch.Tensor) -> torch.Te
         lambda: dy.t() @ x,
         backward=True,
     )
+
+
+_Linear = with_products(project, input_gradient, weight_gradient)

@@ -15,7 +15,7 @@ from torch.library import Library, infer_schema, register_fake
 
 from .fused import FORWARD, Attend, compare_backward, compare_forward, links
 from .guard import Guard, guard_of
-from .linear import WeightSums, input_gradient, project, weight_gradient
+from .linear import input_gradient, project, weight_gradient, with_products
 
 _LIBRARY = Library("everstep", "FRAGMENT")
 
@@ -36,51 +36,26 @@ def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
     return made
 
 
-def _sums(guard: Guard) -> WeightSums:
-    if guard.kept is None:
-        guard.kept = WeightSums()
-    return guard.kept
-
-
 @_operator("project", lambda x, weight, bias, ticket: x.new_empty(x.shape[0], weight.shape[0]))
 def _project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ticket: torch.Tensor) -> torch.Tensor:
-    guard = guard_of(ticket)
-    return project(guard, _sums(guard), x, weight, bias)
+    return project(x, weight, bias, guard_of(ticket))
 
 
 @_operator("input_gradient", lambda dy, weight, ticket: dy.new_empty(dy.shape[0], weight.shape[1]))
 def _input_gradient(dy: torch.Tensor, weight: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    guard = guard_of(ticket)
-    return input_gradient(guard, _sums(guard), dy, weight)
+    return input_gradient(dy, weight, guard_of(ticket))
 
 
 @_operator("weight_gradient", lambda dy, x, ticket: dy.new_empty(dy.shape[1], x.shape[1]))
 def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    return weight_gradient(guard_of(ticket), dy, x)
+    return weight_gradient(dy, x, guard_of(ticket))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, ticket):
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, weight)  # the operator's own input, or the graph would write x twice
-        ctx.ticket, ctx.has_bias, ctx.shape = ticket, bias is not None, x.shape
-        y = _project(flat, weight, bias, ticket)
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        flat, weight = ctx.saved_tensors
-        dflat = dy.reshape(-1, dy.shape[-1])
-        dx = _input_gradient(dflat, weight, ctx.ticket).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        dw = _weight_gradient(dflat, flat, ctx.ticket) if ctx.needs_input_grad[1] else None
-        db = dflat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return dx, dw, db, None
+_Linear = with_products(_project, _input_gradient, _weight_gradient)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-    """`linear.linear` for a graph; the guard keeps the sums of this weight."""
+    """`linear.linear` for a graph."""
     return _Linear.apply(x, weight, bias, guard.ticket)
 
 

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+foreach_norm = torch._foreach_norm
+"""Euclidean norms of some tensors, in one call."""
+
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing computes it again."""

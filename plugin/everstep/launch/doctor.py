@@ -147,6 +147,8 @@ def config_and_model(model: Model) -> Iterator[Line]:
     yield Line("memory", "ok", f"{model.memory}; activations come on top")
     if model.checked is not None:
         found = f"{model.checked} linear layers and kernels are checked"
+        if model.sampled:
+            found += ", in every slot for extremes alone: a moderate error in a slot that is not drawn is not seen"
         if model.unchecked:
             advice = "set [attention_check] enable = false: a model that is checked in part does not start"
             yield Line("attention", "error", f"{found}; {', '.join(model.unchecked)} would not be", advice)

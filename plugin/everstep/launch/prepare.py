@@ -64,6 +64,8 @@ class Model:
     """What attention checks cover ("12 of 12"); None: they are off."""
     unchecked: list[str]
     """Some of what they do not."""
+    sampled: bool
+    """Whether they are made in some of the slots alone."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def _model(config: Any, ranks: int) -> Model:
         train_timeout_s=config.comm.train_timeout_seconds,
         checked=checked,
         unchecked=unchecked[:3],
+        sampled=config.attention_check.rate() != 1.0,
     )
 
 

@@ -27,7 +27,7 @@ from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
 from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import SMALL_STEP, Checks, Guard
-from everstep.attention.linear import WeightSums, linear, result_names
+from everstep.attention.linear import linear, result_names
 from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
 from everstep.titan import cpu, private
@@ -38,13 +38,9 @@ _INNER = ["model_spec.model.*.attention.inner_attention"]
 
 
 class _CheckedProjection:
-    """What the checked projections share: a guard, sums of the weight, and their results' names."""
+    """What the checked projections share: a guard, and their results' names."""
 
     guard: Guard | None = None
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's Linear, next in line
-        self._sums = WeightSums()
 
     def results(self, name: str) -> tuple[str, ...]:
         """Names of what is checked."""
@@ -52,9 +48,7 @@ class _CheckedProjection:
 
     def _checked(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
         """x Wᵀ + b under the guard."""
-        if torch.compiler.is_compiling():
-            return operators.linear(x, weight, bias, guard)
-        return linear(x, weight, bias, guard, self._sums)
+        return (operators.linear if torch.compiler.is_compiling() else linear)(x, weight, bias, guard)
 
 
 class CheckedLinear(_CheckedProjection, Linear):
