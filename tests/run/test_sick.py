@@ -1,4 +1,4 @@
-"""Runs of two groups in which a slot is wrong or not finite: on one group, on all, once."""
+"""Runs in which slots are wrong or not finite: on one of two groups, on all, once, on two groups of several."""
 
 import math
 
@@ -24,18 +24,19 @@ PATIENT = {
 
 @pytest.fixture
 def with_fault(start, tmp_path, monkeypatch):
-    """A run of two groups that meets a fault of `faulty_job`, from its begin to its end."""
+    """A run that meets a fault of `faulty_job`, from its begin to its end."""
 
-    def _with_fault(fault):
+    def _with_fault(fault, groups=2, share="", slots=4, **check):
         monkeypatch.setenv("EVERSTEP_TEST_FAULT", fault)
+        monkeypatch.setenv("EVERSTEP_TEST_SHARE", share)
         config = write_config(
-            tmp_path / f"{fault}.toml",
+            tmp_path / f"{fault}-{groups}.toml",
             job={"module": "faulty_job", "config": "debugmodel"},
-            training={"steps": STEPS, "global_batch_size": 4},
-            attention_check={"enable": True, "frequency": 1.0},
+            training={"steps": STEPS, "global_batch_size": slots},
+            attention_check={"enable": True, "frequency": 1.0} | check,
             fault_tolerance=PATIENT,
         )
-        run = start(config, "--groups", "2")
+        run = start(config, "--groups", str(groups))
         run.status = run.wait(DEADLINE_S)
         return run
 
@@ -80,6 +81,25 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
     assert same_losses(narrow, wrong)
     guarded, there = score.score(wrong.run_dir)["attention_coverage"].split(" of ")
     assert guarded == there > "0"
+
+
+@pytest.mark.slow
+def test_what_two_sick_groups_compute_is_never_committed(with_fault, monkeypatch):
+    """A NaN at the check's default, a wrong number at rate 1: in every slot that they compute, or in half of them."""
+    monkeypatch.setenv("EVERSTEP_TEST_SICK", "0,1")
+    clean = with_fault("none", slots=6)
+    for groups, fault, share, frequency in (
+        (3, "nan", "1.0", "adaptive"),
+        (3, "kernel", "0.5", 1.0),
+        (5, "nan", "0.5", "adaptive"),
+        (5, "kernel", "1.0", 1.0),
+    ):
+        run = with_fault(fault, groups, share, slots=6, frequency=frequency)
+        assert run.status == 0, run.said()
+        assert run.events("slot_refused")
+        assert {event["group"] for kind in ("slot_refused", "unfit") for event in run.events(kind)} <= {0, 1}
+        assert not run.events("slot_accepted")
+        assert same_losses(run, clean)
 
 
 def test_a_gradient_whose_norm_overflows_is_never_committed(start, tmp_path):
