@@ -136,11 +136,12 @@ def test_ctrl_c_twice_ends_a_run_at_once(other):
 
 
 def test_nothing_outlives_a_killed_supervisor(start):
-    run = start(2, 1, *ENDLESS, forked=False)
+    """Nor what its workers started."""
+    run = start(2, 1, *ENDLESS, "--tiny.litter", forked=False)
     for group in range(2):
         run.wait_for("commit", group=group)
     tree = run.tree()
-    assert len(tree) == 2 + 2, "launcher, lighthouse; a worker of each group"
+    assert len(tree) == 3 + 2 + 2 * 3, "launcher, its guard, lighthouse; a worker of each group, what it started"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
     run.process.kill()
     run.process.wait()

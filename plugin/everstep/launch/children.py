@@ -42,9 +42,11 @@ class Child:
 
 
 class Children:
-    """All processes below a launcher but those that workers start themselves."""
+    """All processes below a launcher but those that workers start themselves. With them comes a guard (`offspring`),
+    which kills what those leave behind if the launcher is killed."""
 
     def __init__(self) -> None:
+        self._guard = offspring.start_guard()
         self._alive: dict[int, Child] = {}
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -52,7 +54,7 @@ class Children:
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
-        return offspring.left_behind(self._alive)
+        return offspring.left_behind({*self._alive, self._guard})
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""
@@ -81,7 +83,7 @@ class Children:
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline:
             below = psutil.Process().children(recursive=True)
-            left = [one for one in below if not offspring.is_kept(one)]
+            left = [one for one in below if one.pid != self._guard and not offspring.is_kept(one)]
             if not left:
                 return
             offspring.kill(left)
@@ -89,7 +91,10 @@ class Children:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Give the signal back that this object takes."""
+        """Give the signal back that this object takes, and let the guard go."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._guard, signal.SIGKILL)
+            os.waitpid(self._guard, 0)
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGCHLD, self._old_handler)
         os.close(self._wake_r)

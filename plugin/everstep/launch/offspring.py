@@ -1,19 +1,25 @@
 """What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
 
 The launcher adopts them, and they are known by not being in the session of a worker that lives. Keepers of snapshots
-are meant to stay. If the launcher is killed, the kernel kills the workers; what they had started has to notice that by
-itself, as a dataloader's processes do.
+are meant to stay. If the launcher is killed, the kernel kills the workers, and the guard what they had started. It knows
+that by the session that a worker led, or by a variable that was in its environment when it was executed.
 """
 
 import contextlib
 import os
+import secrets
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Set
 
 import psutil
 
 from everstep.report import live
+from everstep.run.stops import STOPS
 
+RUN_MARK = "EVERSTEP_LAUNCHER"
+"""In the environment of everything that is executed below a launcher."""
+LOOK_S = 0.5
 KEPT = ("everstep.snapshot.keeper", live.__name__)
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
 server."""
@@ -44,4 +50,38 @@ def is_kept(process: psutil.Process) -> bool:
     try:
         return any(module in process.cmdline() for module in KEPT)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def start_guard() -> int:
+    """Start a process that outlives this one for a moment, and then kills what this one's children have started; its
+    pid. It is to be killed when there is nothing to guard any more."""
+    launcher_pid, mark = os.getpid(), secrets.token_hex(8)
+    os.environ[RUN_MARK] = mark
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for signum in STOPS:
+            signal.signal(signum, signal.SIG_IGN)
+        sessions: set[int] = set()
+        while os.getppid() == launcher_pid:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it dies just now: those of the last look count
+                sessions = {child.pid for child in psutil.Process(launcher_pid).children()} or sessions
+            time.sleep(LOOK_S)
+        while found := [one for one in psutil.process_iter() if _belongs(one, sessions, mark) and not is_kept(one)]:
+            kill(found)
+            psutil.wait_procs(found, timeout=1.0)
+    finally:
+        os._exit(0)
+
+
+def _belongs(process: psutil.Process, sessions: Set[int], mark: str) -> bool:
+    try:
+        if process.pid == os.getpid() or process.uids().real != os.geteuid():
+            return False
+        started_here = os.getsid(process.pid) in sessions - {os.getpid()} or process.environ().get(RUN_MARK) == mark
+        return started_here and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):  # it has ended
         return False
