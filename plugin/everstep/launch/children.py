@@ -46,7 +46,7 @@ class Children:
     which kills what those leave behind if the launcher is killed."""
 
     def __init__(self) -> None:
-        self._guard = offspring.start_guard()
+        self._guard = offspring.Guard()
         self._alive: dict[int, Child] = {}
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -54,12 +54,13 @@ class Children:
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
-        return offspring.left_behind({*self._alive, self._guard})
+        return offspring.left_behind({*self._alive, self._guard.pid})
 
     def start(self, child: Child, request: Request) -> None:
         """Fork it. Raises OSError if there is no room for it."""
         child.pid = fork(request)
         self._alive[child.pid] = child
+        self._guard.watch(child.pid)
 
     def wait(self, timeout_s: float) -> None:
         """Until a child has ended, a signal has come, or for so long; call back what has ended."""
@@ -83,7 +84,7 @@ class Children:
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline:
             below = psutil.Process().children(recursive=True)
-            left = [one for one in below if one.pid != self._guard and not offspring.is_kept(one)]
+            left = [one for one in below if one.pid != self._guard.pid and not offspring.is_kept(one)]
             if not left:
                 return
             offspring.kill(left)
@@ -92,9 +93,7 @@ class Children:
 
     def close(self) -> None:
         """Give the signal back that this object takes, and let the guard go."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._guard, signal.SIGKILL)
-            os.waitpid(self._guard, 0)
+        self._guard.close()
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGCHLD, self._old_handler)
         os.close(self._wake_r)

@@ -1,8 +1,8 @@
 """What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
 
 The launcher adopts them, and they are known by not being in the session of a worker that lives. Keepers of snapshots
-are meant to stay. If the launcher is killed, the kernel kills the workers, and the guard what they had started. It knows
-that by the session that a worker led, or by a variable that was in its environment when it was executed.
+are meant to stay. If the launcher is killed, the kernel kills the workers, and the guard what they had started: it is
+known by the session that a worker led, or by a variable that was in its environment when it was executed.
 """
 
 import contextlib
@@ -53,28 +53,63 @@ def is_kept(process: psutil.Process) -> bool:
         return False
 
 
-def start_guard() -> int:
-    """Start a process that outlives this one for a moment, and then kills what this one's children have started; its
-    pid. It is to be killed when there is nothing to guard any more."""
-    launcher_pid, mark = os.getpid(), secrets.token_hex(8)
-    os.environ[RUN_MARK] = mark
-    if pid := os.fork():
-        return pid
+class Guard:
+    """A process that outlives this one for a moment, and then kills what this one's children have started.
+
+    It looks who they are, and is told who has started since its last look.
+    """
+
+    def __init__(self) -> None:
+        launcher_pid, mark = os.getpid(), secrets.token_hex(8)
+        os.environ[RUN_MARK] = mark
+        told, self._tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                _guard(launcher_pid, mark, told)
+            finally:
+                os._exit(0)
+        os.close(told)
+
+    def watch(self, pid: int) -> None:
+        """A child was started."""
+        with contextlib.suppress(OSError):  # the guard has died
+            os.write(self._tell, f"{pid}\n".encode())
+
+    def close(self) -> None:
+        """There is nothing to guard any more."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._tell)
+
+
+def _guard(launcher_pid: int, mark: str, told: int) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for signum in STOPS:
+        signal.signal(signum, signal.SIG_IGN)
+    sessions: set[int] = set()
+    fresh: set[int] = set()
+    while True:
+        fresh |= _read(told)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seen = {child.pid for child in psutil.Process(launcher_pid).children()}
+        if os.getppid() != launcher_pid:  # it died, perhaps during this look
+            break
+        sessions, fresh = seen, set()
+        time.sleep(LOOK_S)
+    sessions |= fresh | _read(told)
+    while found := [one for one in psutil.process_iter() if _belongs(one, sessions, mark) and not is_kept(one)]:
+        kill(found)
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def _read(told: int) -> set[int]:
     try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        for signum in STOPS:
-            signal.signal(signum, signal.SIG_IGN)
-        sessions: set[int] = set()
-        while os.getppid() == launcher_pid:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it dies just now: those of the last look count
-                sessions = {child.pid for child in psutil.Process(launcher_pid).children()} or sessions
-            time.sleep(LOOK_S)
-        while found := [one for one in psutil.process_iter() if _belongs(one, sessions, mark) and not is_kept(one)]:
-            kill(found)
-            psutil.wait_procs(found, timeout=1.0)
-    finally:
-        os._exit(0)
+        return {int(line) for line in os.read(told, 1 << 16).split()}
+    except BlockingIOError:
+        return set()
 
 
 def _belongs(process: psutil.Process, sessions: Set[int], mark: str) -> bool:

@@ -19,9 +19,10 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
-from everstep.run.files import read_typed, write_json
+from everstep.run.files import hold_alone, read_typed, write_json
 
 EXIT_TIMEOUT_S = 10.0
+PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
 STACKS_SIGNAL = signal.SIGUSR2
 """At which a worker writes the stacks of its threads, by faulthandler: also one that hangs in C or holds the GIL."""
@@ -73,6 +74,7 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
     this is stands in torchrun's environment variables. What ends it is left for the launcher, see `read_error`."""
     rank = int(os.environ["RANK"])
     try:
+        await_predecessor(Path(run_dir), group, rank)
         _work(Path(run_dir), group, incarnation, entry, argv)
     except Exception as error:
         with contextlib.suppress(OSError):  # a full disk
@@ -91,6 +93,18 @@ def _described(error: Exception) -> WorkerError:
     lines = str(error).strip().splitlines()
     first_line = f"{name}: {lines[0]}" if lines else name
     return WorkerError(first_line[:LONGEST_ERROR], "".join(traceback.format_exception(error)))
+
+
+def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
+    """Wait until no other process of this rank is left: one of a launcher that was killed may take a while to die.
+    Raises TimeoutError."""
+    path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
+    while not hold_alone(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"an earlier process of rank {rank} of group {group} still runs")
+        time.sleep(0.02)
 
 
 def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
