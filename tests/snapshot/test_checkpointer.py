@@ -69,3 +69,13 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkey
     wait_until(lambda: [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"])
     assert it._find_load_step() == 4
     it.close()
+
+
+def test_a_checkpoint_that_cannot_get_its_name_is_told_to_whoever_saved_it(tmp_path, alone, monkeypatch):
+    it = built(CheckpointManager.Config(enable=True, interval=4), tmp_path)
+    write_aside(it, 0, "a")
+    monkeypatch.setattr(Path, "rename", lambda *a: (_ for _ in ()).throw(OSError("not permitted")))
+    with pytest.raises(CheckpointException, match="not permitted"):
+        it.save(4)
+    assert it._find_load_step() == -1
+    it.close()

@@ -2,17 +2,20 @@
 
 import functools
 import shutil
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from everstep.foreign import replace
+from everstep.titan.group import sum_in_group
 from everstep.titan.names import CheckpointManager
 
 
@@ -44,23 +47,35 @@ def _save(
         shutil.rmtree(draft, ignore_errors=True)
     begun = save(manager, state_dict, str(draft), *args, **kwargs)
     uploaded = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
-    if not isinstance(uploaded, Future):
-        dist.barrier()  # what is written in another format is put together by all ranks
-        uploaded = Future()
-        uploaded.set_result(None)
-    if is_first:
-        uploaded.add_done_callback(lambda done: _put_in_place(done, draft, target))
+    if isinstance(uploaded, Future):
+        if is_first:
+            uploaded.add_done_callback(lambda done: _finish(done, draft, target))
+        return begun
+    dist.barrier()  # what is written in another format is put together by all ranks
+    failures: dict[int, Any] = {}
+    try:
+        if is_first:
+            _put_in_place(draft, target)
+    except OSError as error:
+        failures[0] = (error, traceback.extract_tb(error.__traceback__))
+    if sum_in_group(len(failures)):
+        failures = failures or {0: (OSError(f"{target} could not get its name"), traceback.StackSummary())}
+        raise CheckpointException("a checkpoint could not get its name", failures)
     return begun
 
 
-def _put_in_place(done: Future, draft: Path, target: Path) -> None:
-    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
+def _finish(done: Future, draft: Path, target: Path) -> None:
     if done.cancelled() or done.exception() is not None:
         return  # whoever waits for it is told
     try:
-        if target.exists():
-            (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
-            shutil.rmtree(target)
-        draft.rename(target)
+        _put_in_place(draft, target)
     except OSError as error:
         logger.error(f"The checkpoint {target} was written to {draft} and cannot get its name: {error}")
+
+
+def _put_in_place(draft: Path, target: Path) -> None:
+    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
+    if target.exists():
+        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
+        shutil.rmtree(target)
+    draft.rename(target)
