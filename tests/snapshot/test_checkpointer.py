@@ -74,7 +74,14 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, alone, monkey
 def test_a_checkpoint_that_cannot_get_its_name_is_told_to_whoever_saved_it(tmp_path, alone, monkeypatch):
     it = built(CheckpointManager.Config(enable=True, interval=4), tmp_path)
     write_aside(it, 0, "a")
-    monkeypatch.setattr(Path, "rename", lambda *a: (_ for _ in ()).throw(OSError("not permitted")))
+    rename = Path.rename
+
+    def refused(self, target):
+        if self.is_dir():
+            raise OSError("not permitted")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointException, match="not permitted"):
         it.save(4)
     assert it._find_load_step() == -1
