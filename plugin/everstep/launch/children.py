@@ -74,6 +74,7 @@ class Children:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, exitcode = found[0], os.waitstatus_to_exitcode(found[1])
                 if child := self._alive.pop(pid, None):
+                    self._guard.forget(pid)
                     child.exitcode, child.ended_mono = exitcode, time.monotonic()
                     child.on_end(child)
 

@@ -6,6 +6,7 @@ known by the session that a worker led, or by a variable that was in its environ
 """
 
 import contextlib
+import mmap
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-LOOK_S = 0.5
+LOOK_S, MOST = 0.5, 8192
 KEPT = ("everstep.snapshot.keeper", live.__name__)
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
 server."""
@@ -56,67 +57,53 @@ def is_kept(process: psutil.Process) -> bool:
 class Guard:
     """A process that outlives this one for a moment, and then kills what this one's children have started.
 
-    It looks who they are, and is told who has started since its last look.
+    Both have a table of those that live.
     """
 
     def __init__(self) -> None:
         launcher_pid, mark = os.getpid(), secrets.token_hex(8)
         os.environ[RUN_MARK] = mark
-        told, self._tell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._children = memoryview(mmap.mmap(-1, 8 * MOST)).cast("q")
         self.pid = os.fork()
         if not self.pid:
             try:
-                _guard(launcher_pid, mark, told)
+                _guard(launcher_pid, mark, self._children)
             finally:
                 os._exit(0)
-        os.close(told)
 
     def watch(self, pid: int) -> None:
         """A child was started."""
-        with contextlib.suppress(OSError):  # the guard has died
-            os.write(self._tell, f"{pid}\n".encode())
+        self._children[self._children.tolist().index(0)] = pid
+
+    def forget(self, pid: int) -> None:
+        """A child has ended."""
+        self._children[self._children.tolist().index(pid)] = 0
 
     def close(self) -> None:
         """There is nothing to guard any more."""
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        os.close(self._tell)
 
 
-def _guard(launcher_pid: int, mark: str, told: int) -> None:
+def _guard(launcher_pid: int, mark: str, children: memoryview) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     for signum in STOPS:
         signal.signal(signum, signal.SIG_IGN)
-    sessions: set[int] = set()
-    fresh: set[int] = set()
-    while True:
-        fresh |= _read(told)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            seen = {child.pid for child in psutil.Process(launcher_pid).children()}
-        if os.getppid() != launcher_pid:  # it died, perhaps during this look
-            break
-        sessions, fresh = seen, set()
+    while os.getppid() == launcher_pid:
         time.sleep(LOOK_S)
-    sessions |= fresh | _read(told)
+    sessions = set(children) - {0}
     while found := [one for one in psutil.process_iter() if _belongs(one, sessions, mark) and not is_kept(one)]:
         kill(found)
         psutil.wait_procs(found, timeout=1.0)
 
 
-def _read(told: int) -> set[int]:
-    try:
-        return {int(line) for line in os.read(told, 1 << 16).split()}
-    except BlockingIOError:
-        return set()
-
-
 def _belongs(process: psutil.Process, sessions: Set[int], mark: str) -> bool:
     try:
-        if process.pid == os.getpid() or process.uids().real != os.geteuid():
+        if process.uids().real != os.geteuid():
             return False
-        started_here = os.getsid(process.pid) in sessions - {os.getpid()} or process.environ().get(RUN_MARK) == mark
+        started_here = os.getsid(process.pid) in sessions or process.environ().get(RUN_MARK) == mark
         return started_here and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError):  # it has ended
         return False

@@ -191,7 +191,7 @@ class Dealing:
     def at_work(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
         """Those of the groups that have the state to which slots are dealt. A group that is slow, or has just come
         back, stands by while there is another one."""
-        most = max(self.groups - self.spares, len(able) - self.spares)
+        most = max(self.groups, len(able)) - self.spares
         return sorted(able, key=lambda row: (pace[row.group] > 1.0, row.slot_us == 0, row.group))[:most]
 
 
