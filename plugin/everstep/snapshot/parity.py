@@ -13,6 +13,7 @@ equally much: m / (n - m) of a payload.
 """
 
 import functools
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,37 +29,23 @@ _HIGH, _ONE, _SEVEN = np.uint64(0x8080808080808080), np.uint64(1), np.uint64(7)
 _REDUCTION = np.uint64(POLYNOMIAL & 0xFF)
 
 
-@functools.cache
-def _field() -> tuple[np.ndarray, np.ndarray]:
-    """Exponentials (510 of them, so that sums of two logarithms need no modulo) and logarithms of the
-    field."""
-    exp, log = np.zeros(510, dtype=np.uint8), np.zeros(256, dtype=np.int64)
-    value = 1
-    for power in range(255):
-        exp[power] = exp[power + 255] = value
-        log[value] = power
-        value <<= 1
-        if value & 0x100:
-            value ^= POLYNOMIAL
-    return exp, log
-
-
 def gf_multiply(a: int, b: int) -> int:
-    exp, log = _field()
-    return int(exp[log[a] + log[b]]) if a and b else 0
+    """The product of two elements of the field."""
+    product = 0
+    while b:
+        product ^= a * (b & 1)
+        a, b = a << 1 ^ POLYNOMIAL * (a >> 7), b >> 1
+    return product
 
 
 def gf_inverse(a: int) -> int:
-    if not a:
-        raise ZeroDivisionError("0 has no inverse in GF(2^8)")
-    exp, log = _field()
-    return int(exp[255 - log[a]])
+    return functools.reduce(gf_multiply, [a] * 254)  # whose 255th power is 1
 
 
 def encoding_rows(data: int, parity: int) -> list[list[int]]:
     """Coefficients of the parity shards: `parity` rows (2 at most) of `data` field elements (255 at most)."""
-    exp, _ = _field()
-    return [[1] * data, [int(exp[c]) for c in range(data)]][:parity]
+    powers = itertools.accumulate([2] * (data - 1), gf_multiply, initial=1)
+    return [[1] * data, list(powers)][:parity]
 
 
 def decoding_rows(data: int, parity: int, lost: Sequence[int], have: Sequence[int]) -> list[list[int]]:
@@ -69,24 +56,19 @@ def decoding_rows(data: int, parity: int, lost: Sequence[int], have: Sequence[in
 
 @functools.lru_cache(1024)
 def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
-    """A start decodes the same few patterns for thousands of stripes."""
+    """Of the rows that give the shards `have`, by Gauss-Jordan over the field: they are regular, whichever they are. A
+    start decodes the same few patterns for thousands of stripes."""
     code = [[int(r == c) for c in range(data)] for r in range(data)] + encoding_rows(data, parity)
-    return _inverted([code[index] for index in have])
-
-
-def _inverted(matrix: list[list[int]]) -> list[list[int]]:
-    """Gauss-Jordan over the field. The matrix is regular for every choice of rows that callers can make."""
-    n = len(matrix)
-    rows = [list(row) + [int(i == j) for j in range(n)] for i, row in enumerate(matrix)]
-    for column in range(n):
-        pivot = next(i for i in range(column, n) if rows[i][column])
+    rows = [code[index] + [int(i == j) for j in range(data)] for i, index in enumerate(have)]
+    for column in range(data):
+        pivot = next(i for i in range(column, data) if rows[i][column])
         rows[column], rows[pivot] = rows[pivot], rows[column]
         scale = gf_inverse(rows[column][column])
         rows[column] = [gf_multiply(scale, x) for x in rows[column]]
-        for i in range(n):
+        for i in range(data):
             if i != column and (factor := rows[i][column]):
                 rows[i] = [x ^ gf_multiply(factor, y) for x, y in zip(rows[i], rows[column], strict=True)]
-    return [row[n:] for row in rows]
+    return [row[data:] for row in rows]
 
 
 def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:

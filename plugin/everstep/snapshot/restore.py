@@ -104,7 +104,7 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
     """
     step, rank, missing = column.any.step, column.any.rank, frozenset(column.missing)
     failed = lambda why, names: RestoreError(f"step {step} of rank {rank}: {why}", names)  # noqa: E731
-    codes = [_pieces(pieces, column, token, timeout) for pieces in column.parity]
+    codes = _pieces(column, token, timeout)
     covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in missing}
     headers = {**{holder: held.header for holder, held in column.data.items()}, **covers}
     why_not = coverage_error(list(headers.values()))
@@ -172,25 +172,33 @@ def _download(held: Held, sink: wire.Pieces, token: bytes, timeout: timedelta) -
         raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
 
 
-def _pieces(held: Sequence[Held], column: Column, token: bytes, timeout: timedelta) -> "_Pieces":
-    """The pieces of a code, fetched. Raises RestoreError."""
+def _pieces(column: Column, token: bytes, timeout: timedelta) -> list["_Pieces"]:
+    """The pieces of each code, fetched. Raises RestoreError."""
 
-    def one(piece: Held) -> tuple[np.ndarray, list[Header]]:
+    def one(piece: Held) -> tuple[np.ndarray, bytes]:
         header = piece.header
         payload = parity.aligned_bytes(header.payload_bytes)
         _download(piece, wire.Pieces([payload.data]), token, timeout)
         if root_of(chunk_digests(payload.data)) != header.root:
             raise wire.WireError("it does not match its checksums")
-        covers = [Header.from_json(body) for body in json.loads(payload[header.last_section :].tobytes())]
-        return payload[: header.last_section].reshape(header.parity, -1), covers
+        return payload[: header.last_section].reshape(header.parity, -1), payload[header.last_section :].tobytes()
 
-    fetched = _each(one, held)
-    covers, code = fetched[0][1], code_of(held[0].header)
-    sound = all(h.identity == column.any.identity and h.kind == "data" for h in covers)
-    alike = all(others == covers for _, others in fetched)
+    fetched = iter(_each(one, itertools.chain(*column.parity)))
+    return [_pieces_of(held, list(itertools.islice(fetched, len(held))), column.any) for held in column.parity]
+
+
+def _pieces_of(held: Sequence[Held], fetched: list[tuple[np.ndarray, bytes]], any_part: Header) -> "_Pieces":
+    """The pieces of one code: their shards, and the headers that each says it is over, as JSON. Raises RestoreError."""
+    (_, said), code = fetched[0], code_of(held[0].header)
+    try:
+        covers = [Header.from_json(body) for body in json.loads(said)]
+    except (ValueError, TypeError):
+        covers = []
+    sound = all(h.identity == any_part.identity and h.kind == "data" for h in covers)
+    alike = all(others == said for _, others in fetched)
     named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, held[0].header.roots, strict=True))
     if not (sound and alike and named):
-        what = f"step {column.any.step} of rank {column.any.rank}"
+        what = f"step {any_part.step} of rank {any_part.rank}"
         raise RestoreError(f"{what}: its parity is over other parts", [piece.header.name for piece in held])
     return _Pieces(code, covers, {piece.header.group: shards for piece, (shards, _) in zip(held, fetched, strict=True)})
 
