@@ -3,6 +3,10 @@ forward and backward, and what the forward left for the backward.
 
     python bench/attention_inside.py --faults 3000 --json RESULT.json
     python bench/attention_inside.py --faults 1000 --dtypes bf16 --compile
+    python bench/attention_inside.py --faults 1000 --dtypes bf16 --as sdpa
+
+`--as sdpa`: looked at as PyTorch's kernel is, which may round partial sums, hands out no lse, and is given as many
+columns of sums as values have.
 
 A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
 second column counts the stricter 2^-7 of the largest element of the tensor (`element`), two units of bf16's last place.
@@ -59,8 +63,10 @@ def computed(inputs, hook, guard=None, graph=None) -> list[torch.Tensor]:
     elif graph is not None:
         hooks[:] = [hook]
         out = graph(q, k, v)
-    else:
+    elif guard.narrow:
         out, _ = fused.attention(kernel, q, k, v, scale=None, guard=guard, wide_sums=True)
+    else:
+        out, _ = fused.attention(lambda *x: (kernel(*x)[0], None), q, k, v, scale=None, guard=guard)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
 
@@ -90,21 +96,24 @@ def draw_fault(kind: str, name: str, dtype: torch.dtype, draw: random.Random) ->
 
 
 class Campaign:
-    """Faults of one dtype, and what became of them."""
+    """Faults of one dtype, and what became of them. flex: whether the kernel is looked at as FlexAttention is, else as
+    PyTorch's own."""
 
-    def __init__(self, dtype: torch.dtype, *, seed: int = 0, in_graph: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, *, seed: int = 0, in_graph: bool = False, flex: bool = True) -> None:
         self.dtype, self.draw = dtype, random.Random(seed)
         self.checks = Checks(AttentionCheck(enable=True, frequency=1.0, mode="detect"))
         self.guard = self.checks.guard(0, "inner", fused.RESULTS)
-        self.guard.narrow = True
-        self.guard.kernel = lambda mask, scale, with_lse: flash()
+        self.guard.narrow = flex
+        self.guard.kernel = lambda mask, scale, with_lse: flash() if flex else lambda *x: (flash()(*x)[0], None)
         self.graph = torch.compile(self._watched, backend="aot_eager", fullgraph=True) if in_graph else None
         self.rows: list[dict] = []
         self.alarms = self.clean = 0
 
     def _watched(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        known = {"scale": None, "guard": self.guard, "wide_sums": True, "hands_out_lse": True}
-        return operators.attention(flash_operator, q, k, v, **known)[0]
+        known: dict = {"scale": None, "guard": self.guard}
+        if self.guard.narrow:
+            return operators.attention(flash_operator, q, k, v, wide_sums=True, hands_out_lse=True, **known)[0]
+        return operators.attention(lambda *x: (flash_operator(*x)[0], None), q, k, v, **known)[0]
 
     def _run(self, inputs, hook) -> tuple[list[torch.Tensor], bool]:
         self.checks.begin(1, 0)
@@ -175,6 +184,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=50, help="faults in one attention")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="the kernel and its checks in a graph")
+    parser.add_argument("--as", dest="kind", choices=("flex", "sdpa"), default="flex")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.compile:
@@ -183,7 +193,7 @@ def main() -> None:
         setattr(compiled, "_compiled", lambda function: function)  # noqa: B010
     results = {}
     for name in args.dtypes.split(","):
-        campaign = Campaign(DTYPES[name], seed=args.seed, in_graph=args.compile)
+        campaign = Campaign(DTYPES[name], seed=args.seed, in_graph=args.compile, flex=args.kind == "flex")
         for turn in range(args.faults // args.each):
             length = int(campaign.draw.choice(args.lengths.split(",")))
             campaign.case(length, STYLES[turn % len(STYLES)], args.each)

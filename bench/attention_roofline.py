@@ -275,7 +275,7 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool) -> Cost:
             checked.apply(config, section)
     if config.override.imports:
         apply_overrides(config.override, config)
-    with torch.device("meta"):
+    with torch.device("meta"), mock.patch.object(cpu, "has_attention_kernels", return_value=True):
         holder = Holder(spec.model.layers[0].build()).to(torch.bfloat16)
     checks = None if section is None else checked.attach([holder], section)
     x = torch.empty(1, LENGTH, spec.model.dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
