@@ -17,7 +17,7 @@ from launched import DEADLINE_S, FULL, alive, on_a_full_disk, until
 
 
 def both_train(agent):
-    return {event["rank"] for event in agent.events("commit")} == {0, 1}
+    return {event["rank"] for event in agent.events("training_started")} == {0, 1}
 
 
 @pytest.mark.parametrize(("given", "found"), [("", max(1, len(os.sched_getaffinity(0)) // 2)), ("7", 7)])

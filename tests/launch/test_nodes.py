@@ -18,7 +18,7 @@ def node(agent, rank, *flags, **settings):
 
 
 def ranks_that_train(one, after=0.0):
-    return {event["rank"] for event in one.events("commit") if event["t"] > after}
+    return {event["rank"] for event in one.events("training_started") if event["t"] > after}
 
 
 def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.quorum import memory
+from everstep.run import files
 
 CLAIM = """
 import sys
@@ -46,6 +47,25 @@ def test_what_another_process_claims_is_not_free_until_its_copy_is_made_or_it_en
     assert has_room(2600)
     free.available = 3900
     assert not has_room(2600)
+
+
+def test_one_that_stands_still_while_it_counts_the_claims_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(memory, "TURN_S", 0.05)
+    with files.locked(memory.CLAIMS / "turn"):
+        assert not has_room(1000)
+    assert has_room(1000)
+
+
+def test_links_of_another_user_are_not_followed(tmp_path):
+    """The folder's name can be known, and anybody can make it."""
+    trap, victim = tmp_path / "trap", tmp_path / "victim"
+    trap.mkdir()
+    victim.write_text("dear")
+    (trap / "turn.lock").symlink_to(victim)
+    memory.CLAIMS.symlink_to(trap)
+    assert has_room(1000)
+    assert victim.read_text() == "dear"
+    assert list(trap.iterdir()) == [trap / "turn.lock"]
 
 
 MANY = """

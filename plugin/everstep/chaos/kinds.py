@@ -2,9 +2,7 @@
 
 import contextlib
 import difflib
-import os
 import random
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
+from everstep.run.regular import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.segment import Segment, run_id
@@ -159,9 +158,8 @@ def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
         path, run = Path(place.segment), run_id(read_token(run_dir))
         segment = Segment(path.parent, run, place.group, path)
         with contextlib.suppress(OSError):
-            there = os.lstat(segment.path)
             own = path.name in (f"everstep-{run}", f"everstep-{run}-group-{place.group}")
-            if own and stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid():
+            if own and is_own_directory(path):
                 found.append(segment)
     return found
 

@@ -13,7 +13,7 @@ import tyro
 
 from everstep.config.source import read_source
 from everstep.launch.prepare import Prepared, take_answer
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, config_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json
 from everstep.run.token import require_run
@@ -82,7 +82,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     """Train one group up to a step, in `FOLDER`; the step of the checkpoint that it begins from, 0 for none."""
     from everstep.titan.same import checkpoints
 
-    config, prepared = run_dir / "config.toml", take_answer(run_dir)
+    config, prepared = config_file(run_dir), take_answer(run_dir)
     if not isinstance(prepared, Prepared) or not prepared.fault_tolerance.exact:
         raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be had again.")
     settings = read_source(config).table
@@ -114,9 +114,10 @@ def _compute_again(run_dir: Path, step: int) -> int:
 def _told(run_dir: Path) -> dict[int, Told]:
     """By step what the events say."""
     found: dict[int, Told] = {}
-    for event in read_events(run_dir, {"commit"}):
+    for event in read_events(run_dir, {"commit", "slot_bits"}):
         told = found.setdefault(event["step"], Told())
-        told.sums.add((event["loss"], event.get("grad_norm")))
+        if event["kind"] == "commit":
+            told.sums.add((event["loss"], event.get("grad_norm")))
         if event.get("checksum") is not None:
             told.checksums.add(event["checksum"])
         for slot, bits in event.get("bits", {}).items():

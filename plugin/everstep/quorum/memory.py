@@ -10,19 +10,26 @@ from pathlib import Path
 
 import psutil
 
-CLAIMS = Path(f"/dev/shm/everstep-{os.getuid()}.claims")
+from everstep.run.files import locked
+from everstep.run.regular import is_own_directory
+
+CLAIMS = Path(f"/dev/shm/everstep-{os.geteuid()}.claims")
 """A file for each claim, as long as what is claimed, and locked by its process until that ends."""
 FACTOR = 1.5
 """Free host memory, in sizes of what is to be copied, that a copy needs."""
+TURN_S = 2.0
+"""Longest wait for another process that counts the claims."""
 
 
 @contextlib.contextmanager
 def room_for(nbytes: int) -> Iterator[bool]:
-    """Whether this host has memory for a copy of so many bytes, besides what others have claimed. The copy is made in
-    the context, at whose end it shows in the free memory."""
+    """Whether this host has memory for a copy of so many bytes, besides what others have claimed; no, if a process that
+    counts the claims stands still. The copy is made in the context, at whose end it shows in the free memory."""
     with contextlib.ExitStack() as claim:
         try:
             has_room = claim.enter_context(_claim(nbytes))
+        except TimeoutError:
+            has_room = False
         except OSError:  # nothing can be written there, so nobody claims anything
             has_room = _fits(nbytes, 0)
         yield has_room
@@ -35,19 +42,20 @@ def _fits(nbytes: int, taken: int) -> bool:
 @contextlib.contextmanager
 def _claim(nbytes: int) -> Iterator[bool]:
     CLAIMS.mkdir(mode=0o700, exist_ok=True)
+    if not is_own_directory(CLAIMS):
+        raise PermissionError(f"{CLAIMS} is another user's")
     path = CLAIMS / uuid.uuid4().hex
-    with open(CLAIMS / "turn", "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        with open(path, "w") as mine:  # in its turn: nobody sees it before it is locked
+    with contextlib.ExitStack() as claim:
+        with locked(CLAIMS / "turn", TURN_S):
+            mine = claim.enter_context(open(path, "w"))  # in its turn: nobody sees it before it is locked
             fcntl.flock(mine, fcntl.LOCK_EX)
             has_room = _fits(nbytes, sum(map(_claimed, CLAIMS.iterdir())))
             if has_room:
                 mine.truncate(nbytes)
-            fcntl.flock(turn, fcntl.LOCK_UN)
-            try:
-                yield has_room
-            finally:
-                path.unlink(missing_ok=True)
+        try:
+            yield has_room
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _claimed(path: Path) -> int:

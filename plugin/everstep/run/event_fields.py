@@ -76,6 +76,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "training_started": (*_STEP, "source"),
     "attempt": (*_STEP, "attempt", "committed", "recomputed"),
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
+    "slot_bits": (*_STEP, "bits"),
     "heal": (*_GROUP, "step", "bytes", "took_s"),
     "worker_moved": (*_STEP, "worker", "rounds_again"),
     "workers_unprotected": (*_STEP, "reason"),
@@ -98,6 +99,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "fault": ("fault",),
 }
 """By kind, the fields that must be there and not None."""
+OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
+"""Kinds of which every rank of a group would tell the same in each step: rank 0 tells them."""
 
 
 def fits(event: dict[str, Any]) -> bool:

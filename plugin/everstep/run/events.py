@@ -19,7 +19,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from everstep.run.event_fields import fits
+from everstep.run.event_fields import OF_RANK_0, fits
 from everstep.run.files import open_own
 from everstep.run.regular import open_regular
 
@@ -67,7 +67,8 @@ class EventLog:
             os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
-        """Append one event and return it. `step` is the committed step worked on, counted from 1."""
+        """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0. `step` is the committed step
+        worked on, counted from 1."""
         shadowed = [name for name in fields if name in RESERVED]
         if shadowed:
             raise ValueError(f"event {kind}: {', '.join(shadowed)} would overwrite what every event carries")
@@ -80,6 +81,8 @@ class EventLog:
             "kind": kind,
             **fields,
         }
+        if self._head["rank"] and kind in OF_RANK_0:
+            return event
         line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
         try:
             os.write(self._fd, line)

@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ from everstep.run.regular import open_regular, read_regular
 
 T = TypeVar("T")
 LARGEST = 16 << 20
+LOCK_S, POLL_S = 5.0, 0.005
+"""Longest wait for a lock, and between two looks at it. Who holds one reads and writes a small file."""
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -58,10 +61,18 @@ def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterato
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """While nobody else is in here for a file beside this lock."""
-    with os.fdopen(open_own(path.with_suffix(".lock")), "r+b", buffering=0) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
+    """While nobody else is in here for a file beside this lock. Raises TimeoutError."""
+    end, path = time.monotonic() + timeout_s, path.with_suffix(".lock")
+    with os.fdopen(open_own(path), "r+b", buffering=0) as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has held {path} for {timeout_s:g} s") from None
+            time.sleep(POLL_S)
         yield
 
 

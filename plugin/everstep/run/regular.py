@@ -43,3 +43,9 @@ def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
     """All of a file of a run directory. Raises as `open_regular` without links."""
     with open_regular(path, links=False, limit=limit) as file:
         return file.read(limit + 1)
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether it is this user's directory, and not a link to one. Raises OSError."""
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

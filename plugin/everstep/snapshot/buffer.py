@@ -21,7 +21,6 @@ import functools
 import json
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,12 +63,6 @@ def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
                 f"snapshots need {size - at} bytes more, and {path.parent} is full ({ENLARGE})"
             ) from error
         raise
-
-
-def is_own_directory(path: Path) -> bool:
-    """Whether it is this user's directory, and not a link to one. Raises OSError."""
-    found = os.lstat(path)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:

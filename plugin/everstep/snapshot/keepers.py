@@ -21,9 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from everstep import wire
+from everstep.run.regular import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import SnapshotError, is_own_directory
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import KEEPER_SILENT_S, Segment, run_id

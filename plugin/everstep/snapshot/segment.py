@@ -20,8 +20,8 @@ from pathlib import Path
 
 import xxhash
 
-from everstep.run.regular import NotRegularError, read_regular
-from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError, is_own_directory
+from everstep.run.regular import NotRegularError, is_own_directory, read_regular
+from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.section import Snapshot
 

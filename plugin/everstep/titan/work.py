@@ -153,7 +153,9 @@ class TrainerWork:
             self._source.note_live()  # what the next notes tell, as by then the streams will be ahead
         if trainer.is_exact:
             trainer.parameters_told = self.parameters()
-            told |= {"bits": self._slots.own_bits(), "checksum": trainer.parameters_told.partition(" ")[0]}
+            told["checksum"] = trainer.parameters_told.partition(" ")[0]
+            if bits := self._slots.own_bits():
+                self._events.emit("slot_bits", step, bits=bits)
         if self._snapshots is not None:
             with sl.log_trace_span("snapshot"):
                 self._snapshots.committed(commit, self.unit.words(commit), self.serve)
