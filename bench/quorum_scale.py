@@ -191,7 +191,7 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
     (run_dir / "token").touch(0o600)
     (run_dir / "token").write_text(TOKEN.hex())
     command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", bind, "--min-groups", str(groups // 2)]
-    command += ["--run-dir", str(run_dir)]
+    command += ["--run-dir", str(run_dir), "--groups", str(groups)]
     command += ["--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--join-timeout-s", str(JOIN_TIMEOUT_S)]
     lighthouse = subprocess.Popen([*command, "--die-with-parent"], stdout=subprocess.PIPE, text=True)
     assert lighthouse.stdout is not None

@@ -481,6 +481,8 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "sick": _sick,
     "narrow": _narrow,
 }
+CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
+"""In which nobody falls silent: the connections of all that die are closed."""
 REFUSALS = ("refuse", "sick", "narrow")
 KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow"))
 """What falls where nothing else is asked for."""

@@ -119,7 +119,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "3",
     ): "61 bits tell histories apart as well",
     ("quorum/membership.py", "ASK_AGAIN_S = 0.1", "1.1"): ONLY_LATER,
-    ("quorum/membership.py", "HEARTBEAT_S, HEARTBEATS = 0.25, 4", "1.25"): ONLY_LATER,
+    ("quorum/membership.py", "HEARTBEAT_S, HEARTBEATS = 0.5, 4", "1.5"): ONLY_LATER,
     (
         "quorum/membership.py",
         "if time.monotonic() > deadline - ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):",
@@ -141,7 +141,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "2",
     ): "the words that follow are not read",
     ("step/protocol.py", 'self._files.beat("vote", step)', "pass"): "one of several signs of life",
-    ("step/protocol.py", "attempt.reduce_s = self._clock.now() - begun", "pass"): ONLY_TOLD,
     ("step/protocol.py", "digest = tally.digest() if tally is not None else 0", "1"): "no tally has that digest",
     ("step/reduction.py", "LARGEST_PART = LARGEST / 1000", "1001"): "numbers beyond it are so by magnitudes",
     ("step/reduction.py", "size = 0", "1"): "only where a bucket is cut",

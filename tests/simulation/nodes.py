@@ -49,7 +49,8 @@ class LighthouseNode:
 
     def _serve(self) -> None:
         options = self.options
-        rules = real.gate.Rules(options.min_replicas, options.join_timeout_s, options.heartbeat_timeout_s)
+        waits_s, groups = (options.join_timeout_s, options.heartbeat_timeout_s), self.world.plan.groups
+        rules = real.gate.Rules(options.min_replicas, *waits_s, groups)
         real.gate.Gate(TOKEN, (self.host, PORT), rules, lambda count, last: None)
 
     def die(self) -> None:

@@ -100,4 +100,3 @@ membership = load("everstep.quorum.membership")
 process_group = load("everstep.quorum.process_group")
 heal = load("everstep.quorum.heal")
 process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)
-membership.HEARTBEAT_S = 0.5  # twice as long as it is: most of what goes over the network is heartbeats

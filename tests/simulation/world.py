@@ -16,7 +16,7 @@ from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
-from simulation.faults import KINDS, Fault, break_it, place
+from simulation.faults import CLOSING, KINDS, Fault, break_it, place
 from simulation.files import Shared
 from simulation.groups import Group, Life, Rank
 from simulation.judge import START, Judge, State, Violation
@@ -27,6 +27,8 @@ from simulation.scheduler import Process, Scheduler
 from simulation.trainer import SimWork
 
 LOOK_S = 5.0
+HEARTBEAT_S, LONG_S = 2.0, 30.0
+"""The usual heartbeat timeout, and one that no pause may show: its runs meet no fault but CLOSING ones."""
 STALL_S, GIVE_UP_S = 120.0, 240.0
 FAILURES = 3
 """Attempts of one group that may fail for each fault, and without any."""
@@ -91,6 +93,7 @@ class Plan:
             reduce=timedelta(seconds=self.reduce_s),
             compute=timedelta(seconds=0.8 * self.stall_s),
             join=timedelta(seconds=self.lighthouse.join_timeout_s),
+            pause=timedelta(seconds=self.lighthouse.heartbeat_timeout_s),
             give_up=timedelta(seconds=GIVE_UP_S),
         )
 
@@ -99,7 +102,10 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
     chance = random.Random(f"plan {seed}")
     groups, ranks = chance.randint(*settings.groups), chance.randint(*settings.ranks)
     slots = chance.randint(max(2, groups - 1), 6)
-    placed = place(chance, settings.kinds, settings.faults, groups, ranks)
+    closing = [kind for kind in settings.kinds if kind in CLOSING]
+    heartbeat_s = LONG_S if closing and random.Random(f"heartbeat {seed}").random() < 0.15 else HEARTBEAT_S
+    kinds = closing if heartbeat_s == LONG_S else settings.kinds
+    placed = place(chance, kinds, settings.faults, groups, ranks)
     busy_s = max((fault.at for fault in placed), default=20.0)
     slot_s = chance.choice([0.2, 0.5, 1.5]) * min(groups, slots) / slots
     steps = chance.randint(6, 14)
@@ -128,7 +134,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         stall_s=STALL_S,
         startup_s=(0.2, 1.5),
         restart_s=(1.0, 5.0),
-        lighthouse=Options(min_replicas=1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=2.0),
+        lighthouse=Options(1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=heartbeat_s),
         faults=placed,
         homes=groups if settings.homes else 0,
         spares=spares,
@@ -477,7 +483,7 @@ class World:
         step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
         if plan.audit_slots:  # every slot twice, and once more where the two differ
             step_s *= 3
-        found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * plan.lighthouse.heartbeat_timeout_s
+        found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * HEARTBEAT_S
         again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
         return found_s + again_s + plan.save_s + 2 * step_s + (plan.stall_s if self._waits_for_state else 0.0)
 

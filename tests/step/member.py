@@ -221,13 +221,14 @@ def lighthouse(
     connection: Connection,
     join_timeout_s: float = 30.0,
     heartbeat_timeout_s: float = 0.5,
+    groups: int = 0,
     host: str = "127.0.0.1",
     namespace: str = "",
 ) -> None:
     """A lighthouse behind its gate on a port (0: any), which is sent back; until killed."""
     if namespace:
         enter(namespace)
-    rules = GateRules(1, join_timeout_s, heartbeat_timeout_s)
+    rules = GateRules(1, join_timeout_s, heartbeat_timeout_s, groups)
     gate = Gate(TOKEN, (host, port), rules, lambda count, last: None)
     connection.send(int(gate.address.rpartition(":")[2]))
     signal.pause()
@@ -281,6 +282,7 @@ def main(options: Options, connection: Connection) -> None:
         reduce=timedelta(seconds=options.reduce_s),
         compute=timedelta(seconds=20),
         join=timedelta(seconds=30),
+        pause=timedelta(seconds=options.heartbeat_s),
         give_up=timedelta(seconds=options.give_up_s),
     )
     around = Host(Monotonic(), files, events)

@@ -34,13 +34,13 @@ from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
 
 HEARING = 1.5
-"""For how many heartbeat timeouts nobody may ask after the gate has begun to hear groups: by then it has heard all that
-live, so that the first of them does not get a quorum of its own."""
-BEATS_S = 0.2
-"""Between two heartbeats that torchft's lighthouse gets of each group that lives. After three times that without one it
-takes a group for dead: what the death of a process costs."""
-LATE_S = 2 * BEATS_S
-"""After a longer gap neither a group without a connection to beat on counts, nor a quorum that the lighthouse forms."""
+"""For how many heartbeat timeouts at most nobody may ask after the gate has begun to hear groups: by then it has heard
+all that live, so that the first of them does not get a quorum of its own."""
+BEATS_S, BEAT_S = 0.2, 0.001
+"""Between two heartbeats that torchft's lighthouse gets of each group that lives, and at least for each group of the
+run: one takes a quarter of that. After three times that without one the lighthouse takes a group for dead: what the
+death of a process costs. After twice that neither a group without a connection to beat on counts, nor a quorum that
+the lighthouse forms."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
@@ -70,11 +70,13 @@ class Rules:
         min_groups: none has fewer.
         join_timeout_s: how long one waits for a group that heartbeats but has not asked to join.
         heartbeat_timeout_s: a group silent for this long is left out.
+        groups: of the run. A gate that hears so many has heard all; 0: nobody knows.
     """
 
     min_groups: int = 1
     join_timeout_s: float = 2.0
     heartbeat_timeout_s: float = 2.0
+    groups: int = 0
 
 
 class Gate:
@@ -92,6 +94,7 @@ class Gate:
 
     def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], None]) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
+        self._groups, self._every_s = rules.groups or math.inf, max(BEATS_S, BEAT_S * rules.groups)
         self._refused, self._told = 0, -math.inf
         # The lighthouse and each of its clients have a runtime of their own. Set before there is any: their threads
         # read the environment, which must not move under them.
@@ -101,7 +104,7 @@ class Gate:
             min_replicas=rules.min_groups,
             join_timeout_ms=round(rules.join_timeout_s * 1000),
             quorum_tick_ms=QUORUM_TICK_MS,
-            heartbeat_timeout_ms=round(3 * BEATS_S * 1000),
+            heartbeat_timeout_ms=round(3 * self._every_s * 1000),
         )
         inner = f"http://{LOOPBACK}:{self._inner.address().rstrip('/').rpartition(':')[2]}"
         try:
@@ -112,6 +115,8 @@ class Gate:
         """Guards all that follows; notified when those that wait for their turn may have it."""
         self._heard: dict[str, float] = {}
         """By replica, in the order in which they were first heard: when it last beat or asked."""
+        self._new: set[str] = set()
+        """Groups that were heard since nobody was."""
         self._asking: dict[str, _Waiting] = {}
         self._turns = Turns(self._is_heard)
         self._beating: Counter[str] = Counter()
@@ -185,10 +190,15 @@ class Gate:
         with self._changed:
             if now - self._last_heard > self._timeout_s:
                 self._asks_from = now + HEARING * self._timeout_s
+                self._new.clear()
             self._heard[replica] = self._last_heard = now
+            self._new.add(group_of(replica))
+            if now < self._asks_from and len(self._new) >= self._groups:
+                self._asks_from = now
+                self._changed.notify_all()
 
     def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if replica in self._beating else min(LATE_S, self._timeout_s)
+        patience_s = self._timeout_s if replica in self._beating else min(2 * self._every_s, self._timeout_s)
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
     def _counting(self) -> dict[str, str]:
@@ -199,9 +209,10 @@ class Gate:
 
     def _keep_beating(self) -> None:
         """Tell the lighthouse who lives: whoever beats, and not who has closed its connections."""
-        while not self._closed.wait(BEATS_S):
-            if (now := time.monotonic()) - self._beaten > LATE_S:
-                self._believed_from = now + LATE_S
+        late_s = 2 * self._every_s
+        while not self._closed.wait(self._every_s):
+            if (now := time.monotonic()) - self._beaten > late_s:
+                self._believed_from = now + late_s
             self._beaten = now
             for replica in self._counting().values():
                 if replica in self._beating:
@@ -246,9 +257,7 @@ class Gate:
             if gives_turn:
                 self._changed.notify_all()
             self._held += 1
-            while (now := time.monotonic()) < min(until, self._asks_from) or not self._turns.may_pass():
-                if now >= until:
-                    break
+            while (now := time.monotonic()) < until and (now < self._asks_from or not self._turns.may_pass()):
                 self._changed.wait(LOOK_S)  # those it waits for may have died meanwhile
             self._held -= 1
         if gives_turn:
@@ -258,7 +267,7 @@ class Gate:
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
         now = time.monotonic()
-        if now < self._believed_from or now - self._beaten > LATE_S:
+        if now < self._believed_from or now - self._beaten > 2 * self._every_s:
             return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}

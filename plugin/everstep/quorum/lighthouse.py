@@ -43,7 +43,7 @@ def serve(options: argparse.Namespace) -> None:
         events.emit("stranger_refused", count=count, reason=last)
 
     stops = collect_stops()
-    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s)
+    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, options.groups)
     gate = Gate(token, place, rules, tell)
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     heart = BeatFile(lighthouse_beat_path(options.run_dir))
@@ -61,6 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--bind", required=True, help="host:port to listen on")
     parser.add_argument("--run-dir", type=Path, required=True, help="whose token admits replicas")
     parser.add_argument("--min-groups", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=0, help="how many the run has; 0: not known")
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")

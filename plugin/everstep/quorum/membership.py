@@ -22,7 +22,7 @@ from everstep.quorum.request import Member, Request, decode, encode, name_of
 from everstep.run import typed
 
 PURPOSE = "lighthouse"
-HEARTBEAT_S, HEARTBEATS = 0.25, 4
+HEARTBEAT_S, HEARTBEATS = 0.5, 4
 """The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
 
@@ -155,6 +155,8 @@ class Membership:
                 self._asking.end()
 
     def leave(self) -> None:
-        """Stop the heartbeats; the other groups go on without this one. Waits for a heartbeat under way."""
+        """End the heartbeats and their connection, as the death of the process would: the others go on without this
+        group. Waits for a heartbeat under way."""
         self._left.set()
         self._beats.join(self._timeout_s)
+        self._beating.end()
