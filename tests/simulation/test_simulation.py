@@ -6,12 +6,13 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 import simulation.world
 from simulation.faults import KINDS, REFUSALS, Fault
-from simulation.world import Outcome, Settings, World, draw_plan, simulate
+from simulation.world import HEARTBEAT_S, Outcome, Settings, World, draw_plan, simulate
 
 
 def runs(seeds: range, settings: Settings) -> list[Outcome]:
@@ -87,15 +88,13 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
-def run_of(
-    kind: str, *, groups: int = 3, at: float = 8.0, size: float = 0.9, heal_s: tuple[float, float] = (0.05, 0.2)
-) -> tuple[Outcome, World]:
-    """A quiet run of `groups` that meets one fault."""
-    plan = draw_plan(0, Settings(groups=(groups, groups), ranks=(2, 2), faults=0))
+def run_of(kind: str, *, size: float = 0.9, **more: Any) -> tuple[Outcome, World]:
+    """A quiet run of three groups that meets one fault after 8 s. `more`: of its plan."""
+    plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
-    waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": heal_s, "heal_fails": 0.0, "audit_every": 0}
+    waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
     options = replace(plan.lighthouse, join_timeout_s=2.0)
-    plan = replace(plan, **quick, **waits, lighthouse=options, faults=(Fault(at, kind, 2, 0, size),))
+    plan = replace(plan, lighthouse=options, faults=(Fault(8.0, kind, 2, 0, size),), **quick | waits | more)
     world = World(0, plan, trace=True)
     return world.run(), world
 
@@ -128,5 +127,19 @@ def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(
     if kind in ("part", "one-way", "unreached", "closed"):
         assert len(told) > 1, "who is left out is said"
         assert told[-1] == "groups=[]", "and that it is not any more"
+    assert longest_pause_s(outcome) < bound_s + 2.0
+
+
+def longest_pause_s(outcome: Outcome) -> float:
+    """Between commits of the two groups that no fault hits."""
     times = [at for at, who, what, _, _ in outcome.trace if what == "applied" and who in ("0.0/0", "1.0/0")]
-    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < bound_s + 2.0
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
+    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare."""
+    outcome, world = run_of("stop-group", reduce_s=20.0, spares=spares)
+    assert not outcome.violations
+    assert world.fell == {"stop-group": 1}
+    assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0

@@ -28,6 +28,7 @@ class Timeouts:
         reduce: for one sum over the groups, once all of them have computed their share.
         compute: longest that a group with nothing to compute waits for the others' share.
         join: for how long a quorum waits for a group that lives and does not ask.
+        pause: longest that a process stands still on a busy host.
         give_up: without a commit for this long the group ends.
     """
 
@@ -35,6 +36,7 @@ class Timeouts:
     reduce: timedelta
     compute: timedelta
     join: timedelta
+    pause: timedelta
     give_up: timedelta
 
 

@@ -42,7 +42,11 @@ from everstep.step.attempt import (
 from everstep.step.decisions import Decisions
 from everstep.step.holding import OTHER_BITS, Holding
 from everstep.step.interfaces import Commit, Work
+from everstep.step.pace import Pace
 from everstep.step.reduction import GradientReducer
+
+USUAL = 3
+"""How many times as long as usual sums may take after the last gradient before a group is late."""
 
 T = TypeVar("T")
 
@@ -86,6 +90,8 @@ class StepProtocol:
         self._slot_us = 0
         """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
         self._is_slow = False
+        self._waits = Pace()
+        """Of sums, as far as compute does not hide them."""
         self._progress = host.clock.now()
 
     # The state
@@ -368,22 +374,27 @@ class StepProtocol:
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
         share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
-        self._reducer.begin(self._sums, self._patience(share, attempt.plan), attempt.step)
+        attempt.patience = self._patience(attempt, share)
+        self._reducer.begin(self._sums, attempt.patience, attempt.step)
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
 
-    def _patience(self, share: Sequence[int], plan: ledger.Plan) -> timedelta:
-        """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
-        group's own watchdog would take it for stalled: it asks again then, and holds what it has."""
-        timeouts, slot_s = self._rules.timeouts, self._holding.pace.slot_s
-        ahead = max(plan.loads.values(), default=0) - plan.loads.get(self.group, 0)
-        longest = max(timeouts.compute, timeouts.reduce)
-        if ahead == 0:
-            return timeouts.reduce
+    def _patience(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
+        """For each sum: groups with a smaller share than others are there earlier. A step's first sums are waited for
+        no longer than the paces and a busy host's pause explain. Then all hold what they have, and the next quorum does
+        without a group that is silent. Never so long that this group's own watchdog would take it for stalled."""
+        timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.pace.slot_s
+        most = max(plan.loads.values(), default=0)
+        ahead, longest = most - plan.loads.get(self.group, 0), max(timeouts.compute, timeouts.reduce)
         if not share or slot_s is None:
-            return longest
-        of_fastest_s = slot_s / plan.paces[self.group]
-        return min(timeouts.reduce + 2 * ahead * timedelta(seconds=of_fastest_s), longest)
+            return longest if ahead else timeouts.reduce
+        of_fastest = timedelta(seconds=slot_s / plan.paces[self.group])
+        patience = min(timeouts.reduce + 2 * ahead * of_fastest, longest)
+        known = self._waits.slot_us and all(row.slot_us for row in attempt.rows if plan.shares.get(row.group))
+        if not known or attempt.number > 1 or self._rules.dealing.homes:  # a round that is given up begins anew
+            return patience
+        usual = timedelta(microseconds=self._waits.slot_us)
+        return min(patience, timeouts.pause + most * of_fastest + USUAL * usual)
 
     def _sum(self, attempt: Attempt) -> ledger.Tally:
         """Sum gradients and tally over the groups; the tally of the step, if it is to be committed."""
@@ -437,7 +448,7 @@ class StepProtocol:
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
-        total = self._sums.total(mine.encode(), self._rules.timeouts.reduce)
+        total = self._sums.total(mine.encode(), min(self._rules.timeouts.reduce, attempt.patience))
         notes = self._work.notes(attempt.step)
         if notes is not None:
             self._work.noted(self._sums.gather_bytes(notes))
@@ -445,6 +456,7 @@ class StepProtocol:
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held = attempt.quorum, self._holding.held
+        self._waits.take(attempt.reduce_s, 1)
         owners = tuple(tally.owner(slot) for slot in range(self._rules.slots))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         return Commit(

@@ -100,6 +100,7 @@ class Participation:
             reduce=self._longest_sum,
             compute=timedelta(seconds=OF_STALL * ft.stall_timeout_s),
             join=timedelta(seconds=ft.join_timeout_s),
+            pause=timedelta(seconds=ft.heartbeat_timeout_s),
             give_up=give_up,
         )
         host = Host(HostClock(), place.files, place.events)
