@@ -15,7 +15,7 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class Communicator:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         with _MAKING:
             before = _listening()
-            self._backend = _MAKE[backend](store, rank, size, timeout)
+            self._backend = (_nccl if self.on_device else _gloo)(store, rank, size, timeout)
             made = _listening() - before
         # Two at once: somebody else began to listen, and nobody knows which is which.
         self._listens = made.pop() if len(made) == 1 else ("", 0)
@@ -139,9 +139,6 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
-
-
-_MAKE: dict[str, Callable[[dist.Store, int, int, timedelta], Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _own_sockets() -> Iterator[socket.socket]:

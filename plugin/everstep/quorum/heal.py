@@ -273,7 +273,8 @@ class Fetch(threading.Thread):
         channel = wire.connect(self._address, self._token, self._timeout, purpose=PURPOSE)
         try:
             schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")
-            self._compare(schema)
+            if (offered := Wanted(schema.step, schema.history, schema.whose)) != self._wanted:
+                raise HealError(f"it offers {offered}, not {self._wanted}")
             tensors = _room(schema.tensors)
             self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
             size = self.nbytes + sum(length for _, length in schema.blobs)
@@ -285,12 +286,6 @@ class Fetch(threading.Thread):
         finally:
             channel.close()
         return HealState(tensors, schema.meta, {name: bytes(blob) for name, blob in blobs.items()})
-
-    def _compare(self, schema: _Schema) -> None:
-        """See that the answer is what was asked for. Raises HealError."""
-        offered = Wanted(schema.step, schema.history, schema.whose)
-        if offered != self._wanted:
-            raise HealError(f"it offers {offered}, not {self._wanted}")
 
 
 def _room(schema: list[tuple[str, str, list[int]]]) -> dict[str, torch.Tensor]:

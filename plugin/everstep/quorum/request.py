@@ -5,7 +5,6 @@ Everything here is pure: from the same quorum every member decides the same.
 
 import functools
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
@@ -83,33 +82,6 @@ def encode(request: Request) -> str:
 def decode(text: str) -> Request:
     """The inverse of `encode`. Raises UnfitError for anything else. A process comes by most requests several times."""
     return typed.parse(Request, typed.loads(text), "a request:")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What rank 0 tells the other ranks of its group, once it has asked for a quorum.
-
-    Attributes:
-        over: the turn that ends this start of the group; empty if it goes on.
-        reason: why there is no quorum; empty if there is one.
-        id, members: of the quorum: all that asked for it.
-    """
-
-    over: str
-    reason: str = ""
-    id: int = 0
-    members: tuple[Member, ...] = ()
-
-    def encode(self) -> bytes:
-        """As JSON text."""
-        members = [encode(member) for member in self.members]
-        return json.dumps([self.over, self.reason, self.id, members]).encode()
-
-    @staticmethod
-    def decode(said: bytes) -> "Answer":
-        """The inverse of `encode`; from a rank of this group."""
-        over, reason, number, members = json.loads(said)
-        return Answer(over, reason, number, tuple(map(decode, members)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,6 @@ class Streams:
     def wait(self, event: Any) -> None:
         """What the current stream is given from now on begins after `event`. Does not block the calling thread."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Give a tensor's memory to nobody else before the current stream has done what it was given so far."""
-
     def of_sums(self) -> contextlib.AbstractContextManager[object]:
         """Makes the stream of the sums the current one."""
         return contextlib.nullcontext()
@@ -64,9 +61,6 @@ class DeviceStreams(Streams):
     def wait(self, event: Any) -> None:
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.accelerator.current_stream(self._device))
 
     @contextlib.contextmanager
     def of_sums(self) -> Iterator[None]:

@@ -1,15 +1,25 @@
 """How a group asks for its next quorum: rank 0 asks the lighthouse, and all ranks learn the same from it."""
 
+import json
+from typing import NamedTuple
+
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.membership import Membership
-from everstep.quorum.request import Answer, Member, Quorum, Request, read_quorum
+from everstep.quorum.request import Member, Quorum, Request, decode, encode, read_quorum
 from everstep.step import ledger
 from everstep.step.attempt import Group, Host, State, Turn
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import Timeouts
 
-ASK_AGAIN_S = 0.2
-"""A quorum that cannot be used is not asked for again sooner."""
+
+class Answer(NamedTuple):
+    """What rank 0 tells the others: which turn ends this start of the group, empty if it goes on; why there is no
+    quorum, empty if there is one; its id and members (`request.encode`)."""
+
+    over: str
+    reason: str
+    id: int
+    members: list[str]
 
 
 class Asker:
@@ -55,7 +65,7 @@ class Asker:
             mine = f"{self._group.door.address} {self._group.sums.address}"
             said = self._decisions.gather_bytes("addresses", mine.encode())
             self._doors, self._watches = zip(*(each.decode().split() for each in said), strict=True)
-        begun, unreached, told = self._host.clock.now(), self._agree_on_unreached(), b""
+        begun, unreached, told = self._host.clock.now(), self._agree_on_unreached(), ()
         if self._group.membership is not None:
             request = Request(
                 group=self._group.id,
@@ -72,8 +82,8 @@ class Asker:
                 watches=self._watches,
                 unreached=unreached,
             )
-            told = self._ask_lighthouse(self._group.membership, request, brief).encode()
-        answer = Answer.decode(self._decisions.first("quorum", told))
+            told = self._ask_lighthouse(self._group.membership, request, brief)
+        answer = Answer(*json.loads(self._decisions.first("quorum", json.dumps(told).encode())))
         step, events = state.step + 1, self._host.events
         if answer.reason:
             waited_s = round(self._host.clock.now() - begun, 3)
@@ -82,8 +92,8 @@ class Asker:
             return Turn[answer.over]
         if answer.reason:
             return None
-        self._met = answer.members
-        quorum = read_quorum(answer.id, answer.members)
+        self._met = tuple(map(decode, answer.members))
+        quorum = read_quorum(answer.id, self._met)
         self._tell_left_out(quorum)
         return quorum
 
@@ -97,22 +107,21 @@ class Asker:
 
     def _ask_lighthouse(self, membership: Membership, request: Request, brief: bool) -> Answer:
         """Rank 0's question and its answer."""
-        if over := self._over(request.step):
-            return Answer(over)
-        clock, timeouts = self._host.clock, self._timeouts
-        begun = clock.now()
-        quorum_id, members, reason = 0, [], ""
+        quorum_id, members, reason = 0, list[str](), ""
+        over, timeouts = self._over(request.step), self._timeouts
+        if over:
+            return Answer(over, reason, quorum_id, members)
         try:
             patience = min(timeouts.quorum, timeouts.join) if brief else timeouts.quorum
-            quorum_id, members = membership.ask(request, patience)
-            read_quorum(quorum_id, members)
-            if request not in members:
+            quorum_id, found = membership.ask(request, patience)
+            read_quorum(quorum_id, found)
+            if request not in found:
                 raise QuorumUnavailable("the quorum is for another request of this group")
+            members = [encode(member) for member in found]
         except (QuorumUnavailable, ValueError) as error:
-            clock.sleep(max(0.0, begun + ASK_AGAIN_S - clock.now()))
             reason = str(error)
         # Meanwhile another rank may have stood still for longer than the run went on.
-        return Answer(self._over(request.step), reason, quorum_id, () if reason else tuple(members))
+        return Answer(self._over(request.step), reason, quorum_id, members)
 
     def _over(self, step: int) -> str:
         """Which turn says that this start of the group, with the state after `step`, is not to go on; empty if it is.

@@ -93,6 +93,6 @@ class Column:
 
 def replace(module: ModuleType) -> None:
     """Have everstep.quorum.communicator make columns of these for "nccl", and find no fault with it."""
-    module._MAKE["nccl"] = lambda *given: Column(module, *given)
+    module._nccl = lambda *given: Column(module, *given)
     before = module.why_not
     module.why_not = lambda backend, *rest, **others: "" if backend == "nccl" else before(backend, *rest, **others)
