@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Callable[[], Any]:
         from everstep.titan.trainer import EverstepTrainer
 
         try:
-            # combinations are checked by the trainer's Config, once torchtitan has applied the command line
+            # combinations are checked where the trainer is built, once torchtitan has applied the command line
             return load_config(Path(name), EverstepTrainer.Config, check=False)
         except ConfigError as error:
             print(f"everstep: {error}", file=sys.stderr)

@@ -14,20 +14,14 @@ KERNELS = [
 ]
 
 
-def test_a_plain_model_needs_none():
-    assert list(needs_gpu(llama3_debugmodel())) == []
-
-
 @pytest.mark.parametrize(("place", "value"), KERNELS)
-def test_a_kernel_of_gpus_is_named(place, value):
+def test_a_kernel_of_gpus_is_named_and_a_plain_model_has_none(place, value):
     config, (section, key) = llama3_debugmodel(), place.split(".")
+    assert list(needs_gpu(config)) == []
     config.compile.enable = section == "compile"
     setattr(getattr(config, section), key, value)
     [problem] = needs_gpu(config)
     assert problem.key == (section, key)
     assert "needs a GPU, and there is none here" in problem.message
-
-
-def test_a_recipe_of_such_kernels_is_named():
-    [problem] = needs_gpu(llama3_debugmodel_dist_gemm())
-    assert problem.key == ("job", "config")
+    [recipe] = needs_gpu(llama3_debugmodel_dist_gemm())
+    assert recipe.key == ("job", "config")

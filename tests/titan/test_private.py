@@ -4,7 +4,6 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
 import torch._utils
 from datasets import Dataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable, _BaseExamplesIterable
@@ -15,7 +14,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.hf_datasets.interleaved import InterleavedDataset
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
-from torchtitan.models.common import attention
+from torchtitan.models.common import attention, moe
 from torchtitan.trainer import Trainer
 
 import everstep
@@ -36,6 +35,7 @@ def test_torch_and_torchtitan_have_what_is_relied_on():
     assert hasattr(context_parallel, "_compiled_create_block_mask")
     assert parameters(metrics._get_metrics_rank) == ["parallel_dims", "pp_schedule"]
     assert {"llama3", "qwen3", "deepseek_v3"} <= set(private.models())
+    assert private.EXPERT_LOADS in inspect.getsource(moe)
 
 
 def test_what_is_read_of_datasets_is_there():
@@ -48,22 +48,6 @@ def test_what_is_read_of_datasets_is_there():
     text = HuggingFaceTextDataset.__new__(HuggingFaceTextDataset)
     mixture = InterleavedDataset([text], [1.0], stopping_strategy="all_exhausted")
     assert (mixture._datasets, mixture._stopping_strategy) == ([text], "all_exhausted")
-
-
-def test_experts_count_their_tokens_under_the_name_that_is_looked_for():
-    from torchtitan.models.common import moe
-
-    assert private.EXPERT_LOADS in inspect.getsource(moe)
-
-
-def test_what_checkpointing_keeps_is_asked_for_under_its_name(monkeypatch):
-    default = activation_checkpoint._get_default_save_ops
-    monkeypatch.setattr(activation_checkpoint, "_get_default_save_ops", default)
-    private.keep_in_checkpointing("an operator")
-    assert activation_checkpoint._get_default_save_ops() == {*default(), "an operator"}
-    monkeypatch.delattr(activation_checkpoint, "_get_default_save_ops")
-    with pytest.raises(AttributeError, match="_get_default_save_ops"):
-        private.keep_in_checkpointing("an operator")
 
 
 def test_torchtitans_data_and_checkpoints_are_named_in_one_file():

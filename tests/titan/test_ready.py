@@ -18,18 +18,20 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     done = []
 
     class Trainer:
-        device, step, place = SimpleNamespace(type="cpu"), 0, SimpleNamespace(snapshots=None)
+        device, step = SimpleNamespace(type="cpu"), 0
+        place = SimpleNamespace(
+            files=SimpleNamespace(beat=lambda *said: None), events=SimpleNamespace(emit=lambda *said, **more: None)
+        )
         config = SimpleNamespace(
             fault_tolerance=SimpleNamespace(enable=True, group_id=0),
             compile=SimpleNamespace(enable=True),
             profiler=SimpleNamespace(build=lambda **more: contextlib.nullcontext()),
             dump_folder="",
         )
-        files, events = SimpleNamespace(beat=lambda *said: None), SimpleNamespace(emit=lambda *said, **more: None)
         metrics_processor = SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[0.0])
         slots = SimpleNamespace(compute=lambda step, slot, whole: done.append("compute"))
-        work = SimpleNamespace(discard=lambda: done.append("discard"), unit=SimpleNamespace(reducer=None, shares=1))
-        participation = SimpleNamespace(warm=lambda: done.append("warm"), run=lambda *given: 1 / 0)
+        work = SimpleNamespace(discard=lambda: done.append("discard"))
+        participation = SimpleNamespace(warm=lambda: done.append("warm"), run=lambda work: 1 / 0)
         _compile = EverstepTrainer._compile
 
     with pytest.raises(ZeroDivisionError):

@@ -6,6 +6,7 @@ import torch
 
 from everstep.titan.slots import Slots
 from everstep.titan.steps import Steps
+from everstep.titan.tally import StepSums, flat
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 
@@ -22,7 +23,10 @@ def step_of(loads, gradients, held):
     slots._reached = {at for at, has in enumerate(gradients) if held and has}
     for param, has in zip(slots.trainable, gradients, strict=True):
         param.grad = torch.ones(2) if has else None
-    return Steps(slots, None, None, is_exact=True)
+    steps = Steps.__new__(Steps)
+    steps._slots, steps._snapshots = slots, None
+    steps._nothing = StepSums(flat(slots.expert_loads), slots.reached(), torch.zeros(0))
+    return steps
 
 
 def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
@@ -32,6 +36,6 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
     for step in (computed, idle):
         for param in step._slots.trainable:
             param.grad = torch.zeros(2)  # as the reducer leaves it on every group
-        step._assign(step._sums.unpack(extra))
+        step._assign(step._nothing.unpack(extra))
         assert [param.grad is None for param in step._slots.trainable] == [False, False, True]
         assert step._slots.expert_loads[0].tolist() == [3.0, 4.0]

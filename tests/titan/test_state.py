@@ -4,19 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit
 from everstep.titan import snapshots
-from everstep.titan.state import LiveTensors, TrainingState, slot_seed
-from everstep.titan.work import TrainerWork
+from everstep.titan.disk import OURS, DiskCheckpoints
+from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.state import TrainingState, slot_seed
+from everstep.titan.steps import Steps
 
 
 def of_a_model():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-    return model, TrainingState(LiveTensors([model], [torch.optim.AdamW(model.parameters())]), None, None)
+    optimizers = [torch.optim.AdamW(model.parameters())]
+    return model, TrainingState(SimpleNamespace(model_parts=[model], optimizers=optimizers, lr_schedulers=None))
 
 
 @given(st.integers(0, 5), st.integers(0, 31), st.integers(0, 7))
@@ -61,13 +65,27 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
     """However often it is started again; a checkpoint says of which run and of which data it is."""
     checkpoint = SimpleNamespace(exclude_from_loading=["dataloader"])
-    work = TrainerWork.__new__(TrainerWork)
+    work = Steps.__new__(Steps)
     work._source = SimpleNamespace(began_after=0)
-    work._disk = SimpleNamespace(load=lambda: True)
-    work._trainer = trainer = SimpleNamespace(step=100, history=1, parameters_told="", is_exact=False)
+    work._disk, work._ft = SimpleNamespace(load=lambda: True), SimpleNamespace(exact=False)
+    work._trainer = trainer = SimpleNamespace(step=100, history=1, parameters_told="")
     trainer.config, trainer.data, trainer.data_told = SimpleNamespace(checkpoint=checkpoint), "new", "old"
     assert work._from_disk() == "disk"
     assert work._source.began_after == 100
     trainer.step, trainer.data_told = 130, "new"
     work._from_disk()
     assert work._source.began_after == 100, "a later start goes on with the rows that come then"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path):
+    """Also one that a run begins with."""
+    dcp.save({f"{TRAIN_STATE}.step": torch.tensor(7)}, checkpoint_id=str(tmp_path / "begin"), no_dist=True)
+    disk, manager = DiskCheckpoints.__new__(DiskCheckpoints), CheckpointManager.__new__(CheckpointManager)
+    disk._config = SimpleNamespace(enable=True, load_step=-1, initial_load_path=str(tmp_path / "begin"))
+    disk._manager, disk._trainer = manager, SimpleNamespace(own_keys=OURS)
+    asked, manager.enable, manager.folder = [], False, str(tmp_path / "none")
+    manager.load = lambda step: asked.append(disk._trainer.own_keys)
+    disk.load()
+    assert asked == [set()]
+    assert disk._trainer.own_keys == OURS

@@ -8,8 +8,6 @@ checked.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -112,27 +110,12 @@ def _wrong(rows: Iterable[Row]) -> Iterator[Problem]:
             yield Problem(tuple(key.split(".")), what)
 
 
-_deferred = ContextVar("deferred", default=False)
-
-
-@contextmanager
-def deferred_checks() -> Iterator[None]:
-    """Let configs be made that cannot work, by a caller that checks them itself when they are complete."""
-    token = _deferred.set(True)
-    try:
-        yield
-    finally:
-        _deferred.reset(token)
-
-
 def check_config(config: Any) -> None:
     """Refuse a config that cannot work.
 
     Raises:
         ConfigError: names the keys and what to do.
     """
-    if _deferred.get():
-        return
     for problem in problems(config):
         raise ConfigError(problem.message)
 

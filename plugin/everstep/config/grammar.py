@@ -20,10 +20,6 @@ ROOT_KEYS = ("dump_folder", "hf_assets_path")
 """torchtitan's flags without a section."""
 
 
-class FlagError(ConfigError):
-    """A command line that cannot be used, in one sentence."""
-
-
 def is_flag(word: str) -> bool:
     """Whether a word of a command line begins a flag, and is no negative number."""
     return word.startswith("-") and not re.fullmatch(r"-[\d.].*", word)
@@ -47,12 +43,12 @@ def parse(
             arguments are returned.
 
     Raises:
-        FlagError: an argument is missing, unknown, or has a value of the wrong kind.
+        ConfigError: an argument is missing, unknown, or has a value of the wrong kind.
     """
     args = list(args)
 
     def refuse(event: errors.ParseErrorEvent) -> None:
-        raise FlagError(_sentence(event, args, list(known or ())))
+        raise ConfigError(_sentence(event, args, list(known or ())))
 
     more: dict[str, Any] = {} if default is None else {"default": default}
     if registry is not None:

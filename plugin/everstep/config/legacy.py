@@ -7,10 +7,9 @@ and name are not listed. A dropped key that would have changed the arithmetic is
 allows it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from .positions import Path
+from .positions import Path, line_of
 from .source import Source, describe
 
 MOVED: dict[str, str] = {
@@ -122,16 +121,7 @@ _SEMI_SYNC: dict[str, str] = {
 """0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A key of 0.2 that nothing reads any more."""
-
-    path: Path
-    line: int | None
-    went: str
-
-
-def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
+def translate(source: Source, *, allow_dropped: bool = False) -> str:
     """Rewrite `source.table` from 0.2's keys to today's, in place.
 
     Args:
@@ -139,12 +129,13 @@ def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
         allow_dropped: whether a file may ask for a converter (float8, mx) that this run will not apply.
 
     Returns:
-        The keys without a counterpart, removed from the table, with what to use instead.
+        One message that names every key without a counterpart, which is removed, its line and what to use instead;
+        empty if there is none.
 
     Raises:
         ConfigError: a key is there twice, as 0.2's and as today's; or it asks for what is not supported.
     """
-    dropped: list[Dropped] = []
+    dropped: list[tuple[int, str]] = []
     if not allow_dropped:
         _refuse_converters(source)
     training = source.table.setdefault("training", {}) if "flavor" in _section(source, "model") else None
@@ -160,17 +151,14 @@ def translate(source: Source, *, allow_dropped: bool = False) -> list[Dropped]:
         if name in MOVED:
             _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
         elif name:
-            dropped.append(Dropped(path, source.lines.get(path), GONE[name]))
+            line = line_of(source.text, path) or 0
+            dropped.append((line, f"  line {line}: {describe(path)} → {GONE[name]}"))
             _pop(source.table, path)
         elif path in (("model",), ("experimental",)):  # written empty, they say nothing
             _pop(source.table, path)
-    return dropped
-
-
-def dropped_warning(source: Source, dropped: list[Dropped]) -> str:
-    """One message that names every dropped key, its line and what to use instead."""
-    rows = [f"  line {d.line}: {describe(d.path)} → {d.went}" for d in sorted(dropped, key=lambda d: d.line or 0)]
-    return "\n".join([f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:", *rows])
+    rows = [row for _, row in sorted(dropped)]
+    head = f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:"
+    return "\n".join([head, *rows]) if rows else ""
 
 
 def _section(source: Source, name: str) -> dict[str, Any]:

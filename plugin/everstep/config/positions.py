@@ -1,10 +1,10 @@
-"""Where each key of a TOML document stands.
+"""Where a key of a TOML document stands.
 
-tomli tells values, not places. But every header and every `key = value` of a document that it has accepted is a
-document of its own, so tomli itself says where one ends: at the first line with which it can be parsed.
+tomli tells values, not places. But the first lines of a document are a document too, wherever a statement ends: a key
+stands in the statement with which it first appears.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
 from typing import Any
 
 import tomli
@@ -12,72 +12,37 @@ import tomli
 Path = tuple[str | int, ...]
 """Keys from the root down; an int is an index into an array (of tables, or a value's)."""
 
-LONGEST_STATEMENT = 200
-"""Lines. Behind a longer one nothing is told, as finding its end takes the square of its length."""
+LONGEST_STATEMENT, LARGEST = 200, 1 << 20
+"""Lines, and characters of a document: where there are more no line is told, as finding it would take long."""
 
 
-def key_lines(text: str) -> dict[Path, int]:
-    """The line, from 1, on which the header or `key = value` begins that each key and table of a valid TOML document is
-    first written in.
+def line_of(text: str, path: Path) -> int | None:
+    """The line, from 1, on which the header or `key = value` begins that `path` first appears with, or else the longest
+    beginning of it that is in the document; None if not even its first key is. `text` is a valid document."""
+    lines, whole = text.replace("\r\n", "\n").split("\n"), tomli.loads(text)
+    there = next((path[:end] for end in range(len(path), 0, -1) if _has(whole, path[:end])), None)
+    if there is None or len(text) > LARGEST:
+        return None
 
-    Args:
-        text: the document. It must parse; otherwise the result means nothing.
+    def appears(line: int) -> bool:
+        """Whether it is there once the statement ends that is written on this line."""
+        for end in range(line, min(line + LONGEST_STATEMENT, len(lines)) + 1):
+            try:
+                return _has(tomli.loads("\n".join(lines[:end])), there)
+            except tomli.TOMLDecodeError:  # it goes on in the next line
+                continue
+        raise LookupError("a statement is too long")
 
-    Returns:
-        A line for every path that `tomli.loads(text)` has: tables (also those that a dotted key implies), keys, and the
-        elements of arrays.
-    """
-    lines: dict[Path, int] = {}
-    lengths: dict[Path, int] = {}
-    """Of arrays of tables, so far."""
-    table: Path = ()
-    for line, statement, parsed in _statements(text):
-        if not statement.lstrip().startswith("["):
-            for path in _paths(parsed, table):
-                lines.setdefault(path, line)
-            continue
-        table = ()
-        while parsed:
-            ((key, parsed),) = parsed.items()
-            table = (*table, key)
-            lines.setdefault(table, line)
-            if isinstance(parsed, list):
-                lengths[table] = lengths.get(table, 0) + 1
-                parsed = {}
-            if table in lengths:
-                # a header below an array of tables means the element written last
-                table = (*table, lengths[table] - 1)
-                lines.setdefault(table, line)
-    return lines
+    try:
+        return 1 + bisect_left(range(1, len(lines) + 1), True, key=appears)
+    except LookupError:
+        return None
 
 
-def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Each header and `key = value` of a document: its first line, its text, and what it says."""
-    begin, statement = 1, ""
-    for line, part in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        statement = f"{statement}\n{part}" if statement else part
-        if line - begin > LONGEST_STATEMENT:
-            return
-        try:
-            parsed = tomli.loads(statement)
-        except tomli.TOMLDecodeError:  # it goes on in the next line
-            continue
-        if parsed:
-            yield begin, statement, parsed
-        begin, statement = line + 1, ""
-
-
-def _paths(value: Any, path: Path) -> Iterator[Path]:
-    """All paths below a parsed value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key)
-        yield from _paths(item, (*path, key))
-
-
-def line_of(lines: dict[Path, int], path: Path) -> int | None:
-    """The line of the longest known beginning of `path`; None if not even its first key is in the file."""
-    for end in range(len(path), 0, -1):
-        if path[:end] in lines:
-            return lines[path[:end]]
-    return None
+def _has(value: Any, path: Path) -> bool:
+    try:
+        for key in path:
+            value = value[key]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True

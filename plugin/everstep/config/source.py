@@ -1,6 +1,5 @@
 """A TOML file read: its values, and a way to say where in it something is wrong."""
 
-import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -11,7 +10,7 @@ import tomli
 from everstep.run.regular import open_regular
 
 from .errors import ConfigError
-from .positions import Path, key_lines, line_of
+from .positions import Path, line_of
 
 LARGEST_BYTES = 16 << 20
 DEEPEST = 50
@@ -36,11 +35,6 @@ class Source:
     written_as: dict[Path, Path] = field(default_factory=dict)
     """For each key that was moved: the key as written."""
 
-    @functools.cached_property
-    def lines(self) -> dict[Path, int]:
-        """Lines by the keys as written."""
-        return key_lines(self.text)
-
     def as_written(self, path: Path) -> Path:
         """The path as the file has it, for a path in today's keys."""
         for end in range(len(path), 0, -1):
@@ -56,7 +50,7 @@ class Source:
     def error(self, path: Path, message: str) -> ConfigError:
         """A ConfigError that begins with file and line of `path`; with the file alone if the file lacks
         it."""
-        line = line_of(self.lines, self.as_written(path))
+        line = line_of(self.text, self.as_written(path))
         return ConfigError(f"{self.file}:{line}: {message}" if line else f"{self.file}: {message}")
 
 

@@ -10,10 +10,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
-from everstep.run.events import EventLog
 from everstep.titan import private
 from everstep.titan.names import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
-from everstep.titan.run_files import RankFiles
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
@@ -27,24 +25,15 @@ class DiskCheckpoints:
     """One rank's part in the run's checkpoints.
 
     Args:
-        manager: torchtitan's.
-        config: `[checkpoint]`.
-        trainer: an `EverstepTrainer`, whose counters are in a checkpoint.
-        events, files: of this rank.
+        trainer: an `EverstepTrainer`, which has built torchtitan's manager, and whose counters are in a checkpoint.
     """
 
-    def __init__(
-        self,
-        manager: BaseCheckpointManager,
-        config: BaseCheckpointManager.Config,
-        trainer: Any,
-        events: EventLog,
-        files: RankFiles,
-    ) -> None:
-        self._manager, self._config, self._trainer = manager, config, trainer
-        self._events, self._files = events, files
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._config = trainer, trainer.config.checkpoint
+        self._manager: BaseCheckpointManager = trainer.checkpointer
+        self._events, self._files = trainer.place.events, trainer.place.files
         # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
-        self.states: dict[str, Any] = manager.states if config.enable else {}
+        self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """What a checkpoint is made of, by name: `Stateful`s."""
 
     def newest(self) -> int | None:
@@ -55,13 +44,12 @@ class DiskCheckpoints:
         return step if step >= 0 else None
 
     def keys(self) -> Collection[str] | None:
-        """What the checkpoint that is going to be loaded has. None: no checkpoint of this run, or one in another
-        format."""
-        step = self.newest() if self._config.load_step == -1 else self._config.load_step
-        if step is None or not isinstance(self._manager, CheckpointManager):
+        """What the checkpoint that is going to be loaded has. None: there is none, or one in another format."""
+        if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
-        folder = Path(self._manager.folder) / f"step-{step}"
-        if not (folder / ".metadata").exists():
+        step = self.newest() if self._config.load_step == -1 else self._config.load_step
+        folder = Path(self._manager.folder) / f"step-{step}" if step is not None else self._config.initial_load_path
+        if not folder or not (Path(folder) / ".metadata").exists():
             return None
         return FileSystemReader(folder).read_metadata().state_dict_metadata
 

@@ -12,10 +12,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from everstep.config.assign import assign_table, convert, field_types, run_own_checks, shown
-from everstep.config.checks import deferred_checks, problems
+from everstep.config.checks import problems
 from everstep.config.errors import ConfigError
-from everstep.config.grammar import FlagError, parse
-from everstep.config.legacy import dropped_warning, translate
+from everstep.config.grammar import parse
+from everstep.config.legacy import translate
 from everstep.config.sections import Job
 from everstep.config.source import Source, describe, read_source
 from everstep.titan.base_config import base_config
@@ -82,7 +82,7 @@ def config_from_source(
 ) -> C:
     """As `load_config`, for a document already parsed and without checks across sections."""
     if dropped := translate(source, allow_dropped=allow_dropped):
-        _tell(dropped_warning(source, dropped), warnings)
+        _tell(dropped, warnings)
     job = Job()
     assign_table(job, _section(source, "job"), source, ("job",))
     base = base_config(job, source)
@@ -189,14 +189,13 @@ def _set_group_value(group: Any, key: str, value: Any) -> None:
 
 
 def _override(config: Any, arguments: Sequence[str]) -> Any:
-    """Apply command line arguments as torchtitan does, without its help screens and without our checks: tyro
-    would tell of what they find, but not in which file."""
+    """Apply command line arguments as torchtitan does, without its help screens."""
     ConfigManager()  # registers torchtitan's rules for lists with custom_registry
     screen = io.StringIO()
     try:
-        with deferred_checks(), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
             return parse(type(config), arguments, default=config, registry=custom_registry, known=_flags(config))[0]
-    except FlagError as error:
+    except ConfigError as error:
         raise ConfigError(f"command line: {error}") from None
     except SystemExit:
         raise ConfigError("command line: --help is `everstep COMMAND --help` or `torchtitan.train --help`") from None

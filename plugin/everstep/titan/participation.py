@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -11,15 +12,15 @@ from everstep.quorum.heal import Door
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
-from everstep.quorum.streams import Streams
 from everstep.run.address import published_address
+from everstep.snapshot.segment import run_id
 from everstep.step.attempt import Group, Host, Rules
 from everstep.step.driver import Driver, End
-from everstep.step.interfaces import Timeouts, Work
+from everstep.step.interfaces import Timeouts
 from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
-from everstep.step.reduction import GradientReducer
-from everstep.titan.place import RunPlace
+from everstep.titan.rounds import Rounds
+from everstep.titan.steps import Steps
 
 OF_STALL = 0.8
 """Of `stall_timeout_s`: whoever waits for longer would be taken for stalled."""
@@ -43,20 +44,21 @@ class Participation:
     """Makes steps with the other groups.
 
     Args:
-        config: an `EverstepTrainer.Config`.
-        place: of this rank.
-        whose: what its state is of.
-        streams: of its device.
+        trainer: an `EverstepTrainer`, whose place and streams are known.
     """
 
-    def __init__(self, config: Any, place: RunPlace, whose: str, streams: Streams) -> None:
-        self._config, self._place = config, place
-        self._ft: FaultTolerance = config.fault_tolerance
-        ft = self._ft
+    def __init__(self, trainer: Any) -> None:
+        self._config, self._place = config, place = trainer.config, trainer.place
+        ft: FaultTolerance = config.fault_tolerance
+        self._ft = ft
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
         self.life = self._ranks.broadcast(uuid.uuid4().hex.encode()).decode()
         """Differs after every start of the group; the same on all its ranks."""
-        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), whose)
+        degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
+        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+        self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(degrees)}"
+        """What this rank's state is of."""
+        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,
@@ -64,7 +66,7 @@ class Participation:
             connect_timeout=timedelta(seconds=ft.connect_timeout_s),
             reduce_timeout=self._longest_sum,
             token=place.token,
-            streams=streams,
+            streams=trainer.streams,
         )
         self._store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._membership: Membership | None = None
@@ -81,9 +83,9 @@ class Participation:
         """Load what the sums over the groups need, before anybody waits for this group."""
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
-    def run(self, work: Work, reducer: GradientReducer, shares: int) -> End:
+    def run(self, work: Steps | Rounds) -> End:
         """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
-        end. `shares`: of how many a commit is made."""
+        end."""
         ft, semi, place = self._ft, self._config.semi_sync, self._place
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -107,14 +109,14 @@ class Participation:
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(
-                shares,
+                work.shares,
                 Dealing(ft.on_loss, ft.groups if semi.enabled else 0, ft.groups, ft.spares),
                 timeouts,
                 audit_slots=ft.audit_slots,
                 seed=self._config.debug.seed or 0,
             ),
             work=work,
-            reducer=reducer,
+            reducer=work.reducer,
             host=host,
         )
         return Driver(protocol, work, host, give_up).run()

@@ -36,8 +36,9 @@ class RunPlace:
 
 
 def open_place(config: Any) -> RunPlace:
-    """The place of this rank in the run of an `EverstepTrainer.Config`; it beats from here on, so that a start that
-    takes too long is seen. Raises TrainerEnds if this machine cannot carry the groups' sums."""
+    """The place of this rank in the run of an `EverstepTrainer.Config`, of which some settings are made the group's
+    own; it beats from here on, so that a start that takes too long is seen. Raises TrainerEnds if this machine cannot
+    carry the groups' sums."""
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
         # Once more: a file may be checked on a login node, or by nobody.
@@ -53,6 +54,10 @@ def open_place(config: Any) -> RunPlace:
         host = use_interface(ft.bind_host).address
     except InterfaceError as error:
         raise TrainerEnds(USAGE_EXIT, str(error)) from error
+    # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    config.comm.save_traces_folder += f"/group-{ft.group_id}"
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
     events = EventLog(run_dir, ft.group_id, rank, "worker")
     files = RankFiles(
         run_dir,

@@ -26,11 +26,6 @@ def train_on(device: str) -> None:
     replace(torch._utils, "_get_available_device_type", lambda: device)
 
 
-def built_by(config: Any) -> Any:
-    """The class that a torchtitan component's Config builds."""
-    return config._owner
-
-
 def metrics_rank(parallel_dims: Any, pp_schedule: str) -> int:
     """The rank that torchtitan logs on: with a pipeline one of the last stage's."""
     from torchtitan.components.metrics import _get_metrics_rank

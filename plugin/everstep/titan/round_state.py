@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.components.optimizer import LRSchedulersContainer
 
+from everstep.quorum.heal import HealState
 from everstep.semi.outer import lr_and_momentum
 from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place
 from everstep.step.reduction import local
-from everstep.titan.state import LiveTensors, canonical, set_schedule
+from everstep.titan.state import TrainingState
 
 OPTIMIZER = "optimizer/"
 PARAM = "param/"
+MARKS = "marks"
 REMEMBERED = 2
 """Rounds before the last one that a worker may have to make again: its state after the round before the last is on
 storage, or is waited for."""
@@ -37,37 +38,34 @@ class Mark:
     merged: bytes
 
 
-class RoundState:
+class RoundState(TrainingState):
     """The tensors of a semi-synchronous run on this rank.
 
     Args:
-        live: the model's and the optimizer's, in which a worker's round is computed.
-        lr_schedulers: torchtitan's container.
-        counters: their `step` is the optimizer step after which the global parameters are.
-        settings: the config's.
+        trainer: an `EverstepTrainer`; a worker's round is computed in its model parts and optimizers, and its `step` is
+            the optimizer step after which the global parameters are.
     """
 
-    def __init__(
-        self, live: LiveTensors, lr_schedulers: LRSchedulersContainer, counters: Any, settings: SemiSync
-    ) -> None:
-        self._tensors, self._lr_schedulers, self._counters, self._settings = live, lr_schedulers, counters, settings
-        named = live.named()
-        self._live_params = {name: t.detach() for name, t in named.items() if name.startswith(PARAM)}
-        self._live_balances = {name: t for name, t in named.items() if name.startswith("buffer/")}
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._settings: SemiSync = trainer.config.semi_sync
+        live = self.live()
+        self._live_params = {name: t.detach() for name, t in live.items() if name.startswith(PARAM)}
+        self._live_balances = {name: t for name, t in live.items() if name.startswith("buffer/")}
         self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
         self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
-        self._trained = [f"{PARAM}{canonical(name)}" for name, param in live.parameters.items() if param.requires_grad]
-        fragment = fragments_of(self._trained, settings.fragments)
-        self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(settings.fragments)]
+        self._trained = [f"{PARAM}{name}" for name, param in self.parameters.items() if param.requires_grad]
+        fragment = fragments_of(self._trained, self._settings.fragments)
+        self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(self._settings.fragments)]
         """By fragment the places of its parameters among those that are trained."""
-        has_momentum = lr_and_momentum(settings)[1] != 0
+        has_momentum = lr_and_momentum(self._settings)[1] != 0
         self._momentum = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
-        self._keeps_params = settings.fragments > 1 or settings.mixing > 0
+        self._keeps_params = self._settings.fragments > 1 or self._settings.mixing > 0
         self.marks: dict[int, Mark] = {}
         self.begin()
 
     @property
-    def live(self) -> list[torch.Tensor]:
+    def in_model(self) -> list[torch.Tensor]:
         """This rank's part of the parameters that the model has now and that are trained, in the model's order."""
         return [local(self._live_params[name]) for name in self._trained]
 
@@ -102,7 +100,7 @@ class RoundState:
 
     def _own(self) -> dict[str, torch.Tensor]:
         """What is a worker's own, by name: of the optimizer, and of the parameters."""
-        own = {name: t for name, t in self._tensors.named().items() if name.startswith(OPTIMIZER)}
+        own = {name: t for name, t in self.live().items() if name.startswith(OPTIMIZER)}
         return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
 
     @property
@@ -123,20 +121,20 @@ class RoundState:
         """
         _copy(self._live_params.values(), self._global.values())
         _unpack(own, self._own().values())
-        live = self.live
+        live = self.in_model
         merged = [live[at] for at in self.fragment(round_)]
         mine = [tensor.clone() for tensor in merged]
         _unpack(self.marks[round_].merged, [*merged, *self.balances])
         for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
             tensor.lerp_(kept, self._settings.mixing)
-        set_schedule(self._lr_schedulers, {"last_epoch": round_ * self._settings.round_steps})
+        self.set_schedules({"last_epoch": round_ * self._settings.round_steps})
 
     @torch.no_grad()
     def rest(self) -> None:
         """Make model and learning rate what they are between computations."""
         _copy(self._live_params.values(), self._global.values())
         _copy(self._live_balances.values(), self._balances.values())
-        set_schedule(self._lr_schedulers, {"last_epoch": self._counters.step})
+        self.set_schedules({"last_epoch": self._counters.step})
 
     # What all groups have
 
@@ -158,9 +156,19 @@ class RoundState:
         _copy(self._global.values(), self._live_params.values())
         _copy(self._balances.values(), self._live_balances.values())
 
-    def named(self) -> dict[str, torch.Tensor]:
-        """What a joiner takes over, by name."""
+    def handed_over(self) -> dict[str, torch.Tensor]:
         return {**self._global, **self._balances, **self._momentum}
+
+    def serve(self, blobs: dict[str, bytes]) -> HealState:
+        """See `TrainingState.serve`. Also what a joiner needs to take workers over."""
+        state = super().serve(blobs | {f"mark/{round_}": mark.merged for round_, mark in self.marks.items()})
+        state.meta[MARKS] = [[round_, mark.history] for round_, mark in self.marks.items()]
+        return state
+
+    def load(self, state: HealState) -> None:
+        super().load(state)
+        self.marks = {round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]}
+        self.rest()
 
     # What a checkpoint has besides torchtitan's own
 

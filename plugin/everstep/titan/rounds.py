@@ -11,27 +11,29 @@ again: of the last rounds each group still knows the global parameters (`round_s
 
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
+from everstep.quorum.request import Quorum
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import Place, WorkerStore
+from everstep.semi.worker_store import Place, WorkerStore, folder_of
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
-from everstep.titan.disk import DiskCheckpoints
 from everstep.titan.group import all_in_group, least_in_group
-from everstep.titan.round_state import Mark, RoundState
-from everstep.titan.slots import OPTIMIZER_SLOT, Slots
-from everstep.titan.tally import Layout, RoundSums
+from everstep.titan.round_state import RoundState
+from everstep.titan.slots import OPTIMIZER_SLOT
+from everstep.titan.tally import RoundSums, flat
+from everstep.titan.work import TrainerWork
 
 CHECKPOINT = "semi_sync"
-MARKS, OWN = "marks", "own"
+OWN = "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
 """Least wait for a state that its group is just writing."""
@@ -53,54 +55,54 @@ class Held:
     own: bytes
 
 
-class Rounds:
-    """Commits and events count rounds; `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning
-    rate, checkpoints and validation go by it.
+class Rounds(TrainerWork):
+    """Makes workers' rounds, and rounds; see `everstep.step.interfaces.Work`. Commits and events count rounds;
+    `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning rate, checkpoints and validation go
+    by it.
 
     Args:
         trainer: an `EverstepTrainer`, whose parts before this one are made.
-        disk: the trainer's.
-        slots: of a step, of which a worker has S / M.
-        state: of the run, which the trainer has not restored yet.
-        store: of the workers' own states.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        disk: DiskCheckpoints,
-        slots: Slots,
-        state: RoundState,
-        store: WorkerStore,
-    ) -> None:
-        self._trainer, self._disk, self._slots = trainer, disk, slots
-        self.state, self.store = state, store
-        self._join_timeout_s: float = trainer.config.fault_tolerance.join_timeout_s
+    state: RoundState  # pyrefly: ignore[bad-override-mutable-attribute] it is set once
+
+    def __init__(self, trainer: Any) -> None:
+        slots = trainer.slots
         self._settings: SemiSync = trainer.config.semi_sync
-        self.shares, self._steps = slots.workers, self._settings.round_steps
-        if slots.number % self.shares:
-            self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
-        self._held: dict[int, Held] = {}
-        self._refused: set[int] = set()
-        """Workers in whose rounds an optimizer step was refused twice."""
-        self._sums = Layout(RoundSums, self._steps, self._steps, len(_flat(state.balances)))
-        """How a round's further sums travel."""
-        self._changed = [torch.zeros_like(param) for param in slots.trainable]
-        """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
-        self.reducer = GradientReducer(
+        self._steps = self._settings.round_steps
+        state = RoundState(trainer)
+        reducer = GradientReducer(
             slots.trainable,
             BUCKET_BYTES,
             trainer.streams,
             hooks=False,
-            exact_slots=self.shares if trainer.config.fault_tolerance.exact else 0,
+            exact_slots=slots.workers if trainer.config.fault_tolerance.exact else 0,
             fragments=state.fragments,
         )
+        super().__init__(trainer, state, slots.workers, reducer)
+        if slots.number % self.shares:
+            self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
+        self.store = WorkerStore(
+            folder_of(trainer.place.run_dir),
+            rank=dist.get_rank(),
+            whose=trainer.participation.whose,
+            nbytes=state.own_bytes,
+            token=trainer.place.token,
+        )
+        self._held: dict[int, Held] = {}
+        self._refused: set[int] = set()
+        """Workers in whose rounds an optimizer step was refused twice."""
+        by_step = torch.zeros(self._steps, dtype=torch.float64)
+        self._nothing = RoundSums(by_step, by_step, torch.zeros_like(flat(state.balances)))
+        """The further sums of a group that has computed nothing."""
+        self._changed = [torch.zeros_like(param) for param in slots.trainable]
+        """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
         self._round_s = 0.0
         self._is_protected = True
         self._counted_saved = self._counted_sent = 0
         self._loaded: dict[int, bytes] = {}
         """By worker its own state in a checkpoint that was just loaded."""
-        disk.states[CHECKPOINT] = self
+        self._disk.states[CHECKPOINT] = self
 
     def _refuse(self, why: str) -> None:
         raise TrainerEnds(USAGE_EXIT, f'[semi_sync] method = "{self._settings.method}": {why}')
@@ -114,17 +116,17 @@ class Rounds:
         try:
             self._take_up(round_, worker)
             tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
-            self._held[worker] = Held(tokens, loss, _flat(self.state.balances), self.state.leave())
+            self._held[worker] = Held(tokens, loss, flat(self.state.balances), self.state.leave())
         finally:
             self._rest()
         self._offer(round_)
         self._round_s = time.monotonic() - begun
         losses = (loss / tokens).tolist()
-        self._trainer.events.emit("worker_round", round_, worker=worker, losses=losses)
+        self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
     def _take_up(self, round_: int, worker: int) -> None:
         """Make the model what the worker begins a round with. A collective of the group."""
-        begun, known = time.monotonic(), self.store.holds(worker, self._trainer.work.committed)
+        begun, known = time.monotonic(), self.store.holds(worker, self.committed)
         found, state = self._newest(worker)
         place, state = self._catch_up(found, state)
         if not known:
@@ -132,51 +134,39 @@ class Rounds:
             again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
             if again:  # no storage has it: lost once more, it would be made out of one that is older still
                 self.store.begin_write(place, state)
-            self._trainer.events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
+            self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
         self._begin(place, state)
 
     def _newest(self, worker: int) -> tuple[Place, bytes]:
         """A worker's newest own state that all ranks of the group have, of the history that led to the last commit, and
-        this rank's part of it. A collective of the group."""
-        places = {round_: self.state.place(worker, round_) for round_ in self.state.marks}
-        committed = self._trainer.work.committed
-        self._await(places[committed])
-        before = committed + 1
-        while True:
-            [newest] = least_in_group(
-                max((known for known, place in places.items() if known < before and self.store.has(place)), default=-1)
-            )
-            if newest < 0:
-                self._end_run(worker)
-            state = self.store.read(places[newest]) if newest in places else None
+        this rank's part of it. A collective of the group. Raises TrainerEnds if there is none: the run ends."""
+        places = [self.state.place(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
+        self._await(places[0])
+        for place in places:
+            state = self.store.read(place)
             if all_in_group(state is not None):
                 assert state is not None
-                return places[newest], state
-            before = newest
-
-    def _end_run(self, worker: int) -> NoReturn:
-        """No group has the worker's state. Raises TrainerEnds."""
+                return place, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and of rounds "
-            f"{min(self.state.marks)} to {self._trainer.work.committed} none is in {self.store.folder}. Start the run "
+            f"{min(self.state.marks)} to {self.committed} none is in {self.store.folder}. Start the run "
             "again, and it goes on from its last checkpoint"
         )
-        self._trainer.files.end_run(why)
+        self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
 
     def _await(self, place: Place) -> None:
         """Another group may be writing the state at this moment. A collective of the group."""
         end = time.monotonic() + max(PATIENCE_S, self._round_s)
         while True:
-            here = all_in_group(self.store.has(place))
-            in_time = all_in_group(time.monotonic() < end)
+            here, in_time = least_in_group(self.store.has(place), time.monotonic() < end)
             if here or not in_time:
                 return
             time.sleep(POLL_S)
 
     def _catch_up(self, place: Place, state: bytes) -> tuple[Place, bytes]:
         """An own state after the last commit, out of one that may be older: the rounds since are made again."""
-        while place.round < self._trainer.work.committed:
+        while place.round < self.committed:
             self._begin(place, state)
             self._inner_steps(place.round + 1, place.worker, whole=False, synchronises=False)
             place, state = self.state.place(place.worker, place.round + 1), self.state.leave()
@@ -191,18 +181,13 @@ class Rounds:
         self.state.rest()
         self._weights_changed()
 
-    def _weights_changed(self) -> None:
-        """The checks' bounds are derived anew."""
-        if self._trainer.checks is not None:
-            self._trainer.checks.weights_changed()
-
     def _inner_steps(self, round_: int, worker: int, *, whole: bool, synchronises: bool) -> torch.Tensor:
         """A worker's optimizer steps of a round; `synchronises`: what it changed is added to what is summed, τ steps
         before the end. Valid tokens and sum of their losses by step, float64 [2, h]."""
         sums = torch.zeros(2, self._steps, dtype=torch.float64)
         last = self._steps - self._settings.overlap_steps
         for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
-            sums[:, made - 1] = torch.tensor(self.inner_step(round_, inner_step, worker, whole=whole))
+            sums[:, made - 1] = torch.tensor(self._inner_step(round_, inner_step, worker, whole=whole))
             if synchronises and made == last:
                 self._synchronise(round_)
         return sums
@@ -211,7 +196,7 @@ class Rounds:
     def _synchronise(self, round_: int) -> None:
         """What the worker has changed of the round's fragment so far is what it synchronises. With τ the sum begins if
         this is the group's last worker, and goes on while the worker makes its last steps."""
-        before, now = self.state.trained, self.state.live
+        before, now = self.state.trained, self.state.in_model
         for at in self.state.fragment(round_):
             local(self._changed[at]).add_(before[at] - now[at])
         if self._settings.overlap_steps:
@@ -225,22 +210,22 @@ class Rounds:
         for at in self.state.fragment(round_):
             self._slots.trainable[at].grad = self._changed[at]
 
-    def inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
+    def _inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
         """One optimizer step of a worker; its valid tokens and the sum of their losses. If an attention check refuses a
         slot, the step's gradients are computed again with every check; if it does so again, the round is refused."""
-        trainer, slots = self._trainer, self._slots
+        slots = self._slots
         for again in (False, True):
             slots.discard()
             for slot in slots_of(worker, slots.number, slots.workers):
-                trainer.files.computes(round_, worker)
+                self._files.computes(round_, worker)
                 slots.compute(inner_step, slot, whole=again or whole)
-            if trainer.checks is None or all_in_group(not slots.refused()):
+            if self._checks is None or all_in_group(not slots.refused()):
                 break
             if again:
                 self._refused.add(worker)
             else:
                 reason = "attention findings were not repaired"
-                trainer.events.emit("slot_refused", round_, slot=worker, reason=reason)
+                self._events.emit("slot_refused", round_, slot=worker, reason=reason)
         by_slot, loss = slots.tokens_and_losses()
         tokens = float(by_slot.sum())
         if tokens != slots.nominal_tokens:
@@ -255,22 +240,18 @@ class Rounds:
     def refused(self) -> frozenset[int]:
         return frozenset(self._refused)
 
-    def words(self, commit: Commit) -> dict[int, int]:
-        """There are no snapshots of a run of workers."""
-        return {}
-
     def results(self) -> SlotSums:
         """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
         tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
         tokens_by_step, loss_by_step = torch.zeros(2, self._steps, dtype=torch.float64)
-        balances = torch.zeros_like(_flat(self.state.balances))
+        balances = torch.zeros_like(self._nothing.balances)
         for worker, done in self._held.items():
             tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
             tokens_by_step += done.tokens
             loss_by_step += done.loss
             balances += done.balances
         further = RoundSums(tokens_by_step, exact.rounded(loss_by_step), exact.rounded(balances))
-        return SlotSums(tokens, loss, self._sums.pack(further), frozenset(self._held))
+        return SlotSums(tokens, loss, further.pack(), frozenset(self._held))
 
     def discard(self) -> None:
         """Forget what the workers of the round in progress changed."""
@@ -282,7 +263,7 @@ class Rounds:
         self._slots.discard()
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """Change the global parameters by what the workers changed: the outer step."""
+        """The outer step: change the global parameters by what the workers changed."""
         self._trainer.checkpointer.maybe_wait_for_staging()
         self._offer(commit.step)  # for its memory
         self.reducer.assign(1 / self.shares)
@@ -294,7 +275,7 @@ class Rounds:
             [local(grad) for at in places if (grad := self._slots.trainable[at].grad) is not None],
             [momentum[at] for at in places] if momentum else [],
         )
-        sums = self._sums.unpack(commit.extra)
+        sums = self._nothing.unpack(commit.extra)
         self.state.balance(sums.balances / self.shares)
         self.state.mark(commit.step, commit.history)
         for worker, done in self._held.items():
@@ -302,7 +283,7 @@ class Rounds:
         self._rest()
         self._keep(commit.step)
         saved, self._counted_saved = self._counted_saved, self.store.written_bytes
-        sent, self._counted_sent = self._counted_sent, self._trainer.column.payload_bytes
+        sent, self._counted_sent = self._counted_sent, self._trainer.participation.column.payload_bytes
         return float(norm), {
             "inner_losses": (sums.loss / sums.tokens).tolist(),
             "inner_steps": self._steps,
@@ -316,20 +297,20 @@ class Rounds:
         carry any more, once they are on disk. Say when the loss of this group begins to mean that the run ends, and
         when it no longer does."""
         self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
-        self._trainer.files.beat("keep", round_)
+        self._files.beat("keep", round_)
         # The other groups wait for this one as long as that, and no longer.
-        why = self.store.keep(round_, self._join_timeout_s if self._is_protected else 0.0)
+        why = self.store.keep(round_, self._ft.join_timeout_s if self._is_protected else 0.0)
         if self._is_protected and why:
-            self._trainer.events.emit("workers_unprotected", round_, reason=why)
+            self._events.emit("workers_unprotected", round_, reason=why)
         elif not self._is_protected and not why:
-            self._trainer.events.emit("workers_protected", round_)
+            self._events.emit("workers_protected", round_)
         self._is_protected = not why
 
     # The state
 
-    def before_restore(self) -> None:
+    def restore(self, quorum: Quorum) -> tuple[int, int]:
         """Raises TrainerEnds if the run ended because a worker's state was lost, or if the checkpoint does not fit."""
-        if why := self._trainer.files.why_run_ended():
+        if why := self._files.why_run_ended():
             raise TrainerEnds(HOPELESS_EXIT, why)
         keys = self._disk.keys() or ()
         saved = {key.split(".")[2] for key in keys if key.startswith(f"{CHECKPOINT}.worker.")}
@@ -337,19 +318,18 @@ class Rounds:
             self._refuse(f"the checkpoint has {len(saved)} workers and the run {self.shares}; set workers")
         if not saved:  # no checkpoint, or one of synchronous training
             del self._disk.states[CHECKPOINT]
-
-    def restored(self, history: int) -> None:
+        round_, history = super().restore(quorum)
         self._disk.states[CHECKPOINT] = self
         step, sync_steps = self._trainer.step, self._settings.sync_steps
         if step % sync_steps:
             self._refuse(f"the checkpoint is of step {step}, not of the end of a round of {sync_steps} steps")
         self.state.begin()
         own, self._loaded = self._loaded or dict.fromkeys(range(self.shares), self.state.leave()), {}
-        round_ = step // self._steps
         self.state.mark(round_, history)
         for worker, state in own.items():
             self.store.hold(self.state.place(worker, round_), state)
         self._rest()
+        return round_, history
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has besides torchtitan's own: all workers; torchtitan's own part has the optimizer of
@@ -358,35 +338,28 @@ class Rounds:
         if self.state.marks:
             for worker in own:
                 _, own[worker] = self._catch_up(*self._newest(worker))
-            self.state.enter(own[0], self._trainer.work.committed)
+            self.state.enter(own[0], self.committed)
             self._rest()
         return self.state.on_disk(own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = self.state.from_disk(state_dict)
 
-    def serve(self, state: HealState) -> None:
-        """Also what a joiner needs to take workers over, and the own states that are nowhere else but here yet."""
+    def serve(self) -> HealState:
+        """Also the own states that are nowhere else but here yet."""
         unkept = [(place, own) for place, own in self.store.held.values() if not self.store.on_storage(place)]
-        state.meta[MARKS] = [[round_, mark.history] for round_, mark in self.state.marks.items()]
+        state = super().serve()
         state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
-        state.blobs |= {f"mark/{round_}": mark.merged for round_, mark in self.state.marks.items()}
         state.blobs |= {f"own/{place.worker}": own for place, own in unkept}
+        return state
 
-    def healed(self, state: HealState) -> None:
-        self._rest()
-        self.state.marks = {
-            round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]
-        }
+    def heal(self, state: HealState) -> None:
+        super().heal(state)
         self.store.held.clear()
         for worker, round_ in state.meta[OWN]:
             self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
 
-    def close(self) -> None:
-        """This group leaves: its newest states have to be on storage for those who take its workers over."""
-        self.store.settle(self._join_timeout_s)
-
-
-def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Their values end to end, float64 on the CPU."""
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().flatten().double().cpu() for t in tensors)])
+    def close(self, *, leaves: bool) -> None:
+        """The newest states have to be on storage for those who take this group's workers over."""
+        self.store.settle(self._ft.join_timeout_s)
+        super().close(leaves=leaves)

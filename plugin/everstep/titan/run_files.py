@@ -1,6 +1,5 @@
 """What the run directory says to one rank of a group, and what this rank says there."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,19 +14,6 @@ from everstep.run.poison import deaths_at
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
 """Phases of a group that has no state to offer."""
-
-
-def finished_step(run_dir: Path) -> int:
-    """The step at which this run last ended with its state saved; -1 if it never did.
-
-    Raises:
-        ValueError: the marker names no step.
-    """
-    path = run_dir / FINISHED
-    try:
-        return int(read_json(path).get("step", -1))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{path} does not say which step was the last: remove it if the run is not over") from error
 
 
 class RankFiles:
@@ -85,7 +71,8 @@ class RankFiles:
 
     def finished_step(self) -> int:
         """See `RunFiles.finished_step`."""
-        return finished_step(self._run_dir)
+        step = read_json(self._run_dir / FINISHED).get("step")
+        return step if isinstance(step, int) else -1
 
     def ended_for_all(self) -> bool:
         """See `RunFiles.ended_for_all`."""

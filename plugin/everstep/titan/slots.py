@@ -4,14 +4,12 @@ import time
 from typing import Any
 
 import torch
-from torchtitan import trainer as titan
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.observability import structured_logger as sl
 
 from everstep.attention.guard import Checks
-from everstep.run.events import EventLog
 from everstep.step.interfaces import OutOfData
 from everstep.step.reduction import local
 from everstep.titan import private
@@ -31,15 +29,13 @@ class Slots:
     """Computes slots; gradients are added to `param.grad`, tokens and losses are kept by slot until `discard`.
 
     Args:
-        trainer: torchtitan's, which has built its model and its dataloader.
-        checks: what looks at the model's arithmetic, if anything.
-        events: of this rank.
+        trainer: an `EverstepTrainer`, which has built its model, its dataloader and its checks.
     """
 
-    def __init__(self, trainer: titan.Trainer, checks: Checks | None, events: EventLog) -> None:
-        config: Any = trainer.config
-        semi = config.semi_sync
-        self._trainer, self._checks, self._events = trainer, checks, events
+    def __init__(self, trainer: Any) -> None:
+        config, semi = trainer.config, trainer.config.semi_sync
+        self._trainer, self._events = trainer, trainer.place.events
+        self._checks: Checks | None = trainer.checks
         self.seed = config.debug.seed or 0
         self.dp_rank, self.dp_size = 0, 1
         if trainer.parallel_dims.dp_enabled:
@@ -171,8 +167,8 @@ class Slots:
         return frozenset(self._tokens)
 
     def reached(self) -> torch.Tensor:
-        """For each trained parameter 1.0 if a slot computed since `discard` has a gradient of it, else 0.0."""
-        return torch.tensor([float(at in self._reached) for at in range(len(self.trainable))])
+        """For each trained parameter 1 if a slot computed since `discard` has a gradient of it, else 0; float64."""
+        return torch.tensor([at in self._reached for at in range(len(self.trainable))], dtype=torch.float64)
 
     def refused(self) -> frozenset[int]:
         """See `Work.refused`. What the checks saw since this was last asked is told of. One host synchronisation."""

@@ -107,9 +107,7 @@ class Snapshots:
         self._copier.committed(commit.step, commit.history, commit.able, said, taken)
 
     def _to_snapshot(self, state: HealState) -> State:
-        # What is agreed on snapshots is for joiners.
-        meta = {name: value for name, value in state.meta.items() if name != AGREED_SNAPSHOTS}
-        return State(state.tensors, meta, state.blobs, self.shards)
+        return State(state.tensors, state.meta, state.blobs, self.shards)
 
     def restored(self, step: int, history: int, quorum: Quorum, state: HealState) -> None:
         """Take a snapshot of the state that the groups of a quorum have just restored, each for itself."""

@@ -8,12 +8,12 @@ Random numbers need no state: every slot and every optimizer step seeds its own 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan import trainer as titan
 
 from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
@@ -36,39 +36,36 @@ def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
 
 
 def canonical(name: str) -> str:
-    """A parameter's or buffer's name in the whole model, without the number of its model part and what activation
-    checkpointing and torch.compile wrap around modules."""
-    name = name.partition(".")[2]
+    """A parameter's or buffer's name in the whole model, without what activation checkpointing and torch.compile wrap
+    around modules."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-class LiveTensors:
-    """The parameters, persistent buffers and optimizer state of one rank, by the names that the whole model gives them,
-    so that they are found in groups of any shape.
+class TrainingState:
+    """What one rank of a group hands over to the same rank of another: tensors, learning rates and counters. Tensors
+    have the names that the whole model gives them, so that they are found in groups of any shape.
 
     Args:
-        model_parts: torchtitan's model parts, parallelized and initialized.
-        optimizers: torchtitan's container; optimizer state is created here if there is none yet, so that a joiner has
-            where to heal into.
+        trainer: torchtitan's, whose model parts are parallelized and initialized. Optimizer state is created here if
+            there is none yet, so that a joiner has where to heal into.
     """
 
-    def __init__(self, model_parts: list[torch.nn.Module], optimizers: OptimizersContainer) -> None:
-        self.optimizers = list(optimizers)
-        self.parameters = {
-            f"{i}.{name}": param for i, part in enumerate(model_parts) for name, param in part.named_parameters()
-        }
-        # A state_dict() leaves out what activation checkpointing wraps around modules, named_buffers() does not.
-        persistent = {(i, canonical(f"{i}.{name}")) for i, part in enumerate(model_parts) for name in part.state_dict()}
-        self.buffers = {
-            f"{i}.{name}": buffer
-            for i, part in enumerate(model_parts)
-            for name, buffer in part.named_buffers()
-            if (i, canonical(f"{i}.{name}")) in persistent
-        }
-        self._names = {param: canonical(name) for name, param in self.parameters.items()}
-        self._in_model: dict[str, torch.Tensor] = {f"param/{name}": param for param, name in self._names.items()}
-        self._in_model |= {f"buffer/{canonical(name)}": buffer for name, buffer in self.buffers.items()}
-        for optimizer in self.optimizers:
+    def __init__(self, trainer: titan.Trainer) -> None:
+        self._optimizers, self._lr_schedulers = list(trainer.optimizers), trainer.lr_schedulers
+        self._counters = trainer
+        """Its `state_dict()` has the counters."""
+        self.parameters: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        for part in trainer.model_parts:
+            self.parameters |= {canonical(name): param for name, param in part.named_parameters()}
+            # A state_dict() leaves out what activation checkpointing wraps around modules, named_buffers() does not.
+            persistent = set(map(canonical, part.state_dict()))
+            named = {canonical(name): buffer for name, buffer in part.named_buffers()}
+            buffers |= {name: buffer for name, buffer in named.items() if name in persistent}
+        self._names = {param: name for name, param in self.parameters.items()}
+        self._in_model = {f"param/{name}": param for name, param in self.parameters.items()}
+        self._in_model |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+        for optimizer in self._optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
                 # It makes the state by a step with zero gradients, which Adam's bias correction must not count.
@@ -76,11 +73,11 @@ class LiveTensors:
                     if "step" in state:
                         state["step"].zero_()
 
-    def named(self) -> dict[str, torch.Tensor]:
-        """All of them. Those of an optimizer are looked up each time: one that loads a checkpoint has other tensors
-        afterwards."""
+    def live(self) -> dict[str, torch.Tensor]:
+        """The parameters, persistent buffers and optimizer state of this rank by name. Those of an optimizer are looked
+        up each time: one that loads a checkpoint has other tensors afterwards."""
         named = dict(self._in_model)
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
                 name = self._names[param]
                 for key, value in state.items():
@@ -88,31 +85,14 @@ class LiveTensors:
                         named[f"optimizer/{name}/{key}"] = value
         return named
 
-
-class TrainingState:
-    """What one rank of a group hands over to the same rank of another: tensors, learning rates and counters.
-
-    Args:
-        live: the rank's tensors.
-        lr_schedulers: torchtitan's container.
-        counters: an object with the trainer's counters, `state_dict()` and `load_state_dict()`.
-        named: the tensors that are handed over, by name; None: the live ones.
-    """
-
-    def __init__(
-        self,
-        live: LiveTensors,
-        lr_schedulers: LRSchedulersContainer,
-        counters: Any,
-        named: Callable[[], dict[str, torch.Tensor]] | None = None,
-    ) -> None:
-        self._live, self._lr_schedulers, self._counters = live, lr_schedulers, counters
-        self._named = named or live.named
+    def handed_over(self) -> dict[str, torch.Tensor]:
+        """The tensors that a joiner takes over, by name."""
+        return self.live()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name → this rank's local tensor, sharing memory with the trainer's."""
-        tensors = self._named()
+        tensors = self.handed_over()
         for name, tensor in tensors.items():
             part = local(tensor)  # to detach a DTensor takes a hundred times as long as to detach its part
             tensors[name] = part.detach() if part.requires_grad else part
@@ -121,27 +101,21 @@ class TrainingState:
     def shards(self) -> dict[str, Shard]:
         """Of the tensors that are sharded: which box of the whole this rank has."""
         found = {}
-        for name, tensor in self._named().items():
+        for name, tensor in self.handed_over().items():
             if isinstance(tensor, DTensor):
                 mesh, placements = tensor.device_mesh, tensor.placements
                 _, offset = private.local_box(tensor.shape, mesh, placements)
                 found[name] = Shard(tuple(tensor.shape), tuple(offset))
         return found
 
-    def meta(self) -> dict[str, Any]:
-        """What is not a tensor, as JSON."""
-        return {
-            "lr_schedulers": self._lr_schedulers.state_dict(),
-            "counters": self._counters.state_dict(),
-        }
-
-    def snapshot(self, blobs: Mapping[str, bytes] | None = None) -> HealState:
-        """The state as a heal source serves it; tensors by reference."""
-        return HealState(tensors=self.tensors(), meta=self.meta(), blobs=dict(blobs or {}))
+    def serve(self, blobs: dict[str, bytes]) -> HealState:
+        """The state as a heal source serves it, with `blobs` besides; tensors by reference."""
+        meta = {"lr_schedulers": self._lr_schedulers.state_dict(), "counters": self._counters.state_dict()}
+        return HealState(tensors=self.tensors(), meta=meta, blobs=blobs)
 
     @torch.no_grad()
     def load(self, state: HealState) -> None:
-        """Take over a state that `snapshot` of another group's same rank gave.
+        """Take over a state that `serve` of another group's same rank gave.
 
         Raises:
             ValueError: the tensors' names differ from this rank's: another model or optimizer.
@@ -152,33 +126,28 @@ class TrainingState:
             raise ValueError(f"the healed state is of another model: {differing[:3]} are not in both")
         for name, tensor in mine.items():
             tensor.copy_(state.tensors[name])
-        set_schedule(self._lr_schedulers, state.meta["lr_schedulers"])
+        self.set_schedules(state.meta["lr_schedulers"])
         self._counters.load_state_dict(state.meta["counters"])
+
+    def set_schedules(self, state: dict[str, Any]) -> None:
+        """Set the schedules, and the rates that the optimizers use next, which torchtitan's schedules do not
+        restore."""
+        self._lr_schedulers.load_state_dict(state)
+        for scheduler in self._lr_schedulers:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     @torch.no_grad()
     def checksum(self) -> int:
-        """63 bits over the parameters' own bits on this rank: equal states have equal checksums."""
-        return checksum(param.detach() for param in self._live.parameters.values())
-
-
-def set_schedule(lr_schedulers: LRSchedulersContainer, state: dict[str, Any]) -> None:
-    """Set schedules, and the rates that the optimizers use next, which torchtitan's schedules do not restore."""
-    lr_schedulers.load_state_dict(state)
-    for scheduler in lr_schedulers:
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-
-
-def checksum(tensors: Iterable[torch.Tensor | None]) -> int:
-    """63 bits over the bits of this rank's part of tensors, in order; None counts for nothing. One host synchronisation
-    for all of one device."""
-    return digest(row_sums(tensors))
+        """63 bits over the parameters' own bits on this rank: equal states have equal checksums. One host
+        synchronisation for all of one device."""
+        return digest(row_sums(param.detach() for param in self.parameters.values()))
 
 
 def row_sums(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of this rank's part of
-    tensors. One flipped bit anywhere changes one of them. They are made at the speed of memory, and stay on the device.
-    """
+    tensors, in order; None counts for nothing. One flipped bit anywhere changes one of them. They are made at the speed
+    of memory, and stay on the device."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor is None or not local(tensor).numel():

@@ -1,80 +1,84 @@
 """An optimizer step, made of slots: what a commit is in synchronous training."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import GradientReducer, local
-from everstep.titan.slots import Slots
-from everstep.titan.snapshots import Snapshots
-from everstep.titan.tally import Layout, StepSums
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
+from everstep.titan.group import all_in_group
+from everstep.titan.state import TrainingState
+from everstep.titan.tally import StepSums, flat
+from everstep.titan.work import TrainerWork
 
 
-class Steps:
-    """The slots of a step; see `everstep.step.interfaces.Work` for what is not said here.
+class Steps(TrainerWork):
+    """Computes the slots of steps, and steps; see `everstep.step.interfaces.Work`.
 
     Args:
-        slots: the trainer's.
-        snapshots: of this rank's state, if there are any.
-        reducer: of the gradients.
-        is_exact: whether sums are, so that `param.grad` has one slot at a time.
+        trainer: an `EverstepTrainer`, whose parts before this one are made.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        snapshots: Snapshots | None,
-        reducer: GradientReducer,
-        *,
-        is_exact: bool,
-    ) -> None:
-        self._slots, self._snapshots, self.reducer = slots, snapshots, reducer
-        self.shares = slots.number
-        """Of how many parts a commit is made, each of which a group computes."""
-        self._is_exact = is_exact
+    notes_interval = 10
+    """What an adopter of a stream has to skip at most, and one more."""
+
+    def __init__(self, trainer: Any) -> None:
+        slots, self._is_exact = trainer.slots, trainer.config.fault_tolerance.exact
+        reducer = GradientReducer(
+            slots.trainable,
+            BUCKET_BYTES,
+            trainer.streams,
+            hooks=slots.computes_eagerly,
+            exact_slots=slots.number if self._is_exact else 0,
+        )
+        super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
+        self._skips_poison = self._ft.on_poison == "skip"
+        """Whether slots that ended groups are left out."""
+        self._skipped: set[tuple[int, int]] = set()
+        """Steps and slots in which no group can compute a finite gradient."""
         # There are no more groups than slots, however many the run is scaled to.
-        groups = 0 if snapshots is None else slots.number
-        loads = sum(local(load).numel() for load in slots.expert_loads)
-        self._sums = Layout(StepSums, loads, len(slots.trainable), groups)
-        """How a step's further sums travel."""
+        words = torch.zeros(0 if self._snapshots is None else slots.number, dtype=torch.float64)
+        self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), words)
+        """The further sums of a group that has computed nothing."""
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
+        if self._skips_poison and not all_in_group(not self._is_poison(step, slot)):
+            self._slots.hold_nothing(slot)
+            self._events.emit("slot_skipped", step, slot=slot)
+            return
+        self._files.computes(step, slot)
         self._slots.compute(step, slot, whole=whole)
         if self._is_exact:
             self._slots.keep_bits(slot)
+
+    def _is_poison(self, step: int, slot: int) -> bool:
+        return (step, slot) in self._skipped or self._files.is_poison(step, slot)
+
+    def _leave_out(self, step: int, slots: Collection[int]) -> None:
+        if not self._skips_poison:
+            super()._leave_out(step, slots)
+        self._skipped |= {(step, slot) for slot in slots}
 
     def refused(self) -> frozenset[int]:
         return self._slots.refused()
 
     def results(self) -> SlotSums:
         tokens, loss = self._slots.tokens_and_losses()
-        held = self._slots.held
-        further = StepSums(
-            loads=torch.cat([torch.zeros(0), *(local(load).flatten().cpu() for load in self._slots.expert_loads)]),
-            reached=self._slots.reached(),
-            words=self._words(),
-        )
-        return SlotSums(tokens, loss, self._sums.pack(further), held)
-
-    def _words(self) -> torch.Tensor:
-        """What this group says of its snapshots, in a vector with a place for each group; a collective of the group."""
-        if self._snapshots is None:
-            return torch.zeros(0)
-        words = torch.zeros(self._slots.number, dtype=torch.float64)
-        words[self._snapshots.group] = self._snapshots.word()
-        return words
+        words = self._nothing.words.clone()
+        if self._snapshots is not None:
+            words[self._snapshots.group] = self._snapshots.word()
+        further = StepSums(flat(self._slots.expert_loads), self._slots.reached(), words)
+        return SlotSums(tokens, loss, further.pack(), self._slots.held)
 
     def discard(self) -> None:
         self._slots.discard()
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
         if self._snapshots is not None:
             self._snapshots.wait()
         self.reducer.assign(self._slots.nominal_tokens / float(commit.tokens.sum()))
-        self._assign(self._sums.unpack(commit.extra))
+        self._assign(self._nothing.unpack(commit.extra))
         return float(self._slots.step(commit.step)), {}
 
     def _assign(self, sums: StepSums) -> None:
@@ -89,23 +93,5 @@ class Steps:
                 param.grad = None
 
     def words(self, commit: Commit) -> dict[int, int]:
-        """What each group said of its snapshots."""
-        words = self._sums.unpack(commit.extra).words.tolist()
+        words = self._nothing.unpack(commit.extra).words.tolist()
         return {group: round(word) for group, word in enumerate(words)}
-
-    # A step has no state besides the trainer's: nothing is to be done
-
-    def before_restore(self) -> None:
-        """before a state is loaded, as no group has one,"""
-
-    def restored(self, history: int) -> None:
-        """when it was,"""
-
-    def serve(self, state: HealState) -> None:
-        """for a joiner,"""
-
-    def healed(self, state: HealState) -> None:
-        """as a joiner,"""
-
-    def close(self) -> None:
-        """or when this group leaves."""

@@ -3,15 +3,31 @@
 All values are sums: a group gives its own, and a commit brings those of all groups together.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Self
 
 import torch
 
+from everstep.step.reduction import local
+
 
 @dataclass(frozen=True, slots=True)
-class StepSums:
-    """Of an optimizer step, float64 each.
+class Sums:
+    """Fields that travel as one vector, each float64 [n] on the CPU with an n that never changes."""
+
+    def pack(self) -> torch.Tensor:
+        """The fields end to end."""
+        return torch.cat([getattr(self, field.name) for field in fields(self)])
+
+    def unpack(self, vector: torch.Tensor) -> Self:
+        """The inverse of `pack`, for fields as long as these; views."""
+        return type(self)(*vector.split([len(getattr(self, field.name)) for field in fields(self)]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums(Sums):
+    """Of an optimizer step.
 
     Attributes:
         loads: tokens that each expert got, all layers end to end.
@@ -25,8 +41,8 @@ class StepSums:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSums:
-    """Of a semi-synchronous round, float64 each.
+class RoundSums(Sums):
+    """Of a semi-synchronous round.
 
     Attributes:
         tokens, loss: valid tokens and the sum of their losses, by optimizer step of the round.
@@ -38,27 +54,7 @@ class RoundSums:
     balances: torch.Tensor
 
 
-T = TypeVar("T", StepSums, RoundSums)
-
-
-class Layout(Generic[T]):
-    """Such fields as one vector, float64 on the CPU.
-
-    Args:
-        kind: of the fields.
-        sizes: elements of each, in the order of `kind`.
-    """
-
-    def __init__(self, kind: type[T], *sizes: int) -> None:
-        self._kind, self._sizes = kind, sizes
-
-    def pack(self, sums: T) -> torch.Tensor:
-        """The fields end to end. Raises ValueError for other sizes."""
-        parts = [getattr(sums, field.name).double().cpu() for field in fields(self._kind)]
-        if tuple(len(part) for part in parts) != self._sizes:
-            raise ValueError(f"{self._kind.__name__} of {[len(part) for part in parts]} and not {list(self._sizes)}")
-        return torch.cat(parts)
-
-    def unpack(self, vector: torch.Tensor) -> T:
-        """The inverse of `pack`; views."""
-        return self._kind(*vector.split(list(self._sizes)))
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The values of this rank's part of tensors end to end, float64 on the CPU."""
+    parts = (local(tensor).detach().flatten().double().cpu() for tensor in tensors)
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])

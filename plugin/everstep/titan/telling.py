@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor
-from torchtitan.distributed import ParallelDims
+from torchtitan import trainer as titan
+from torchtitan.components.metrics import BaseLogger
 
 from everstep.step.interfaces import Commit
 from everstep.titan import private
@@ -18,15 +18,15 @@ class Measures(BaseLogger):
     here: the trainer takes them into its events, of which the curves are drawn.
 
     Args:
-        processor: torchtitan's, which logs here from now on.
-        parallel_dims, pp_schedule: of the group; they say which rank knows the loss.
+        trainer: torchtitan's, whose `MetricsProcessor` logs here from now on.
     """
 
-    def __init__(self, processor: MetricsProcessor, parallel_dims: ParallelDims, pp_schedule: str) -> None:
-        self._processor = processor
+    def __init__(self, trainer: titan.Trainer) -> None:
+        self._processor = trainer.metrics_processor
+        self._processor.logger = self
         self._logged: dict[str, float] = {}
-        processor.logger = self
-        self._knows_loss = dist.get_rank() == private.metrics_rank(parallel_dims, pp_schedule)
+        schedule = trainer.config.parallelism.pipeline_parallel_schedule
+        self._knows_loss = dist.get_rank() == private.metrics_rank(trainer.parallel_dims, schedule)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._logged = metrics

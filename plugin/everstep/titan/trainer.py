@@ -3,11 +3,10 @@
 import contextlib
 import os
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan import trainer as titan
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -17,30 +16,24 @@ from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
-from everstep.run.beats import DONE, STARTUP
+from everstep.run.beats import STARTUP
 from everstep.run.exits import FENCED_EXIT
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import WorkerStore, folder_of
 from everstep.snapshot.section import SnapshotSection
 from everstep.snapshot.segment import run_id
 from everstep.step.driver import End
 from everstep.step.interfaces import OutOfData
-from everstep.step.reduction import BUCKET_BYTES, GradientReducer
-from everstep.titan import attention, cpu, exactness, private
+from everstep.titan import attention, cpu, exactness
 from everstep.titan.checkpoints import write_aside
 from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.participation import Participation
-from everstep.titan.place import RunPlace, open_place
-from everstep.titan.round_state import RoundState
+from everstep.titan.place import open_place
 from everstep.titan.rounds import Rounds
 from everstep.titan.slots import Slots
-from everstep.titan.state import LiveTensors, TrainingState
 from everstep.titan.steps import Steps
-from everstep.titan.telling import Measures
-from everstep.titan.work import TrainerWork
 
 
 class EverstepTrainer(titan.Trainer):
@@ -70,18 +63,11 @@ class EverstepTrainer(titan.Trainer):
         semi_sync: SemiSync = field(default_factory=SemiSync)
         """Workers that train on their own for some steps between two synchronisations."""
 
-        def build(self, **parts: Any) -> "EverstepTrainer":
-            return private.built_by(self)(config=replace(self), **parts)
-
-        def __post_init__(self) -> None:
-            # not super(): `slots=True` makes a second class, which the first one's super() does not know
-            titan.Trainer.Config.__post_init__(self)
-            check_config(self)
-
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute] torchtitan's declares its own Config
 
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
+        check_config(config)
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
@@ -91,7 +77,7 @@ class EverstepTrainer(titan.Trainer):
             exactness.prepare(config)
         choose_attention(config)
         if ft.enable:
-            self.place = _prepare(config)
+            self.place = open_place(config)
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
@@ -101,41 +87,24 @@ class EverstepTrainer(titan.Trainer):
         if not ft.enable:
             return
         place = self.place
-        self.run_dir, self.events, self.files = place.run_dir, place.events, place.files
         if ft.exact:
             exactness.after_build()
-            exactness.agree(self.run_dir, exactness.fingerprint(config, self.device))
+            exactness.agree(place.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
         """The run and the data that a state that was taken over is of."""
         self.own_keys = OURS
         """Those of our own counters that a checkpoint has, while it is loaded."""
-        self.is_exact = ft.exact
         self.parameters_told = ""
         """With exact sums, a checksum of the parameters after the last step; of a state that was taken over, what came
         with it."""
-        self.slots = Slots(self, self.checks, place.events)
-        self.source = self.slots.source
         self.streams = streams_of(self.device)
-        degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
-        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        whose = f"{rank} in run {run_id(place.token)}, {', '.join(degrees)}"
-        self.participation = Participation(config, place, whose, self.streams)
-        self.column = self.participation.column
-        self.disk = DiskCheckpoints(self.checkpointer, config.checkpoint, self, place.events, place.files)
-        live = LiveTensors(self.model_parts, self.optimizers)
-        unit: Steps | Rounds
-        if config.semi_sync.enabled:
-            unit = self._rounds(live, whose)
-            state = TrainingState(live, self.lr_schedulers, self, unit.state.named)
-        else:
-            unit = self._steps()
-            state = TrainingState(live, self.lr_schedulers, self)
-        schedule = config.parallelism.pipeline_parallel_schedule
-        measures = Measures(self.metrics_processor, self.parallel_dims, schedule)
-        self.work = TrainerWork(self, self.slots, unit, state, self.disk, measures)
+        self.slots = Slots(self)
+        self.participation = Participation(self)
+        self.disk = DiskCheckpoints(self)
+        self.work = Rounds(self) if config.semi_sync.enabled else Steps(self)
         if place.snapshots is not None:
-            place.snapshots.shards = state.shards()
+            place.snapshots.shards = self.work.state.shards()
         write_aside(self.checkpointer, ft.group_id, self.participation.life)
         place.events.emit(
             "worker_ready",
@@ -150,8 +119,8 @@ class EverstepTrainer(titan.Trainer):
         counters = super().state_dict()
         if not self.config.fault_tolerance.enable:
             return counters
-        ours = {HISTORY: self.history, DATA_BEGAN: self.source.began_after, DATA: self.data}
-        if self.is_exact:
+        ours = {HISTORY: self.history, DATA_BEGAN: self.slots.source.began_after, DATA: self.data}
+        if self.config.fault_tolerance.exact:
             ours[PARAMETERS] = self.parameters_told
         return counters | {key: value for key, value in ours.items() if key in self.own_keys}
 
@@ -159,14 +128,14 @@ class EverstepTrainer(titan.Trainer):
         super().load_state_dict(state_dict)
         if self.config.fault_tolerance.enable:
             self.history = int(state_dict.get(HISTORY, 0))
-            self.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
+            self.slots.source.began_after = int(state_dict.get(DATA_BEGAN, 0))
             self.data_told = str(state_dict.get(DATA, ""))
             self.parameters_told = str(state_dict.get(PARAMETERS, ""))
 
     @property
     def data(self) -> str:
         """This run, and what tells its data from others."""
-        return f"{run_id(self.place.token)} {self.source.fingerprint()}"
+        return f"{run_id(self.place.token)} {self.slots.source.fingerprint()}"
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
@@ -187,52 +156,28 @@ class EverstepTrainer(titan.Trainer):
             step_tokens=rows * training.seq_len,
         )
 
-    def _steps(self) -> Steps:
-        reducer = GradientReducer(
-            self.slots.trainable,
-            BUCKET_BYTES,
-            self.streams,
-            hooks=self.slots.computes_eagerly,
-            exact_slots=self.slots.number if self.is_exact else 0,
-        )
-        return Steps(self.slots, self.place.snapshots, reducer, is_exact=self.is_exact)
-
-    def _rounds(self, live: LiveTensors, whose: str) -> Rounds:
-        """`whose`: words that a worker's state is bound to: the run, and how its groups are laid out."""
-        state = RoundState(live, self.lr_schedulers, self, self.config.semi_sync)
-        store = WorkerStore(
-            folder_of(self.run_dir),
-            rank=dist.get_rank(),
-            whose=whose,
-            nbytes=state.own_bytes,
-            token=self.place.token,
-        )
-        return Rounds(self, self.disk, self.slots, state, store)
-
     @exactness.naming_operators()
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
             super().train()
             return
-        group, work, snapshots = self.config.fault_tolerance.group_id, self.work, self.place.snapshots
+        place, work, group = self.place, self.work, self.config.fault_tolerance.group_id
         self._compile()
         self.participation.warm()
         with self.config.profiler.build(
             global_step=self.step, base_folder=self.config.dump_folder, leaf_folder=f"group-{group}"
         ) as self.profiler:
-            end = self.participation.run(work, work.unit.reducer, work.unit.shares)
+            end = self.participation.run(work)
         if end is End.FENCED:
-            self.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
+            place.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
             os._exit(FENCED_EXIT)
         leaves = end is End.LEFT
-        work.unit.close()
-        self.events.emit("left" if leaves else "training_done", work.committed)
-        self.files.beat(DONE, work.committed)
+        work.close(leaves=leaves)
         self.participation.leave()
-        if snapshots is not None:
+        if place.snapshots is not None:
             # A last checkpoint on disk holds the same state; a group that leaves alone has given its own up.
             over = not work.goes_on() or self.config.checkpoint.enable
-            snapshots.close(over=over, leaves=leaves)
+            place.snapshots.close(over=over, leaves=leaves)
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _compile(self) -> None:
@@ -240,7 +185,7 @@ class EverstepTrainer(titan.Trainer):
         compiles something or loads kernels. It leaves gradients, data and random numbers as they were."""
         if self.device.type == "cpu" and not self.config.compile.enable:
             return
-        self.files.beat(STARTUP, 0)
+        self.place.files.beat(STARTUP, 0)
         begin = time.monotonic()
         processor = self.metrics_processor
         counted = processor.ntokens_since_last_log
@@ -249,13 +194,4 @@ class EverstepTrainer(titan.Trainer):
             processor.data_loading_times.pop()
         processor.ntokens_since_last_log = counted
         self.work.discard()
-        self.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))
-
-
-def _prepare(config: Any) -> RunPlace:
-    """Settings of a trainer's config, in place, without which its run is not the groups' own; this rank's place."""
-    # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
-    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-    config.comm.save_traces_folder += f"/group-{config.fault_tolerance.group_id}"
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
-    return open_place(config)
+        self.place.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))

@@ -1,11 +1,13 @@
 """A torchtitan trainer as the step protocol's `Work`: what comes with a commit, and how its state is handed over.
 
-What a commit is made of is the unit's: slots of an optimizer step (`steps`), or workers' rounds (`rounds`).
+What a commit is made of is said by the two kinds of it: `steps.Steps`, whose shares are slots of an optimizer step, and
+`rounds.Rounds`, whose shares are workers' rounds.
 """
 
 import math
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -16,57 +18,42 @@ from torchtitan.observability import structured_logger as sl
 
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
+from everstep.run.beats import DONE
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.step import ledger
-from everstep.step.interfaces import Commit, SlotSums
+from everstep.step.interfaces import Commit
+from everstep.step.reduction import GradientReducer
 from everstep.titan import exactness
-from everstep.titan.disk import DiskCheckpoints
-from everstep.titan.group import all_in_group, sum_in_group
+from everstep.titan.group import sum_in_group
 from everstep.titan.names import DATALOADER
-from everstep.titan.rounds import Rounds
-from everstep.titan.slots import Slots
 from everstep.titan.snapshots import AGREED_SNAPSHOTS
 from everstep.titan.state import TrainingState
-from everstep.titan.steps import Steps
 from everstep.titan.telling import Measures
 
 DATA_BLOB = "data"
-NOTES_INTERVAL = 10
-"""Commits between two exchanges of dataloader positions; what an adopter has to skip at most, and one more. Rounds are
-long enough to tell them after each."""
 
 
-class TrainerWork:
-    """Implements `everstep.step.interfaces.Work`.
+class TrainerWork(ABC):
+    """What both kinds of `everstep.step.interfaces.Work` have in common.
 
     Args:
         trainer: an `EverstepTrainer`, whose parts before this one are made.
-        slots, unit: what a commit is made of.
         state: of this rank.
-        disk: the run's checkpoints.
-        measures: what torchtitan measures.
+        shares: of how many parts a commit is made, each of which a group computes.
+        reducer: sums what the groups computed.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        slots: Slots,
-        unit: Steps | Rounds,
-        state: TrainingState,
-        disk: DiskCheckpoints,
-        measures: Measures,
-    ) -> None:
-        self._trainer, self._slots, self.unit, self.state = trainer, slots, unit, state
-        self._disk, self._measures = disk, measures
+    notes_interval = 1
+    """Commits between two exchanges of where dataloaders stand."""
+
+    def __init__(self, trainer: Any, state: TrainingState, shares: int, reducer: GradientReducer) -> None:
+        self._trainer, self.state, self.shares, self.reducer = trainer, state, shares, reducer
+        self._slots, self._disk = trainer.slots, trainer.disk
         self._ft = trainer.config.fault_tolerance
         self._events, self._files = trainer.place.events, trainer.place.files
         self._snapshots, self._checks = trainer.place.snapshots, trainer.checks
-        self._source = slots.source
-        self._notes_interval = 1 if trainer.config.semi_sync.enabled else NOTES_INTERVAL
-        self._skips_poison = self._ft.on_poison == "skip"
-        """Whether slots that ended groups are left out."""
-        self._skipped: set[tuple[int, int]] = set()
-        """Steps and slots in which no group can compute a finite gradient."""
+        self._source = self._slots.source
+        self._measures = Measures(trainer)
         self._commits = 0
 
     @property
@@ -74,21 +61,13 @@ class TrainerWork:
         """The number of the last commit in the step protocol, and in events."""
         return self._trainer.step // self._slots.steps_per_commit
 
-    # An attempt
+    @abstractmethod
+    def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
+        """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        if self._skips_poison and not all_in_group(not self._is_poison(step, slot)):
-            self._slots.hold_nothing(slot)
-            self._events.emit("slot_skipped", step, slot=slot)
-            return
-        self._files.computes(step, slot)
-        self.unit.compute(step, slot, whole=whole)
-
-    def _is_poison(self, step: int, slot: int) -> bool:
-        return (step, slot) in self._skipped or self._files.is_poison(step, slot)
-
-    def refused(self) -> frozenset[int]:
-        return self.unit.refused()
+    def words(self, commit: Commit) -> dict[int, int]:
+        """What each group said of its snapshots. There are none of a run of workers."""
+        return {}
 
     def bits(self, slot: int) -> int:
         return self._slots.bits(slot)
@@ -100,18 +79,13 @@ class TrainerWork:
         for slot in slots:
             reason = "no group can compute it to a gradient whose norm is finite: the cause is in the data or the model"
             self._events.emit("not_finite", step, slot=slot, reason=reason)
-        if self._skips_poison:
-            self._skipped |= {(step, slot) for slot in slots}
-            return
+        self._leave_out(step, slots)
+
+    def _leave_out(self, step: int, slots: Collection[int]) -> None:
+        """Do without slots that no group can compute. Raises TrainerEnds if they cannot be left out."""
         self._events.emit("diverged", step, reason="a gradient is not finite")
         why = f"the gradients of slots {list(slots)} of step {step} are not finite on any group: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
-
-    def results(self) -> SlotSums:
-        return self.unit.results()
-
-    def discard(self) -> None:
-        self.unit.discard()
 
     # A commit
 
@@ -124,7 +98,7 @@ class TrainerWork:
 
     def checksum(self) -> int | None:
         """With exact sums each commit has one."""
-        interval, is_exact = self._ft.audit_interval, self._trainer.is_exact
+        interval, is_exact = self._ft.audit_interval, self._ft.exact
         if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
             return None
         if self._commits and is_exact:
@@ -146,19 +120,19 @@ class TrainerWork:
         trainer.step = step * self._slots.steps_per_commit
         trainer.ntokens_seen += self._slots.tokens_per_step * self._slots.steps_per_commit
         with sl.log_trace_span("optim"):
-            grad_norm, told = self.unit.update(commit)
+            grad_norm, told = self.update(commit)
         trainer.history = commit.history
         self._source.committed(trainer.step)
-        if (step + 1) % self._notes_interval == 0:
+        if (step + 1) % self.notes_interval == 0:
             self._source.note_live()  # what the next notes tell, as by then the streams will be ahead
-        if trainer.is_exact:
+        if self._ft.exact:
             trainer.parameters_told = self.parameters()
             told["checksum"] = trainer.parameters_told.partition(" ")[0]
             if bits := self._slots.own_bits():
                 self._events.emit("slot_bits", step, bits=bits)
         if self._snapshots is not None:
             with sl.log_trace_span("snapshot"):
-                self._snapshots.committed(commit, self.unit.words(commit), self.serve)
+                self._snapshots.committed(commit, self.words(commit), self._whole)
         with sl.log_trace_span("metrics"):
             extra = {"n_tokens_seen": trainer.ntokens_seen, **lr_metrics}
             metrics = self._measures.of(trainer.step, commit, grad_norm, extra)
@@ -235,11 +209,16 @@ class TrainerWork:
         """The last checkpoint of the run, or of this part of it."""
         self._disk.save_last(self._trainer.step, self.committed, goes_on=self.goes_on())
 
+    def close(self, *, leaves: bool) -> None:
+        """This group makes no more steps, as it was asked to leave (`leaves`) or the run is over."""
+        self._events.emit("left" if leaves else "training_done", self.committed)
+        self._files.beat(DONE, self.committed)
+
     # Where the dataloader's streams stand
 
     def notes(self, step: int) -> bytes | None:
         """Where this group's streams stand, so that any group can adopt them."""
-        return None if step % self._notes_interval else self._source.known_states() or None
+        return None if step % self.notes_interval else self._source.known_states() or None
 
     def noted(self, notes: list[bytes]) -> None:
         for note in filter(None, notes):
@@ -250,18 +229,16 @@ class TrainerWork:
     def restore(self, quorum: Quorum) -> tuple[int, int]:
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         trainer = self._trainer
-        self.unit.before_restore()
         self._taken(self._from_memory() or self._from_disk())
         if self._snapshots is not None and trainer.step:
-            self._snapshots.restored(trainer.step, trainer.history, quorum, self.serve())
-        self.unit.restored(trainer.history)
+            self._snapshots.restored(trainer.step, trainer.history, quorum, self._whole())
         return self.committed, trainer.history
 
     def _from_memory(self) -> str:
         """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new; else ""."""
         if self._snapshots is None or self._trainer.config.checkpoint.load_step != -1:
             return ""
-        state = self._snapshots.recover(self.serve(), self._disk.newest())
+        state = self._snapshots.recover(self._whole(), self._disk.newest())
         if state is None:
             return ""
         self._load(state)
@@ -283,7 +260,7 @@ class TrainerWork:
         """Raises TrainerEnds if a restored state says which parameters it was committed with, and has others."""
         trainer = self._trainer
         told, _, layout = trainer.parameters_told.partition(" ")
-        now, _, mine = self.parameters().partition(" ") if told and trainer.is_exact else ("", "", "")
+        now, _, mine = self.parameters().partition(" ") if told and self._ft.exact else ("", "", "")
         if now and layout == mine and now != told:
             raise TrainerEnds(
                 status,
@@ -295,17 +272,19 @@ class TrainerWork:
         if self._snapshots is not None:
             self._snapshots.settle()
 
+    def _whole(self) -> HealState:
+        """This rank's state, by reference."""
+        return self.state.serve({DATA_BLOB: self._source.known_states()})
+
     def serve(self) -> HealState:
-        state = self.state.snapshot({DATA_BLOB: self._source.known_states()})
+        state = self._whole()
         if self._snapshots is not None:
             state.meta[AGREED_SNAPSHOTS] = self._snapshots.agreed
-        self.unit.serve(state)
         return state
 
     def heal(self, state: HealState) -> None:
         self._load(state)
         self._taken("peer")
-        self.unit.healed(state)
         known = state.meta.get(AGREED_SNAPSHOTS)
         if self._snapshots is not None and known is not None:
             self._snapshots.agree(known)
@@ -320,14 +299,18 @@ class TrainerWork:
     def _taken(self, source: str) -> None:
         """The state is another one; say where this group's came from."""
         self._source.committed(self._trainer.step)
-        if self._checks is not None:
-            self._checks.weights_changed()
+        self._weights_changed()
         self._events.emit(
             "training_started",
             self.committed + 1,
             source=source,
             history=f"{self._trainer.history:x}",
-            slots=self.unit.shares,
+            slots=self.shares,
             global_batch_size=self._trainer.config.training.global_batch_size * self._slots.steps_per_commit,
             ranks=dist.get_world_size(),
         )
+
+    def _weights_changed(self) -> None:
+        """The checks' bounds are derived anew."""
+        if self._checks is not None:
+            self._checks.weights_changed()
