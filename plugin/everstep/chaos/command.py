@@ -12,7 +12,7 @@ import tyro
 
 from everstep.chaos.campaign import Campaign, read_campaign
 from everstep.chaos.cluster import find_target
-from everstep.chaos.fault import why_never
+from everstep.chaos.fault import Fault, why_never
 from everstep.chaos.kinds import FAULTS, find
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Schedule
@@ -70,22 +70,18 @@ class Chaos(Plan):
 class Order:
     """A plan that was found to make sense, before there need be a run."""
 
-    plan: Plan
-    campaign: Campaign
-    for_s: float | None
-    names: list[str]
+    schedule: Schedule
+    asked: list[Fault]
+    """What the run has to allow: every fault that was asked for by its name."""
     spared: list[int]
+    for_s: float | None
 
     def runner(self, target: Target) -> Runner:
         """Raises LaunchError for a kind of fault that this run never allows."""
-        faults = [FAULTS[name]() for name in (FAULTS if self.names == ["all"] else self.names)]
-        if self.names == ["all"]:
-            faults = [fault for fault in faults if why_never(fault, target) is None]
-        for fault in [*faults, *self.campaign.faults]:
+        for fault in self.asked:
             if reason := why_never(fault, target):
                 raise LaunchError(f"{reason}.")
-        seed = self.plan.seed if self.plan.seed is not None else self.campaign.seed
-        return Runner(target, Schedule(self.campaign.faults, seed, self.plan.every, faults))
+        return Runner(target, self.schedule)
 
 
 def settle(plan: Plan) -> Order:
@@ -95,11 +91,12 @@ def settle(plan: Plan) -> Order:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
     if plan.every is not None and plan.every <= 0:
         raise LaunchError("--every must be more than 0 seconds.")
-    names = plan.faults.split(",") if plan.faults else [*DEFAULT_FAULTS]
-    if names != ["all"]:
-        find(names)
+    names = plan.faults.split(",") if plan.faults else DEFAULT_FAULTS
+    faults = [kind() for kind in (FAULTS.values() if names == ["all"] else find(names))]
+    schedule = Schedule(campaign.faults, campaign.seed if plan.seed is None else plan.seed, plan.every, faults)
+    asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
     spared = campaign.spare_groups if plan.spare_group is None else [*plan.spare_group]
-    return Order(plan, campaign, seconds(plan.for_) if plan.for_ else None, names, spared)
+    return Order(schedule, asked, spared, seconds(plan.for_) if plan.for_ else None)
 
 
 def chaos(command: Chaos, flags: Sequence[str]) -> int:

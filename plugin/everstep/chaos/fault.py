@@ -2,32 +2,35 @@
 expected of the run is in docs/faults.md.
 
 A fault is planned before anything happens: `plan` decides whom to hit and returns an Injection. The runner then writes
-the `fault` event, and strikes. So there is never a death that no event explains.
+the `fault` event, and then does it. So there is never a death that no event explains.
 """
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import SIGKILL, Signals
 from typing import Any, ClassVar
 
 from everstep.chaos.target import Target
 from everstep.chaos.view import Proc, View
+from everstep.snapshot.segment import Segment
 
 
 @dataclass(kw_only=True)
 class Injection:
     """A fault about to happen."""
 
-    strike: Callable[[], object]
-    """Does it."""
+    procs: list[Proc]
+    """They get `signum`."""
+    signum: Signals = SIGKILL
     target_group: int | list[int] | None = None
     """The group or groups it hits; None when it hits something else."""
-    pids: list[int] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     """Whatever else its event should say."""
-    stopped: list[Proc] = field(default_factory=list)
-    """What goes on after `Fault.duration_s`."""
+    lasts_s: float = 0.0
+    """After so long the processes, which it stops, go on. 0: it does not end."""
+    segments: list[Segment] = field(default_factory=list)
+    """Memory that is lost with them."""
 
     @property
     def groups(self) -> list[int]:

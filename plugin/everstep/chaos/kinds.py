@@ -37,11 +37,11 @@ class KillWorker(Fault):
         group = self.victim(target.run, choose)
         worker = choose.choice(target.run.workers(group)) if self.rank is None else target.run.workers(group)[self.rank]
         return Injection(
-            strike=lambda: target.signal([worker], self.signum),
+            procs=[worker],
+            signum=self.signum,
             target_group=group,
-            pids=[worker.pid],
             fields={"target_rank": worker.rank},
-            stopped=[worker] if self.duration_s and self.signum == SIGSTOP else [],
+            lasts_s=self.duration_s if self.signum == SIGSTOP else 0.0,
         )
 
 
@@ -101,13 +101,8 @@ class KillKeeper(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = choose.choice(self._groups(target.run))
-        keepers = target.keepers(group)
         # The group itself is not hit: it goes on taking part.
-        return Injection(
-            strike=lambda: target.signal(keepers, SIGKILL),
-            pids=[keeper.pid for keeper in keepers],
-            fields={"keeper_of": group},
-        )
+        return Injection(procs=target.keepers(group), fields={"keeper_of": group})
 
 
 class KillHost(Fault):
@@ -117,15 +112,11 @@ class KillHost(Fault):
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
         group = self.victim(target.run, choose)
-        workers, keepers = target.run.workers(group), target.keepers(group)
-        segments = own_segments(target.run_dir, target.run.keepers(group))
-
-        def strike() -> None:
-            target.signal([*workers, *keepers], SIGKILL)
-            for segment in segments:
-                segment.remove()
-
-        return Injection(strike=strike, target_group=group, pids=[proc.pid for proc in (*workers, *keepers)])
+        return Injection(
+            procs=[*target.run.workers(group), *target.keepers(group)],
+            target_group=group,
+            segments=own_segments(target.run_dir, target.run.keepers(group)),
+        )
 
 
 class KillLighthouse(Fault):
@@ -136,18 +127,13 @@ class KillLighthouse(Fault):
         return None if run.lighthouse else "there is no lighthouse now"
 
     def plan(self, target: Target, choose: random.Random) -> Injection:
-        procs = [target.run.lighthouse] if target.run.lighthouse else []
-        return Injection(strike=lambda: target.signal(procs, SIGKILL), pids=[proc.pid for proc in procs])
+        return Injection(procs=[target.run.lighthouse] if target.run.lighthouse else [])
 
 
 def kill_workers(target: Target, groups: list[int]) -> Injection:
     """All workers of these groups at once."""
     workers = [worker for group in groups for worker in target.run.workers(group)]
-    return Injection(
-        strike=lambda: target.signal(workers, SIGKILL),
-        target_group=groups if len(groups) > 1 else groups[0],
-        pids=[worker.pid for worker in workers],
-    )
+    return Injection(procs=workers, target_group=groups if len(groups) > 1 else groups[0])
 
 
 def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:

@@ -40,21 +40,16 @@ class Runner:
 
     def _inject(self, fault: Fault, choose: random.Random) -> None:
         injection = fault.plan(self.target, choose)
-        lasts: dict[str, Any] = {"lasts_s": fault.duration_s} if injection.stopped else {}
-        self.target.run.hit(injection.groups)
-        self._events.emit(
-            "fault",
-            fault=fault.name,
-            target_group=injection.target_group,
-            pids=injection.pids,
-            **injection.fields,
-            **lasts,
-        )
-        injection.strike()
-        self.injected += 1
         named = {"fault": fault.name, "target_group": injection.target_group}
-        if injection.stopped:
-            self._held.append((time.monotonic() + fault.duration_s, named, injection.stopped))
+        lasts: dict[str, Any] = {"lasts_s": injection.lasts_s} if injection.lasts_s else {}
+        self.target.run.hit(injection.groups)
+        self._events.emit("fault", **named, pids=[proc.pid for proc in injection.procs], **injection.fields, **lasts)
+        self.target.signal(injection.procs, injection.signum)
+        for segment in injection.segments:
+            segment.remove()
+        self.injected += 1
+        if injection.lasts_s:
+            self._held.append((time.monotonic() + injection.lasts_s, named, injection.procs))
 
     def end_faults(self, now: float) -> bool:
         """End the faults whose time is up; whether there are others that last."""

@@ -30,7 +30,7 @@ class Proc:
     pid: int
     since: float
     role: str
-    """worker, agent, keeper, lighthouse or launcher."""
+    """worker, keeper, lighthouse or launcher."""
     group: int | None = None
     rank: int | None = None
     node: str = ""
@@ -62,7 +62,8 @@ class View:
         self.one_host = one_host
         self._clock = "mono" if one_host else "t"
         self._now = time.monotonic if one_host else time.time
-        self._agents: dict[int, Proc] = {}
+        self._nodes: dict[int, str] = {}
+        """By group that has an agent, its node in the batch system."""
         self._workers: dict[int, list[Proc]] = {}
         self._workers_since: dict[int, float] = {}
         self._hit: dict[int, float] = {}
@@ -89,7 +90,7 @@ class View:
         match kind:
             case "run_started":
                 self.started, self.ended, self.lighthouse = event, None, None
-                for known in (self._agents, self._workers, self._workers_since, self._hit, self.taking_part):
+                for known in (self._nodes, self._workers, self._workers_since, self._hit, self.taking_part):
                     known.clear()
             case "run_ended":
                 self.ended = event
@@ -99,13 +100,13 @@ class View:
             case "lighthouse_died":
                 self.lighthouse = None
             case "agent_up":
-                self._agents[group] = Proc(event["pid"], event["t"], "agent", group, node=event.get("node", ""))
+                self._nodes[group] = event.get("node", "")
             case "agent_ended":
                 self._gone(group)
-                self._agents.pop(group, None)
+                self._nodes.pop(group, None)
             case "workers_started":
                 self._gone(group)
-                node = self._agents[group].node if group in self._agents else ""
+                node = self._nodes.get(group, "")
                 self._workers[group] = [
                     Proc(pid, event["t"], "worker", group, rank, node) for rank, pid in enumerate(event["pids"])
                 ]
@@ -152,7 +153,7 @@ class View:
     @property
     def group_ids(self) -> list[int]:
         """Every group that has an agent or workers."""
-        return sorted(self._agents.keys() | self._workers.keys())
+        return sorted(self._nodes.keys() | self._workers.keys())
 
     def candidates(self, lost: int = 1) -> list[int]:
         """Groups of which `lost` may be hit at once: they take part, are not spared, and when all `lost` are gone

@@ -89,8 +89,8 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
     """
     declared = _bare(declared)
     members = [_bare(member) for member in typing.get_args(declared)]
-    if variants := _variants(declared):
-        return _set_variant(variants, value, current, source, path)
+    if modes := variants(declared):
+        return _set_variant(modes, value, current, source, path)
     section = type(current) if dataclasses.is_dataclass(current) else None
     section = section or next((kind for kind in (declared, *members) if dataclasses.is_dataclass(kind)), None)
     of_list = typing.get_origin(declared) is list
@@ -130,29 +130,26 @@ def class_name(config: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def variant_names(declared: Any) -> dict[str, type | None]:
-    """The names that `mode` may have for a field declared as a union of sections; empty if it is none."""
-    return _variants(_bare(declared))
-
-
 def _bare(declared: Any) -> Any:
     while typing.get_origin(declared) is typing.Annotated:
         declared = typing.get_args(declared)[0]
     return declared
 
 
-def _variants(declared: Any) -> dict[str, type | None]:
+def variants(declared: Any) -> dict[str, type | None]:
+    """The names that `mode` may have for a field declared as a union of sections; empty if it is none."""
+    declared = _bare(declared)
     if typing.get_origin(declared) not in (typing.Union, types.UnionType):
         return {}
-    variants: dict[str, type | None] = {}
+    found: dict[str, type | None] = {}
     for member in typing.get_args(declared):
         names = [getattr(mark, "name", None) for mark in getattr(member, "__metadata__", ())]
         bare = _bare(member)
         if not dataclasses.is_dataclass(bare) and bare is not types.NoneType:
             return {}
         if names and names[0]:
-            variants[names[0]] = None if bare is types.NoneType else bare
-    return variants
+            found[names[0]] = None if bare is types.NoneType else bare
+    return found
 
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
@@ -189,25 +186,25 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
         raise source.error(path, f"{describe_table(path)}: {error}") from error
 
 
-def _set_variant(variants: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
+def _set_variant(modes: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
         raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     mode = keys.pop("mode", None)
-    choices = ", ".join(f'"{name}"' for name in variants)
+    choices = ", ".join(f'"{name}"' for name in modes)
     if mode is None:
-        name = next((n for n, kind in variants.items() if kind is (type(current) if current else None)), None)
+        name = next((n for n, kind in modes.items() if kind is (type(current) if current else None)), None)
         chosen = type(current) if current else None
     else:
         name = mode.replace("_", "-") if isinstance(mode, str) else None
-        if name is None or name not in variants:
+        if name is None or name not in modes:
             place = (*path, "mode")
             raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
-        chosen = variants[name]
+        chosen = modes[name]
     for key in keys:
         if chosen is not None and key in field_types(chosen):
             continue
-        owners = [n for n, kind in variants.items() if kind is not None and key in field_types(kind)]
+        owners = [n for n, kind in modes.items() if kind is not None and key in field_types(kind)]
         if owners:
             wanted = " or ".join(f'"{owner}"' for owner in owners)
             raise source.error((*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"')

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from .assign import NONE, class_name, field_types, variant_names
+from .assign import NONE, class_name, field_types, variants
 from .positions import Path
 from .private import is_component
 from .source import describe
@@ -44,20 +44,13 @@ def config_identity(config: Any) -> str:
 def differing_keys(old: Any, new: Any) -> list[str]:
     """The settings in which the identities of two configs differ, one sentence part each:
     `[training] seq_len: 128 → 256`. Empty if and only if the identities are equal."""
-    before, after = identity_keys(old), identity_keys(new)
-    missing = object()
+    before, after = ({key: json.dumps(value) for key, value in identity_keys(one).items()} for one in (old, new))
+    differing = (key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
+    return [f"{key}: {_short(before.get(key, 'absent'))} → {_short(after.get(key, 'absent'))}" for key in differing]
 
-    def word(value: Any) -> str:
-        if value is missing:
-            return "absent"
-        text = json.dumps(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
 
-    return [
-        f"{key}: {word(before.get(key, missing))} → {word(after.get(key, missing))}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key, missing) != after.get(key, missing)
-    ]
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def identity_keys(config: Any) -> dict[str, Any]:
@@ -141,23 +134,21 @@ def _structure(value: Any) -> Any:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-class _UnsayableError(Exception):
-    """TOML has no way to write a value."""
-
-
 def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
     """A config dataclass as a table of TOML values; what cannot be written is named in `left_out`."""
     table = {}
     for name, declared in field_types(type(config)).items():
-        try:
-            table[name] = _to_value(getattr(config, name), declared, (*path, name), left_out)
-        except _UnsayableError:
+        value = _to_value(getattr(config, name), declared, (*path, name), left_out)
+        if value is None:
             left_out.append(describe((*path, name)))
+        else:
+            table[name] = value
     return table
 
 
 def _to_value(value: Any, declared: Any, path: Path, left_out: list[str]) -> Any:
-    if modes := variant_names(declared):
+    """A value as TOML has it; None if it cannot be written."""
+    if modes := variants(declared):
         name = next(n for n, kind in modes.items() if kind is (None if value is None else type(value)))
         return {"mode": name} | ({} if value is None else _to_table(value, path, left_out))
     if dataclasses.is_dataclass(value):
@@ -174,15 +165,16 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
+        items = [_to_plain(item) for item in value]
+        return None if None in items else items
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _to_plain(item) for key, item in value.items()}
+        items = {key: _to_plain(item) for key, item in value.items()}
+        return None if None in items.values() else items
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         left_out: list[str] = []
         table = _to_table(value, ("",), left_out)
-        if not left_out:
-            return table
-    raise _UnsayableError
+        return None if left_out else table
+    return None
 
 
 def _flat(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -6,7 +6,6 @@ end depends on the documents alone, so the finished file is byte for byte that o
 the room of the chunks once more, and appears in one rename, after its checksums were compared."""
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import itertools
@@ -26,7 +25,7 @@ from everstep.data.byte_ids import BYTES, Encoder
 from everstep.data.inputs import InputError, documents, identity, input_files
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 from everstep.run import typed
-from everstep.run.files import write_whole
+from everstep.run.files import hold_alone, write_whole
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
@@ -86,33 +85,21 @@ def pack(
         return footer
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
-    with _held(folder):
-        chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
-        texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
-        for ids, read in _encoded(texts, encoder, chunk_tokens):
-            chunks.add(ids, read)
-            tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
-        if not chunks.documents:
-            shutil.rmtree(folder)
-            raise InputError(f"no document with text in {', '.join(map(str, command.inputs))}.")
-        footer = chunks.join(folder / "whole", encoder.vocab_size, source)
-        token_format.verify(folder / "whole")
-        os.replace(folder / "whole", out)
+    if folder.is_symlink() or not hold_alone(folder / "lock"):
+        raise TokenFileError(f"another `everstep pack` is writing {folder}, or it is a link: wait for it or stop it.")
+    chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
+    texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
+    for ids, read in _encoded(texts, encoder, chunk_tokens):
+        chunks.add(ids, read)
+        tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
+    if not chunks.documents:
         shutil.rmtree(folder)
+        raise InputError(f"no document with text in {', '.join(map(str, command.inputs))}.")
+    footer = chunks.join(folder / "whole", encoder.vocab_size, source)
+    token_format.verify(folder / "whole")
+    os.replace(folder / "whole", out)
+    shutil.rmtree(folder)
     return footer
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """While no other process is in here for a folder. A link in its place may be somebody else's and is an OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise TokenFileError(f"another `everstep pack` is writing {folder}: wait for it or stop it.") from None
-    finally:
-        os.close(fd)
 
 
 def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:

@@ -1,4 +1,4 @@
-"""torchtitan's attention, checked: the only file here that imports torchtitan.
+"""torchtitan's attention, checked.
 
 `apply` has torchtitan's own override mechanism swap the Configs of the attention's projections and inner
 attention for subclasses of the same; `attach` gives the modules built from them their guards. Between the
@@ -94,10 +94,14 @@ class _CheckedInner:
     """Whether the kernel takes values of fewer columns than keys have; its second run then takes half as long."""
     reads: torch.dtype | None = None
     """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
+    explicit_path: bool = False
+    """Whether it is attention as matrices."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # pyrefly: ignore[bad-argument-count] torchtitan's attention, next in line
-        self.explicit_path: bool = config.path == "explicit"
+    def settle(self, section: AttentionCheck) -> None:
+        """How it computes is settled when it gets its guard."""
+        self.explicit_path = section.path == "explicit"
+        if getattr(self, "kernel_options", {}).get("BACKEND") == "FLASH":  # has widths of its own
+            self.narrow = False
         if isinstance(self, FlexAttention | VarlenAttention) and not cpu.has_attention_kernels():  # `cpu_attention`
             self.wide_sums = self.narrow = False
             self.hands_out_lse, self.reads = "asked", None
@@ -172,7 +176,7 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        path: Literal["explicit", "fused"] = "fused"
+        pass
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         if masks.get("score_mod") is not None:
@@ -190,7 +194,7 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        path: Literal["explicit", "fused"] = "fused"
+        pass
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         left, right = self.window_size
@@ -209,7 +213,7 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        path: Literal["explicit", "fused"] = "fused"
+        pass
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         if masks.get("attention_masks") is not None:
@@ -254,21 +258,28 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
 
 
 @override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_flex(config: FlexAttention.Config, *, path: str) -> FlexAttention.Config:
+def checked_flex(config: FlexAttention.Config) -> FlexAttention.Config:
     """The checked counterpart of FlexAttention."""
-    return derive(config, CheckedFlexAttention.Config, path=path)
+    return derive(config, CheckedFlexAttention.Config)
 
 
 @override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_varlen(config: VarlenAttention.Config, *, path: str) -> VarlenAttention.Config:
+def checked_varlen(config: VarlenAttention.Config) -> VarlenAttention.Config:
     """The checked counterpart of VarlenAttention."""
-    return derive(config, CheckedVarlenAttention.Config, path=path)
+    return derive(config, CheckedVarlenAttention.Config)
 
 
 @override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_sdpa(config: ScaledDotProductAttention.Config, *, path: str) -> ScaledDotProductAttention.Config:
+def checked_sdpa(config: ScaledDotProductAttention.Config) -> ScaledDotProductAttention.Config:
     """The checked counterpart of ScaledDotProductAttention."""
-    return derive(config, CheckedScaledDotProductAttention.Config, path=path)
+    return derive(config, CheckedScaledDotProductAttention.Config)
+
+
+_OVERRIDES = {
+    FlexAttention.Config: checked_flex,
+    VarlenAttention.Config: checked_varlen,
+    ScaledDotProductAttention.Config: checked_sdpa,
+}
 
 
 def apply(config: Any, section: AttentionCheck) -> None:
@@ -285,14 +296,9 @@ def apply(config: Any, section: AttentionCheck) -> None:
         return
     model = config.model_spec.model
     kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
-    names = {
-        FlexAttention.Config: "checked_flex",
-        VarlenAttention.Config: "checked_varlen",
-        ScaledDotProductAttention.Config: "checked_sdpa",
-    }
     if not kinds:
         raise ValueError(f"attention_check.enable: the model {config.model_spec.name} has no attention to check.")
-    unknown = [kind.__qualname__ for kind in kinds if kind not in names]
+    unknown = [kind.__qualname__ for kind in kinds if kind not in _OVERRIDES]
     if unknown:
         raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
     _refuse(config)
@@ -304,42 +310,45 @@ def apply(config: Any, section: AttentionCheck) -> None:
         )
     if compiled:  # as selective activation checkpointing keeps what plain projections compute
         private.keep_in_checkpointing(torch.ops.everstep.project.default)
-    here = __name__
-    config.override.imports += [
-        f"{here}.checked_projections",
-        *((f"{here}.{name}", {"path": section.path}) for name in sorted({names[kind] for kind in kinds})),
-    ]
+    factories = [checked_projections, *(_OVERRIDES[kind] for kind in kinds)]
+    config.override.imports += sorted(f"{__name__}.{factory.__name__}" for factory in factories)
 
 
 def _refuse(config: Any) -> None:
     """Raise for settings under which checks would be wrong or silent."""
     parallelism = config.parallelism
-    if torch.accelerator.is_available() and not config.training.disable_cuda_graphs:
-        raise ValueError(
-            "attention_check.enable: a recorded graph cannot be checked in some slots and not in others; set "
-            "training.disable_cuda_graphs = true."
-        )
-    if parallelism.context_parallel_degree > 1:
-        raise ValueError(
-            "attention_check.enable: parallelism.context_parallel_degree > 1 is not supported: the gradient of a key "
-            "is a sum over the queries of all ranks, and the checks compare sums on one rank."
-        )
-    if parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(
-            "attention_check.enable: parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs "
-            "several microbatches at once, and a layer's checks belong to one."
-        )
-    if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
-        raise ValueError(
-            "attention_check.enable: with parallelism.tensor_parallel_degree > 1 it needs "
-            f'parallelism.spmd_backend = "spmd_types", not "{parallelism.spmd_backend}".'
-        )
-    if parallelism.spmd_backend == "full_dtensor":
-        raise ValueError('attention_check.enable: parallelism.spmd_backend = "full_dtensor" is not supported.')
-    if config.debug.spmd_typechecking:
-        raise ValueError(
-            "attention_check.enable: debug.spmd_typechecking = true is not supported: sums have no SPMD type."
-        )
+    for is_set, why in (
+        (
+            torch.accelerator.is_available() and not config.training.disable_cuda_graphs,
+            "a recorded graph cannot be checked in some slots and not in others; set training.disable_cuda_graphs = "
+            "true.",
+        ),
+        (
+            parallelism.context_parallel_degree > 1,
+            "parallelism.context_parallel_degree > 1 is not supported: the gradient of a key is a sum over the queries "
+            "of all ranks, and the checks compare sums on one rank.",
+        ),
+        (
+            parallelism.pipeline_parallel_degree > 1,
+            "parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs several microbatches at once, "
+            "and a layer's checks belong to one.",
+        ),
+        (
+            parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types",
+            "with parallelism.tensor_parallel_degree > 1 it needs parallelism.spmd_backend = "
+            f'"spmd_types", not "{parallelism.spmd_backend}".',
+        ),
+        (
+            parallelism.spmd_backend == "full_dtensor",
+            'parallelism.spmd_backend = "full_dtensor" is not supported.',
+        ),
+        (
+            config.debug.spmd_typechecking,
+            "debug.spmd_typechecking = true is not supported: sums have no SPMD type.",
+        ),
+    ):
+        if is_set:
+            raise ValueError(f"attention_check.enable: {why}")
 
 
 def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
@@ -351,25 +360,21 @@ def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
         for fqn, module in part.named_modules():
             if isinstance(module, BaseAttention):
                 within.append(f"{fqn}.")
-            checked = isinstance(module, (_CheckedProjection, _CheckedInner))
-            kernel = isinstance(module, (FlexAttention, VarlenAttention, ScaledDotProductAttention))
             inside = any(fqn.startswith(prefix) for prefix in within)
-            if checked:
+            if isinstance(module, (_CheckedProjection, _CheckedInner)):
                 guarded += 1
-            elif (
-                kernel
-                or (inside and isinstance(module, (Linear, nn.Linear)))
-                or (
-                    not inside
-                    and _OTHER_ATTENTION.search(type(module).__name__)
-                    and not isinstance(module, BaseAttention)
-                )
-            ):
+            elif _attends(module, inside):
                 missing.append(fqn)
     return f"{guarded} of {guarded + len(missing)}", missing
 
 
-_OTHER_ATTENTION = re.compile(r"Attention$|DeltaNet$")
+def _attends(module: nn.Module, inside: bool) -> bool:
+    """Whether a module is to be guarded. `inside`: of a torchtitan attention."""
+    if isinstance(module, (FlexAttention, VarlenAttention, ScaledDotProductAttention)):
+        return True
+    if inside or isinstance(module, BaseAttention):
+        return isinstance(module, (Linear, nn.Linear))
+    return re.search(r"Attention$|DeltaNet$", type(module).__name__) is not None
 
 
 def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -397,7 +402,7 @@ def attach(
         step_tokens: tokens of a step.
 
     Returns:
-        What the training step calls: `begin`, `refused`, `committed`, `drain`.
+        What the training step calls, before and after it computes a slot.
 
     Raises:
         ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
@@ -405,10 +410,17 @@ def attach(
     """
     checks = Checks(section, rank=rank, seed=seed, step_tokens=step_tokens)
     model_parts = list(model_parts)
-    inner = 0
+    checks.coverage, missing = coverage(model_parts)
+    if missing:
+        raise ValueError(
+            f"attention_check.enable: it would check {checks.coverage} parts of this model's attention and leave out "
+            f"{', '.join(missing[:3])}; switch attention_check off."
+        )
     for part in model_parts:
         part.register_forward_pre_hook(functools.partial(_remember_masks, checks), with_kwargs=True)
         for fqn, module in part.named_modules():
+            if isinstance(module, _CheckedInner):
+                module.settle(section)
             if isinstance(module, (_CheckedProjection, _CheckedInner)):
                 layer = re.search(r"\b(mtp_)?layers\.(\d+)\.", fqn)
                 name = fqn.rsplit(".", 1)[-1]
@@ -417,18 +429,5 @@ def attach(
                     number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
                 if isinstance(module, _CheckedInner):
-                    flash = getattr(module, "kernel_options", {}).get("BACKEND") == "FLASH"  # has widths of its own
-                    module.guard.kernel, module.guard.narrow = module.kernel, module.narrow and not flash
-                    inner += 1
-    if not inner:
-        raise ValueError(
-            "attention_check.enable: the model was built without checked attention; `apply` has to see the "
-            "attention Configs that are built."
-        )
-    checks.coverage, missing = coverage(model_parts)
-    if missing:
-        raise ValueError(
-            f"attention_check.enable: it would check {checks.coverage} parts of this model's attention and leave out "
-            f"{', '.join(missing[:3])}; switch attention_check off."
-        )
+                    module.guard.kernel, module.guard.narrow = module.kernel, module.narrow
     return checks

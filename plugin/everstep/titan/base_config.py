@@ -82,12 +82,11 @@ def _registry(module: str, source: Source) -> ModuleType:
     for name in names:
         try:
             return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # one of the names itself may be missing; anything else is a library that the registry needs
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
         except Exception as error:
-            raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
+            # one of the names itself may be missing; anything else is a library that the registry needs
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
+                raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
     near = nearest(module, private.models())
     raise source.error(
         place,

@@ -35,8 +35,8 @@ def prepare(config: Any) -> None:
     """Have FlexAttention and varlen attention computed on a CPU in this process, under a trainer config's own masks."""
     split_rows = config.parallelism.context_parallel_degree > 1  # and so masks
     private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
-    replace(FlexAttention, "forward", flex)
-    replace(VarlenAttention, "forward", varlen)
+    replace(FlexAttention, "forward", forward)
+    replace(VarlenAttention, "forward", forward)
 
 
 def matrix_mask(
@@ -103,44 +103,29 @@ def attend(
     return out_transform(out_BNLH.to(q_BLNH.dtype).transpose(1, 2), lse_BNL.transpose(1, 2))
 
 
-def flex(
-    self: FlexAttention,
+def forward(
+    self: Any,
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
     v_BLNH: torch.Tensor,
     *,
-    attention_masks: BlockMask,
-    score_mod: Callable | None = None,
+    attention_masks: BlockMask | VarlenMetadata,
     scale: float | None = None,
     out_transform: Transform | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """FlexAttention's forward, by scaled dot product attention."""
-    if score_mod is not None:
+    """The forward of FlexAttention and VarlenAttention, by scaled dot product attention, in the dtype of its inputs.
+    torchtitan shards arguments by these names."""
+    if kwargs.get("score_mod") is not None:
         raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
     with spmd.no_typecheck():
-        if isinstance(attention_masks, MatrixMask):
+        if isinstance(attention_masks, VarlenMetadata):
+            seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
+        elif isinstance(attention_masks, MatrixMask):
             seen = attention_masks.seen
         else:  # a part of a mask, that rows split among ranks were given
             sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
             seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
-        return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
-
-
-def varlen(
-    self: VarlenAttention,
-    q_BLNH: torch.Tensor,
-    k_BLNH: torch.Tensor,
-    v_BLNH: torch.Tensor,
-    *,
-    attention_masks: VarlenMetadata,
-    scale: float | None = None,
-    out_transform: Transform | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """VarlenAttention's forward, by scaled dot product attention, in the dtype of its inputs."""
-    with spmd.no_typecheck():
-        seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
         return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 

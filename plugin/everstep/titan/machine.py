@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import apply_overrides
 from torchtitan.models.common import dist_gemm, token_dispatcher
 
+from everstep.config.assign import shown
 from everstep.config.checks import Problem
 from everstep.titan import attention, cpu, cpu_attention
 
@@ -100,5 +101,4 @@ def trained_parameters(model: nn.Module, config: Any) -> tuple[int, int]:
 
 
 def _problem(section: str, key: str, value: Any, why: str) -> Problem:
-    shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
-    return Problem((section, key), f"= {shown} needs a GPU, and there is none here: {why}")
+    return Problem((section, key), f"= {shown(value)} needs a GPU, and there is none here: {why}")

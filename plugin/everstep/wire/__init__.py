@@ -23,38 +23,17 @@ Who can read and alter every packet between two members, but has no token, can e
 follow from the token: who has recorded a transfer and gets hold of the token later can read it then.
 """
 
-from everstep.wire.channel import (
-    CHUNK_BYTES,
-    RANGE_BYTES,
-    Bytes,
-    Channel,
-    Pieces,
-    RefusedError,
-    WireError,
-    digest_of,
-    encoded,
-    format_address,
-    parse_address,
-    pull,
-    serve_ranges,
-)
-from everstep.wire.door import Door, Server, connect
-
-__all__ = [
-    "CHUNK_BYTES",
-    "RANGE_BYTES",
-    "Bytes",
-    "Channel",
-    "Door",
-    "Pieces",
-    "RefusedError",
-    "Server",
-    "WireError",
-    "connect",
-    "digest_of",
-    "encoded",
-    "format_address",
-    "parse_address",
-    "pull",
-    "serve_ranges",
-]
+from everstep.wire.channel import Bytes as Bytes
+from everstep.wire.channel import Channel as Channel
+from everstep.wire.channel import Pieces as Pieces
+from everstep.wire.channel import RefusedError as RefusedError
+from everstep.wire.channel import WireError as WireError
+from everstep.wire.channel import digest_of as digest_of
+from everstep.wire.channel import encoded as encoded
+from everstep.wire.channel import format_address as format_address
+from everstep.wire.channel import parse_address as parse_address
+from everstep.wire.channel import pull as pull
+from everstep.wire.channel import serve_ranges as serve_ranges
+from everstep.wire.door import Door as Door
+from everstep.wire.door import Server as Server
+from everstep.wire.door import connect as connect

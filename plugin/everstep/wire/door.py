@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import hmac
 import os
@@ -31,25 +32,14 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PAUSE_S = 0.05
 
 
-@dataclass(frozen=True)
-class _Handshake:
-    """What both sides have said, and what follows from it and the token."""
+def _mac(token: bytes, purpose: str, said: bytes, role: bytes) -> bytes:
+    """A code over what both sides have said, which takes the token: the proof of one `role`, or a key.
 
-    token: bytes
-    purpose: str
-    hello: bytes
-    answer: bytes
-    """The client's, without its proof."""
-
-    def mac(self, role: bytes) -> bytes:
-        name = self.purpose.encode()
-        said = role + b"\0" + self.hello + self.answer + struct.pack("<H", len(name)) + name
-        return hmac.digest(self.token, said, hashlib.sha256)
-
-    def channel(self, sock: socket.socket, peer: str, timeout: timedelta, *, server: bool) -> Channel:
-        to_client, to_server = Sealer(self.mac(b"key to client")), Sealer(self.mac(b"key to server"))
-        outgoing, incoming = (to_client, to_server) if server else (to_server, to_client)
-        return Channel(sock, peer, timeout, outgoing=outgoing, incoming=incoming)
+    Args:
+        said: the server's hello and the client's answer, without its proof.
+    """
+    name = purpose.encode()
+    return hmac.digest(token, role + b"\0" + said + struct.pack("<H", len(name)) + name, hashlib.sha256)
 
 
 def connect(
@@ -65,26 +55,23 @@ def connect(
         WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
     """
     until = time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT).total_seconds()
-    sock = _reach(address, until)
+    sock: socket.socket | None = None
     try:
+        sock = socket.create_connection(parse_address(address), timeout=max(0.001, until - time.monotonic()))
         hello = _heard(sock, HELLO_BYTES, until, address)
         if not hello.startswith(MAGIC):
             raise WireError(f"{address} does not speak this protocol")
-        said = _Handshake(token, purpose, hello, subject + os.urandom(NONCE_BYTES))
-        sock.sendall(said.answer + said.mac(b"client"))
+        answer = subject + os.urandom(NONCE_BYTES)
+        mac = functools.partial(_mac, token, purpose, hello + answer)
+        sock.sendall(answer + mac(b"client"))
         proof = _heard(sock, PROOF_BYTES, until, address, "did not accept the run's token: is it another run's?")
-        if not hmac.compare_digest(proof, said.mac(b"server")):
+        if not hmac.compare_digest(proof, mac(b"server")):
             raise WireError(f"{address} does not hold the run's token")
-        return said.channel(sock, address, timeout, server=False)
-    except OSError as error:  # a WireError is one
-        sock.close()
-        raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
-
-
-def _reach(address: str, until: float) -> socket.socket:
-    try:
-        return socket.create_connection(parse_address(address), timeout=max(0.001, until - time.monotonic()))
+        outgoing, incoming = Sealer(mac(b"key to server")), Sealer(mac(b"key to client"))
+        return Channel(sock, address, timeout, outgoing=outgoing, incoming=incoming)
     except (OSError, ValueError) as error:  # ValueError: a name that the resolver cannot take
+        if sock is not None:
+            sock.close()
         raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
 
 
@@ -239,16 +226,17 @@ class Door:
         if more and len(stranger.said) < ANSWER_BYTES:
             return
         answer, proof = stranger.said[:-PROOF_BYTES], stranger.said[-PROOF_BYTES:]
-        said = _Handshake(self._token, self._purpose, stranger.hello, answer)
-        if not more or not hmac.compare_digest(proof, said.mac(b"client")):
+        mac = functools.partial(_mac, self._token, self._purpose, stranger.hello + answer)
+        if not more or not hmac.compare_digest(proof, mac(b"client")):
             self._refuse(sock)
             return
         self._selector.unregister(sock)
         del self._strangers[sock]
         try:
-            if sock.send(said.mac(b"server")) != PROOF_BYTES:
+            if sock.send(mac(b"server")) != PROOF_BYTES:
                 raise OSError
-            channel = said.channel(sock, stranger.peer, self._timeout, server=True)
+            outgoing, incoming = Sealer(mac(b"key to client")), Sealer(mac(b"key to server"))
+            channel = Channel(sock, stranger.peer, self._timeout, outgoing=outgoing, incoming=incoming)
             self._admit(channel, answer[:SUBJECT_BYTES])
         except (OSError, RuntimeError):  # RuntimeError: no thread could be started for it
             sock.close()

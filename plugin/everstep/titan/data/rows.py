@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Rows(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text(tokenizer)
+        text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text()
         self.documents, self._name = text.documents, text.name
         self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
@@ -57,10 +57,7 @@ class Rows(SlotSource):
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._rows_read = 0  # by all ranks together
-        self._permutation = lru_cache(maxsize=2)(self._permutation_of)
-
-    def _permutation_of(self, epoch: int) -> Permutation:
-        return Permutation(self.rows, self._seed, epoch)
+        self._permutation = lru_cache(maxsize=2)(partial(Permutation, self.rows, self._seed))  # by epoch
 
     def _batch(self, first_row: int) -> Batch:
         rows = []

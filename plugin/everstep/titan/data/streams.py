@@ -53,7 +53,7 @@ class _Stream:
                 known = None
             _let_states_be_copies(self.loader)
             if known:
-                _load_state(self.loader, restored(known.state))
+                _stateful(self.loader).load_state_dict(self.loader, restored(known.state))
             self._batches = iter(self.loader)
         self.position = self.began_at = known.position if known else 0
 
@@ -67,7 +67,7 @@ class _Stream:
         """Raises PlainError if another dataloader, built alike, would not go on from it with the same batches."""
         if self._lost:
             raise PlainError(f"it leaves out {self._lost}")
-        return StreamState(self.position, plain(_state_of(self.loader)))
+        return StreamState(self.position, plain(_stateful(self.loader).state_dict(self.loader)))
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
@@ -83,18 +83,9 @@ def _copied_state(kind: Any, dataset: Any) -> dict[str, Any]:
     return copy.deepcopy(kind.state_dict(dataset))
 
 
-def _state_of(loader: BaseDataLoader) -> dict[str, Any]:
-    # torchtitan's own wraps the state of torchdata's in a pickle.
-    if isinstance(loader, ParallelAwareDataloader):
-        return StatefulDataLoader.state_dict(loader)
-    return loader.state_dict()
-
-
-def _load_state(loader: BaseDataLoader, state: dict[str, Any]) -> None:
-    if isinstance(loader, ParallelAwareDataloader):
-        StatefulDataLoader.load_state_dict(loader, state)
-    else:
-        loader.load_state_dict(state)
+def _stateful(loader: BaseDataLoader) -> Any:
+    """The class by which a loader says where it stands: torchtitan's own wraps the state of torchdata's in a pickle."""
+    return StatefulDataLoader if isinstance(loader, ParallelAwareDataloader) else type(loader)
 
 
 class SlotStreams(SlotSource):
@@ -216,18 +207,17 @@ class SlotStreams(SlotSource):
         if live and (live.position > number or (known and known.position > live.position)):
             live = None
         live = live or self._open(stream, known, number)
-        try:
-            batch = _skip_to(live, number)
-        except StopIteration:
-            if live.began_at == 0:
-                raise self._exhausted(stream, number) from None
+        while True:
+            try:
+                batch = _skip_to(live, number)
+                break
+            except StopIteration:
+                if live.began_at == 0:
+                    what = f"data stream {stream} of {self._streams} ended before batch {number}"
+                    raise DataloaderExhaustedError(what) from None
             # torchtitan's text datasets, restored after their last document was read, drop the rows that were
             # still in their buffer. Only reading from the beginning can tell whether this is the end.
             live = self._open(stream, None, number)
-            try:
-                batch = _skip_to(live, number)
-            except StopIteration:
-                raise self._exhausted(stream, number) from None
         self._live[stream] = live
         return batch
 
@@ -239,9 +229,6 @@ class SlotStreams(SlotSource):
             return self._base.build(dp_world_size=self._streams, dp_rank=stream, **self._runtime)
 
         return _Stream(build, seed=stream, known=known)
-
-    def _exhausted(self, stream: int, number: int) -> DataloaderExhaustedError:
-        return DataloaderExhaustedError(f"data stream {stream} of {self._streams} ended before batch {number}")
 
     # As torchtitan's dataloader.
 

@@ -46,7 +46,7 @@ def token_file(path: Path, tokenizer: BaseTokenizer) -> Text:
     return Text(documents, f"token file {digest[:16]}", str(path), footer.max_id + 1)
 
 
-def stdlib_text(tokenizer: BaseTokenizer) -> Text:
+def stdlib_text() -> Text:
     """One document per source file, byte tokens. The text depends on Python's version, so all hosts of a run need the
     same one: `content` tells them apart."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -55,11 +55,6 @@ def stdlib_text(tokenizer: BaseTokenizer) -> Text:
         raise FileNotFoundError(
             f"no .py files of the standard library under {root}: this Python carries its library in "
             'another form. Set data.source = "tokens" and pack some text with `everstep pack`.'
-        )
-    if tokenizer.get_vocab_size() < VOCAB_SIZE:
-        raise ValueError(
-            f"the bundled text has byte tokens up to {VOCAB_SIZE - 1}, the tokenizer only "
-            f"{tokenizer.get_vocab_size()} ids: use everstep's ByteTokenizer with it."
         )
     tokens = np.concatenate(pieces)
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
