@@ -1,5 +1,5 @@
-"""Combinations that cannot work are refused, with the line of the key to change; the nearest ones that
-work are not."""
+"""What a user is told about a file that is wrong, by itself or for what it asks for together: where, which key, the
+nearest valid key, the expected type. The nearest settings that work are not refused."""
 
 import pytest
 
@@ -18,9 +18,58 @@ min_groups = 2
 """
 """Takes lines 4 to 11 of run.toml."""
 
+SEMI = GOOD.replace("[training]", "[training]\nsteps = 100") + (
+    '[semi_sync]\nmethod = "diloco"\nworkers = 4\nsync_steps = 10\n'
+)
+"""Goes on to line 16."""
 
-def without(key):
-    return "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(key))
+# the base that the `load` fixture writes takes lines 1 to 3
+WRONG = {
+    "unknown section": (
+        "[trainig]\nsteps = 1\n",
+        "run.toml:4: there is no section [trainig]; the nearest is [training]",
+    ),
+    "unknown key": (
+        "[training]\nsteps = 1\nseq_length = 128\n",
+        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
+    ),
+    "string for an integer": (
+        '[training]\nseq_len = "128"\n',
+        'run.toml:5: [training] seq_len must be an integer, got "128"',
+    ),
+    "a choice that is not there": (
+        '[fault_tolerance]\nprocess_group = "mpi"\n',
+        'run.toml:5: [fault_tolerance] process_group must be one of "gloo", "nccl", got "mpi"',
+    ),
+    "what torchtitan's section refuses itself": (
+        "[checkpoint]\nkeep_latest_k = 1\n",
+        "run.toml:4: [checkpoint]: We need to maintain at least 2 checkpoint replicas, as the last one "
+        "may be in the process of being saved.",
+    ),
+    "not TOML": (
+        "[training]\nsteps = \n",
+        "run.toml:5: not valid TOML: Invalid value (column 9)",
+    ),
+}
+
+
+BASES = {
+    "nothing": (
+        "",
+        'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"',
+    ),
+    "an unknown model": (
+        '[job]\nmodule = "lama3"\nconfig = "llama3_8b"\n',
+        'run.toml:2: [job] module = "lama3" is neither a model of torchtitan nor a module that can be '
+        'imported; the nearest model is "llama3"',
+    ),
+    "an unknown flavor": (
+        '[job]\nmodule = "qwen3"\nflavor = "0.6b"\n',
+        'run.toml:3: [job] flavor = "0.6b" is not a model of qwen3; the nearest is "0.6B" of "debugmodel", '
+        '"debugmodel_non_fused_qkv", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "debugmodel_moe", "30B-A3B", '
+        '"235B-A22B"',
+    ),
+}
 
 
 REFUSED = {
@@ -55,13 +104,38 @@ REFUSED = {
         "[parallelism]\npipeline_parallel_degree = 2\n",
         "run.toml: CUDA graphs do not support pipeline parallelism yet. Set --training.disable_cuda_graphs.",
     ),
+    "workers that do not divide the batch": (
+        SEMI.replace("workers = 4", "workers = 5"),
+        "run.toml:15: [semi_sync] workers = 5 must divide the batch: global_batch_size = 24 is no multiple of 5 "
+        "workers x local_batch_size = 2",
+    ),
+    "fewer workers than groups": (
+        SEMI.replace("workers = 4", "workers = 2"),
+        "run.toml:15: [semi_sync] workers = 2 must be at least groups = 3: each carries one",
+    ),
+    "fragments that are not equally far apart": (
+        SEMI + "fragments = 3\n",
+        "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, "
+        "equally far apart",
+    ),
+    "snapshots of workers": (
+        SEMI + "[snapshot]\nenable = true\n",
+        'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
+    ),
 }
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_combination_that_cannot_work_is_refused(load, tmp_path, text, message):
+LLAMA = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
+ROWS = {
+    **{what: (LLAMA, *row) for what, row in (WRONG | REFUSED).items()},
+    **{what: (base, "", message) for what, (base, message) in BASES.items()},
+}
+
+
+@pytest.mark.parametrize(("base", "text", "message"), ROWS.values(), ids=ROWS.keys())
+def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, message):
     with pytest.raises(ConfigError) as caught:
-        load(text)
+        load(text, base=base)
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
 
 
@@ -130,6 +204,3 @@ def test_timeouts_that_contain_each_other_are_in_order(load, shorter, longer):
     setattr(config.fault_tolerance, shorter, limit)
     beginning = f"[fault_tolerance] {shorter} = {limit} must be less than {longer} = {limit}: "
     assert [p.key for p in problems(config) if p.message.startswith(beginning)] == [("fault_tolerance", shorter)]
-
-
-OFF = GOOD.replace("enable = true", "enable = false")

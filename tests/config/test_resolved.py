@@ -81,19 +81,22 @@ def demo(config_class):
     return load_demo
 
 
-@pytest.mark.parametrize("flag", SAME)
-def test_how_a_result_is_reached_does_not_change_the_identity(demo, tmp_path, flag):
+@pytest.mark.parametrize(("flag", "difference"), [*((flag, None) for flag in SAME), *DIFFERENT.items()])
+def test_what_decides_the_result_changes_the_identity_and_how_it_is_reached_does_not(demo, tmp_path, flag, difference):
     before, after = demo(tmp_path), demo(tmp_path, flag)
     assert resolved_toml(before) != resolved_toml(after)
-    assert config_identity(before) == config_identity(after)
-    assert differing_keys(before, after) == []
+    assert (config_identity(before) == config_identity(after)) == (difference is None)
+    assert differing_keys(before, after) == ([difference] if difference else [])
 
 
-@pytest.mark.parametrize(("flag", "difference"), DIFFERENT.items())
-def test_what_decides_the_result_does(demo, tmp_path, flag, difference):
-    before, after = demo(tmp_path), demo(tmp_path, flag)
-    assert config_identity(before) != config_identity(after)
-    assert differing_keys(before, after) == [difference]
+@pytest.mark.parametrize(("workers", "groups", "same"), [(4, 2, True), (3, 3, False), (0, 2, False)])
+def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(demo, tmp_path, workers, groups, same):
+    def identity(workers, groups):
+        flags = f"--semi_sync.method=diloco --semi_sync.sync_steps=10 --fault_tolerance.groups={groups}"
+        more = f"--semi_sync.workers={workers} --snapshot.no-enable --training.global_batch_size=24"
+        return config_identity(demo(tmp_path, *flags.split(), *more.split()))
+
+    assert (identity(workers, groups) == identity(4 if workers else 0, 3)) == same
 
 
 def test_the_model_and_its_data_decide_the_result_and_its_kernels_do_not(load):

@@ -17,7 +17,7 @@ from torchtitan.hf_datasets.text_datasets import (
 )
 
 from everstep.data.plain import StreamState, decode_states, encode_states, plain
-from everstep.titan.data.streams import SlotStreams, _state_of
+from everstep.titan.data.streams import SlotStreams, _stateful
 
 SEQ_LEN, BATCH = 16, 2
 
@@ -181,7 +181,8 @@ def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginnin
         heir = streams(config, tokenizer, 2)
         heir.learn(owner.known_states())
         if step > 1:  # a checkpoint of before may have it
-            state = plain(_state_of(owner._live[1].loader))
+            loader = owner._live[1].loader
+            state = plain(_stateful(loader).state_dict(loader))
             heir.learn(encode_states({1: StreamState(step - 1, state)}))
         heir.committed(step - 1)
         for group in (heir, owner):

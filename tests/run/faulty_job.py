@@ -1,15 +1,20 @@
-"""A user's own module for `[job] module`: torchtitan's debug Llama 3 whose attention meets a fault in slot SLOT, or in
-a share of all slots, EVERSTEP_TEST_SHARE, each time it is computed from step FIRST on: by EVERSTEP_TEST_FAULT,
+"""A user's own module for `[job] module`: small_job's model, or with `checked` torchtitan's debug Llama 3, on which the
+groups of EVERSTEP_TEST_SICK compute wrongly from step FIRST on: in slot SLOT, or in a share of all slots,
+EVERSTEP_TEST_SHARE, drawn each time. By EVERSTEP_TEST_FAULT:
 
-    kernel    the groups of EVERSTEP_TEST_SICK multiply matrices wrongly where the output projection is
+    kernel    matrices are multiplied wrongly where the output projection is
     nan       likewise, by a NaN
-    bound     on every group each projection's round-off is 2.5 times its bound
+    bound     each projection's round-off is 2.5 times its bound
+    flip      a bit of a feed-forward product is flipped; the file EVERSTEP_TEST_FLIPS tells of it
+    weight    a bit of one weight is flipped, once
+    sum       a bit of one gradient that is summed over all groups is flipped, once
 """
 
 import math
 import os
 import random
 import sys
+from pathlib import Path
 
 import torch
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -17,14 +22,19 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention import product
 from everstep.attention.findings import Deviation
+from everstep.step.reduction import GradientReducer, local
 from everstep.titan.slots import Slots
+from small_job import debugmodel
 
-SLOT, FIRST = 0, 3
+__all__ = ["checked", "debugmodel"]
+
+SLOT, FIRST, BIT, SUM_BIT = 0, 3, 10, 45
 FAULT, SHARE = os.environ.get("EVERSTEP_TEST_FAULT", ""), os.environ.get("EVERSTEP_TEST_SHARE", "")
 SICK = os.environ.get("EVERSTEP_TEST_SICK", "0").split(",")
+TOLD = os.environ.get("EVERSTEP_TEST_FLIPS", os.devnull)
 
-_compute_slot, _row_deviation = Slots.compute, product.row_deviation
-_due = _installed = False
+_compute_slot, _finish_sums, _row_deviation = Slots.compute, GradientReducer.finish, product.row_deviation
+_due = _installed = _flips_sum = False
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -40,28 +50,56 @@ def _too_narrow(*args) -> Deviation:
     return Deviation(seen.residual, seen.residual.abs().amax() / 2.5) if _due else seen
 
 
-def _install():
-    group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
-    if FAULT in ("kernel", "nan") and group in SICK:
-        _library.impl("mm", _wrong_product, "CPU")
-    elif FAULT == "bound":
-        product.row_deviation = _too_narrow
+def _flip(module, inputs, output):
+    if not _due:
+        return output
+    flipped = output.detach().clone()
+    flipped.view(torch.int32).view(-1)[7] ^= 1 << BIT
+    return output + (flipped - output).detach()
+
+
+def _install(slots):
+    global _flips_sum
+    feed_forward = next(iter(slots._trainer.model_parts[0].layers.values())).feed_forward
+    match FAULT:
+        case "kernel" | "nan":
+            _library.impl("mm", _wrong_product, "CPU")
+        case "bound":
+            product.row_deviation = _too_narrow
+        case "flip":
+            feed_forward.register_forward_hook(_flip)
+        case "weight":
+            local(next(feed_forward.parameters())).detach().view(torch.int32).view(-1)[7] ^= 1 << BIT
+        case "sum":
+            _flips_sum = True
 
 
 def _compute_with_faults(slots, step, slot, *, whole):
     global _due, _installed
-    if step == FIRST and not _installed:  # workers that are started later are on another machine
-        _install()
+    group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
+    if step == FIRST and group in SICK and not _installed:  # workers that are started later are on another machine
+        _install(slots)
         _installed = True
-    _due = step >= FIRST and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)
+    _due = _installed and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)
+    if _due and FAULT == "flip":
+        with Path(TOLD).open("a") as told:
+            told.write(f"{step} {slot}\n")
     try:
         return _compute_slot(slots, step, slot, whole=whole)
     finally:
         _due = False
 
 
-Slots.compute = _compute_with_faults
+def _finish_with_flip(reducer):
+    global _flips_sum
+    _finish_sums(reducer)
+    if _flips_sum:
+        _flips_sum = False
+        reducer._buckets[0].memory.flat.view(torch.int64)[7] ^= 1 << SUM_BIT
 
 
-def debugmodel() -> Trainer.Config:
+Slots.compute, GradientReducer.finish = _compute_with_faults, _finish_with_flip
+
+
+def checked() -> Trainer.Config:
     return llama3_debugmodel()

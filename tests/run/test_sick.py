@@ -31,7 +31,7 @@ def with_fault(start, tmp_path, monkeypatch):
         monkeypatch.setenv("EVERSTEP_TEST_SHARE", share)
         config = write_config(
             tmp_path / f"{fault}-{groups}.toml",
-            job={"module": "faulty_job", "config": "debugmodel"},
+            job={"module": "faulty_job", "config": "checked"},
             training={"steps": STEPS, "global_batch_size": slots},
             attention_check={"enable": True, "frequency": 1.0} | check,
             fault_tolerance=PATIENT,
@@ -56,7 +56,7 @@ def same_losses(run, other):
     return figures["loss_delta_undefined"] == 0 and figures["loss_delta_max"] <= LOSS_TOLERANCE
 
 
-def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(with_fault):
+def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(with_fault, monkeypatch):
     wrong = with_fault("kernel")
     assert wrong.status == 0, wrong.said()
     assert len(refusals(wrong, 0)) == ASK_AFTER
@@ -70,6 +70,7 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
     (last,) = wrong.events("commit", step=STEPS)
     assert last["groups"] == [1]
 
+    monkeypatch.setenv("EVERSTEP_TEST_SICK", "0,1")
     narrow = with_fault("bound")
     assert narrow.status == 0, narrow.said()
     assert sum(len(refusals(narrow, group)) for group in GROUPS) == ASK_AFTER + 1

@@ -27,23 +27,21 @@ def test_a_state_is_read_as_it_was_written(tmp_path, state):
     assert other_group.read(PLACE) == state
 
 
-@pytest.mark.parametrize("change", [{"worker": 2}, {"round": 8}, {"history": 0xABD}])
-def test_a_file_under_another_name_is_no_state(tmp_path, state, change):
-    store, other = files(tmp_path), replace(PLACE, **change)
+@pytest.mark.parametrize(
+    ("place", "reader"),
+    [
+        *(({change: value}, {}) for change, value in {"worker": 2, "round": 8, "history": 0xABD}.items()),
+        *(({}, {change: value}) for change, value in {"rank": 1, "whose": "run 2", "token": b"u" * 32}.items()),
+    ],
+)
+def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, state, place, reader):
+    store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(PLACE, **place)
     store.write(PLACE, state)
-    assert not store.on_storage(other)
-    store.path(PLACE).rename(store.path(other))
-    assert store.on_storage(other)
-    assert store.read(other) is None
-
-
-@pytest.mark.parametrize("change", [{"rank": 1}, {"whose": "run 2, 2 ranks"}, {"token": b"u" * 32}])
-def test_a_file_of_another_rank_run_or_layout_is_no_state(tmp_path, state, change):
-    files(tmp_path).write(PLACE, state)
-    reader = files(tmp_path, **change)
-    if reader.path(PLACE) != files(tmp_path).path(PLACE):
-        files(tmp_path).path(PLACE).rename(reader.path(PLACE))
-    assert reader.read(PLACE) is None
+    if reader.path(other) != store.path(PLACE):
+        assert not reader.on_storage(other)
+        store.path(PLACE).rename(reader.path(other))
+    assert reader.on_storage(other)
+    assert reader.read(other) is None
 
 
 @pytest.mark.parametrize(
