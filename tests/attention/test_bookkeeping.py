@@ -40,6 +40,7 @@ def test_results_are_kept_to_be_looked_at_together_unless_they_are_large_or_nobo
         return looked[:]
 
     assert slot(8, 8, 8) == []
+    bench.checks.end()
     assert slot(8, 8) == [3]
     bench.checks.forget()
     assert slot(8) == [3]
@@ -49,24 +50,30 @@ def test_results_are_kept_to_be_looked_at_together_unless_they_are_large_or_nobo
     assert slot(8, 8, 8) == [3, 1, 3]
 
 
-def trained(schedule, layers, slots, took_s=0.1):
-    """Seconds that checks take in slots of a second without them."""
+def trained(schedule, layers, slots, took_s=0.1, looks_s=0.0):
+    """Seconds that checks take in slots of a second without them, besides those of what every slot is looked at for."""
     for layer in range(layers):
         schedule.add(layer)
     spent = []
     for slot in range(slots):
         schedule.begin(slot // 2 + 1, slot % 2)
         spent.append(took_s * len(schedule.checked))
-        schedule.slot_took(1.0 + spent[-1], spent[-1], len(schedule.checked))
+        schedule.slot_took(1.0 + spent[-1] + looks_s, spent[-1], len(schedule.checked), looks_s)
     return spent
 
 
-@pytest.mark.parametrize("ceiling", [0.01, 0.1, 0.5])
-def test_an_adaptive_rate_takes_what_it_may_of_the_time_without_checks(ceiling):
+@pytest.mark.parametrize(("ceiling", "looks_s"), [(0.01, 0.0), (0.1, 0.0), (0.5, 0.0), (0.1, 0.04)])
+def test_an_adaptive_rate_takes_what_it_may_of_the_time_without_checks(ceiling, looks_s):
     schedule = Schedule(None, ceiling)
-    spent = trained(schedule, 20, 600)[40:]
-    assert sum(spent) / len(spent) == pytest.approx(ceiling, rel=0.15)
+    spent = trained(schedule, 20, 600, looks_s=looks_s)[40:]
+    assert sum(spent) / len(spent) == pytest.approx(ceiling - looks_s, rel=0.15)
     assert schedule.plan.overhead == pytest.approx(ceiling)
+
+
+def test_where_what_every_slot_is_looked_at_for_takes_all_of_it_a_layer_is_still_drawn_at_times():
+    schedule = Schedule(None, 0.01)
+    spent = trained(schedule, 20, 2000, looks_s=0.02)[40:]
+    assert sum(map(bool, spent)) == pytest.approx(len(spent) / 64, rel=0.3)
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.0, 0)])

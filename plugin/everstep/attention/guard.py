@@ -18,11 +18,13 @@ from .section import AttentionCheck
 
 
 class _Slot(NamedTuple):
-    """What was timed in a slot: events of a device, or seconds without one. checks: beginnings and ends."""
+    """What was timed in a slot: events of a device, or seconds without one. checks, looks: beginnings and ends, of the
+    checks of the layers that were drawn, and of what is looked at in every slot."""
 
     begin: Any
     end: Any
     checks: list[tuple[Any, Any]]
+    looks: list[tuple[Any, Any]]
     layers: int
 
     def over(self) -> bool:
@@ -73,6 +75,7 @@ class Checks:
         self._step = self._slot = 0
         self._begun: Any = None
         self._timed: list[tuple[Any, Any]] = []
+        self._looks: list[tuple[Any, Any]] = []
         self._later: defaultdict[Callable[[list[Any]], None], list[Any]] = defaultdict(list)
         self._kept_bytes = 0
         self._slots: deque[_Slot] = deque()
@@ -88,17 +91,18 @@ class Checks:
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
-        self.look()
         self._step, self._slot = step, slot
-        self._timed, self._kept_bytes = [], 0
+        self._timed, self._looks, self._kept_bytes = [], [], 0
         self._begun = self.now()
         self.schedule.begin(step, slot, whole=whole)
         self.injector.begin(step)
 
     def end(self) -> None:
-        """A slot's backward has run, or will: no host synchronisation."""
+        """A slot's backward has run: what was kept of it is looked at. No host synchronisation."""
+        self.look()
         if self.schedule.fixed is None:
-            self._slots.append(_Slot(self._begun, self.now(), self._timed, len(self.schedule.checked)))
+            layers = len(self.schedule.checked)
+            self._slots.append(_Slot(self._begun, self.now(), self._timed, self._looks, layers))
 
     def refused(self) -> frozenset[int]:
         """Slots, of those since this was last asked, that must be computed again. One host synchronisation."""
@@ -107,8 +111,8 @@ class Checks:
         # A slot of which nothing was read may not be over yet.
         while self._slots and self._slots[0].over():
             slot = self._slots.popleft()
-            checks_s = sum(_between(*times) for times in slot.checks)
-            self.schedule.slot_took(_between(slot.begin, slot.end), checks_s, slot.layers)
+            checks_s, looks_s = (sum(_between(*times) for times in part) for part in (slot.checks, slot.looks))
+            self.schedule.slot_took(_between(slot.begin, slot.end), checks_s, slot.layers, looks_s)
         for finding in self.findings.last:
             self.schedule.found(finding["layer"], finding["step"])
         if self.findings.last:
@@ -128,14 +132,27 @@ class Checks:
         self._later[look].append(given)
         self._kept_bytes += kept_bytes
         if self._kept_bytes > KEPT_BYTES:
-            look(self._later.pop(look))
+            with self.timing(self._looks):
+                look(self._later.pop(look))
             self._kept_bytes = 0
 
     def look(self) -> None:
         """Look at all that was to be looked at later."""
-        for look, given in self._later.items():
-            look(given)
-        self._later.clear()
+        if self._later:
+            with self.timing(self._looks):
+                for look, given in self._later.items():
+                    look(given)
+            self._later.clear()
+
+    @contextlib.contextmanager
+    def timing(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
+        """Adds a span of time, for an adaptive rate."""
+        if self.schedule.fixed is not None:
+            yield
+            return
+        begin = self.now()
+        yield
+        spans.append((begin, self.now()))
 
     def forget(self) -> None:
         """What was computed since `refused` was last asked is not used."""
@@ -214,15 +231,13 @@ class Guard:
         for what is looked at in every slot."""
         return not (self.checked or self.checks.injector.active)
 
-    @contextlib.contextmanager
-    def timing(self) -> Iterator[None]:
-        """Around a check, or a part of one: measures what it takes, for an adaptive rate."""
-        if self.checks.schedule.fixed is not None:
-            yield
-            return
-        begin = self.checks.now()
-        yield
-        self.checks._timed.append((begin, self.checks.now()))
+    def timing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a check of a layer that was drawn, or a part of one: measures what it takes, for an adaptive rate."""
+        return self.checks.timing(self.checks._timed)
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """The same, around what is looked at in every slot."""
+        return self.checks.timing(self.checks._looks)
 
     def touch(
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
@@ -243,7 +258,7 @@ class Guard:
         """As `look_for_extremes`, of a kernel's scores, by the logarithms of the rows' sums of exponentials if it hands
         them out: a row that sees nothing has -INF."""
         if lse is not None:
-            with unseen_by_checkpointing():
+            with unseen_by_checkpointing(), self.looking():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)
 
 

@@ -75,7 +75,8 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gu
     section = f"{guard.name}.y"
     y = guard.touch(section, F.linear(x, weight, bias))
     if not guard.checked:
-        look_for_extremes([(guard, section, y)])
+        with guard.looking():
+            look_for_extremes([(guard, section, y)])
         return y
     return settle_rows(
         guard,

@@ -2,8 +2,8 @@
 
 A layer is checked in a slot with everything there is, forward and backward, or not at all; then it runs as if it had no
 checks. The share of slots in which a layer is checked, its rate, is fixed, or follows from what checks take on this
-device: the highest one at which they take no more than `max_overhead` of the time that slots take without them. After a
-finding its layer is checked in every slot, and less from then on as steps pass.
+device: the highest one at which they, and what is looked at in every slot, take no more than `max_overhead` of the time
+that slots take without them. After a finding its layer is checked in every slot, and less from then on as steps pass.
 """
 
 import math
@@ -26,7 +26,7 @@ HALF_LIFE_STEPS = 100
 
 
 class Plan(NamedTuple):
-    """overhead: time of the checks by that of the slots without them. rate: share of slots in which a layer is
+    """overhead: time of all checks by that of the slots without them. rate: share of slots in which a layer is
     checked."""
 
     overhead: float
@@ -62,7 +62,8 @@ class Schedule:
 
     Args:
         rate: the fixed share of slots, or None for the one that `max_overhead` allows. 1.0 checks every call, 0.0 none.
-        max_overhead: the most that checks take at an adaptive rate, by what slots take without them.
+        max_overhead: the most that checks take at an adaptive rate, those of every slot among them, by what slots take
+            without them.
         seed: draws the layers.
     """
 
@@ -74,6 +75,8 @@ class Schedule:
         """What slots take on this device without checks."""
         self._checks: deque[float] = deque(maxlen=REMEMBERED)
         """What the checks of one layer take in a slot."""
+        self._looks: deque[float] = deque(maxlen=REMEMBERED)
+        """What a slot takes for what is looked at in every one."""
         self.plan: Plan | None = None
         """What checks take, at an adaptive rate, once that is measured."""
         self.checked: frozenset[int] = frozenset()
@@ -103,13 +106,18 @@ class Schedule:
         """A finding in `layer`: it is checked in every slot from now on, less as steps pass."""
         self._found[layer] = step
 
-    def slot_took(self, seconds: float, checks_s: float, layers: int) -> None:
-        """A slot took so long, of which the checks of so many layers took `checks_s`."""
-        self._slots.append(max(0.0, seconds - checks_s))
+    def slot_took(self, seconds: float, checks_s: float, layers: int, looks_s: float = 0.0) -> None:
+        """A slot took so long, of which the checks of so many layers took `checks_s`, and what is looked at in every
+        slot `looks_s`."""
+        self._slots.append(max(0.0, seconds - checks_s - looks_s))
+        self._looks.append(looks_s)
         if layers:
             self._checks.append(checks_s / layers)
         if len(self._checks) >= SLOTS_MEASURED:
             # The fastest of the last slots has the least of other work in it.
-            whole = len(self._layers) * statistics.median(self._checks) / max(min(self._slots), 1e-9)
-            rate = min(1.0, self.max_overhead / whole) if whole else 1.0
-            self.plan = Plan(rate * whole, max(rate, 1 / (SELDOM * len(self._layers))))
+            slot_s = max(min(self._slots), 1e-9)
+            whole = len(self._layers) * statistics.median(self._checks) / slot_s
+            looks = statistics.median(self._looks) / slot_s
+            rate = min(1.0, max(0.0, self.max_overhead - looks) / whole) if whole else 1.0
+            rate = max(rate, 1 / (SELDOM * len(self._layers)))
+            self.plan = Plan(looks + rate * whole, rate)

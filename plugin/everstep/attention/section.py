@@ -57,8 +57,9 @@ class AttentionCheck:
     `max_overhead` allows."""
 
     max_overhead: float = 0.01
-    """For frequency = "adaptive": the most that sampled checks take, as a share of what slots take without them,
-    measured on the device. What is looked at in every slot comes on top: 0.2 to 0.7 % on an H100, as counted."""
+    """For frequency = "adaptive": the most that checks take, as a share of what slots take without them, measured on
+    the device. What is looked at in every slot comes first, whatever it takes; the rest goes to the sampled checks, of
+    which one layer in 64 slots is made at least."""
 
     path: Literal["explicit", "fused"] = "fused"
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
