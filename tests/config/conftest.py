@@ -3,12 +3,12 @@
 import pytest
 
 from everstep.titan.load import load_config
-from sectioned import SectionedTrainer
+from everstep.titan.trainer import EverstepTrainer
 
 
 @pytest.fixture(scope="session")
 def config_class():
-    return SectionedTrainer.Config
+    return EverstepTrainer.Config
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ def load(tmp_path):
     ):
         path = tmp_path / "run.toml"
         path.write_text(base + text)
-        return load_config(path, SectionedTrainer.Config, overrides, check=check, **more)
+        return load_config(path, EverstepTrainer.Config, overrides, check=check, **more)
 
     return load_text

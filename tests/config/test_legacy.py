@@ -11,7 +11,7 @@ from everstep.config.legacy import GONE, MOVED
 from everstep.config.resolved import resolved_toml
 from everstep.config.source import parse_source
 from everstep.titan.load import config_from_source
-from sectioned import SectionedTrainer
+from everstep.titan.trainer import EverstepTrainer
 
 BASE = '[model]\nname = "llama3"\nflavor = "debugmodel"\n'
 
@@ -23,7 +23,7 @@ def paths_of(name):
 
 @functools.cache
 def defaults():
-    return tomli.loads(resolved_toml(config_from_source(parse_source(BASE, "run.toml"), SectionedTrainer.Config)))
+    return tomli.loads(resolved_toml(config_from_source(parse_source(BASE, "run.toml"), EverstepTrainer.Config)))
 
 
 OTHER = {  # values that the key's type allows, where one more than the default is none
@@ -33,6 +33,7 @@ OTHER = {  # values that the key's type allows, where one more than the default 
     "checkpoint.model_weights_only": False,
     "checkpoint.last_save_model_weights_only": False,
     "fault_tolerance.process_group_timeout_ms": 5000,
+    "fault_tolerance.semi_sync_method": "diloco",
     "job.save_config_file": "elsewhere",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe"],
     "parallelism.enable_async_tensor_parallel": False,

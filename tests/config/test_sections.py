@@ -9,7 +9,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from everstep.config.errors import ConfigError
 from everstep.config.resolved import resolved_toml
 from everstep.titan.load import load_config
-from sectioned import SectionedTrainer
+from everstep.titan.trainer import EverstepTrainer
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,9 @@ class MySection:
     depth: int = 1
 
 
-class MyTrainer(SectionedTrainer):
+class MyTrainer(EverstepTrainer):
     @dataclass(kw_only=True, slots=True)
-    class Config(SectionedTrainer.Config):
+    class Config(EverstepTrainer.Config):
         my_section: MySection = field(default_factory=MySection)
 
 

@@ -51,6 +51,11 @@ MOVED: dict[str, str] = {
     "fault_tolerance.group_size": "fault_tolerance.groups",
     "fault_tolerance.min_replica_size": "fault_tolerance.min_groups",
     "fault_tolerance.process_group_timeout_ms": "fault_tolerance.reduce_timeout_s",
+    "fault_tolerance.semi_sync_method": "semi_sync.method",
+    "fault_tolerance.sync_steps": "semi_sync.sync_steps",
+    "fault_tolerance.num_fragments": "semi_sync.fragments",
+    "fault_tolerance.fragment_sync_delay": "semi_sync.overlap_steps",
+    "fault_tolerance.fragment_update_alpha": "semi_sync.mixing",
     "profiling": "profiler",
     "validation": "validator",
     "validation.enabled": "validator.enable",
@@ -60,7 +65,6 @@ MOVED: dict[str, str] = {
 """0.2's key or table → today's, for the same value (`process_group_timeout_ms` is divided by 1000)."""
 
 _CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
-_DILOCO = 'nothing: it is read with semi_sync_method = "diloco" only'
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
 GONE: dict[str, str] = {
@@ -100,25 +104,12 @@ GONE: dict[str, str] = {
     "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
-    "fault_tolerance.sync_steps": "nothing: it is read with semi_sync_method only",
     "fault_tolerance.should_quantize": "nothing: what workers changed is summed in its own precision",
-    "fault_tolerance.fragment_sync_delay": _DILOCO,
-    "fault_tolerance.fragment_update_alpha": _DILOCO,
-    "fault_tolerance.module_fqns_per_model_fragment": _DILOCO,
-    "fault_tolerance.num_fragments": _DILOCO,
+    "fault_tolerance.module_fqns_per_model_fragment": "nothing: layers are dealt to the fragments in turn",
     "validation.local_batch_size": _VALIDATOR,
     "validation.seq_len": _VALIDATOR,
 }
 """0.2's key or table → where what it did is found today."""
-
-_SEMI_SYNC: dict[str, str] = {
-    "semi_sync_method": "method",
-    "sync_steps": "sync_steps",
-    "num_fragments": "fragments",
-    "fragment_sync_delay": "overlap_steps",
-    "fragment_update_alpha": "mixing",
-}
-"""0.2's keys of semi-synchronous training, which stood in [fault_tolerance], and those of [semi_sync]."""
 
 
 def translate(source: Source, *, allow_dropped: bool = False) -> str:
@@ -178,26 +169,20 @@ def _refuse_converters(source: Source) -> None:
 
 
 def _settle_semi_sync(source: Source) -> None:
-    """Move 0.2's keys of semi-synchronous training to [semi_sync]."""
+    """0.2's values and defaults of semi-synchronous training, whose keys move to [semi_sync]."""
     section = _section(source, "fault_tolerance")
-    if "semi_sync_method" not in section:
-        return
-    method = section["semi_sync_method"]
+    method = section.get("semi_sync_method", "")
     if method in ("", "None"):
-        _pop(source.table, ("fault_tolerance", "semi_sync_method"))
+        section.pop("semi_sync_method", None)
         return
     named = ("fault_tolerance", "module_fqns_per_model_fragment")
     if section.pop(named[1], None):
         raise source.error(named, f"{describe(named)} must be empty: layers are dealt to the fragments in turn")
     if isinstance(method, str):
-        section["semi_sync_method"] = method = method.lower()
-    section.setdefault("sync_steps", 5)  # 0.2's
+        section["semi_sync_method"] = method.lower()
+    section.setdefault("sync_steps", 5)
     if section.get("should_quantize") is False:
         del section["should_quantize"]
-    read = list(_SEMI_SYNC)[: 2 if method == "local_sgd" else None]
-    for old in read:
-        if old in section:
-            _move(source, ("fault_tolerance", old), ("semi_sync", _SEMI_SYNC[old]))
 
 
 def _move(source: Source, old: Path, new: Path) -> None:

@@ -84,34 +84,25 @@ def parse_source(text: str, file: str) -> Source:
         raise ConfigError(f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{file}: not a TOML file that can be read: {error}"[:300]) from None
-    if _depth(table) > DEEPEST:
-        raise ConfigError(f"{file}: tables and arrays are nested more than {DEEPEST} deep")
     source = Source(file=file, table=table, text=text)
     if wrong := _unusable(table):
-        path, value = wrong
-        raise source.error(path, f"{describe(path)} = {value} is no number that can be used")
+        path, why = wrong
+        raise source.error(path, f"{describe(path)} {why}")
     return source
 
 
-def _depth(value: Any) -> int:
-    """How deep tables and arrays are nested; counts no further than one more than DEEPEST."""
-    level, depth = [value], 0
-    while level and depth <= DEEPEST:
-        inner = [list(item.values()) if isinstance(item, dict) else item for item in level]
-        level = [each for items in inner if isinstance(items, list) for each in items if isinstance(each, dict | list)]
-        depth += 1
-    return depth
-
-
 def _unusable(value: Any, path: Path = ()) -> tuple[Path, str] | None:
-    """The first number that is infinite, not a number, or takes more than 64 bits."""
+    """The first value that cannot be used, and why: a number that is infinite, not a number, or of more than 64 bits,
+    or what is nested too deep."""
+    if len(path) > DEEPEST:
+        return path[:1], f"is nested more than {DEEPEST} deep"
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return next((found for key, item in items if (found := _unusable(item, (*path, key)))), None)
     if isinstance(value, float) and not math.isfinite(value):
-        return path, str(value)
+        return path, f"= {value} is no number that can be used"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return path, f"{hex(value)[:40]} (hexadecimal)"
+        return path, f"= {hex(value)[:40]} (hexadecimal) is no number that can be used"
     return None
 
 
