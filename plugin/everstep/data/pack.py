@@ -26,6 +26,7 @@ from everstep.data.inputs import InputError, documents, identity, input_files
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 from everstep.run import typed
 from everstep.run.files import hold_alone, write_whole
+from everstep.run.regular import is_own_directory
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
@@ -85,8 +86,10 @@ def pack(
         return footer
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
-    if folder.is_symlink() or not hold_alone(folder / "lock"):
-        raise TokenFileError(f"another `everstep pack` is writing {folder}, or it is a link: wait for it or stop it.")
+    if not is_own_directory(folder):
+        raise TokenFileError(f"{folder} is no folder of yours: remove it.")
+    if not hold_alone(folder / "lock"):
+        raise TokenFileError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
     texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
     for ids, read in _encoded(texts, encoder, chunk_tokens):

@@ -16,8 +16,8 @@ def _hugging_face(directory: Path) -> Encoder:
 
     theirs = HuggingFaceTokenizer(tokenizer_path=str(directory))
     tokenizer = theirs.tokenizer
-    before = _added(theirs.bos_id, theirs.hf_adds_bos)
-    after = _added(theirs.eos_id, theirs.hf_adds_eos)
+    before = [] if theirs.bos_id is None or theirs.hf_adds_bos else [theirs.bos_id]
+    after = [] if theirs.eos_id is None or theirs.hf_adds_eos else [theirs.eos_id]
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         encodings = tokenizer.encode_batch_fast(list(texts))
@@ -34,10 +34,6 @@ def _hugging_face(directory: Path) -> Encoder:
         },
         encode=encode,
     )
-
-
-def _added(token_id: int | None, tokenizer_adds_it: bool) -> list[int]:
-    return [] if token_id is None or tokenizer_adds_it else [token_id]
 
 
 def encoder_for(tokenizer: str) -> Encoder:

@@ -45,15 +45,14 @@ class Rows(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text()
-        self.documents, self._name = text.documents, text.name
+        self._text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text()
+        self.documents = self._text.documents
         self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
             raise ValueError(
-                f"{self._name} has {self.documents.pairs} tokens to learn from, too few for one row of "
+                f"{self._text.name} has {self.documents.pairs} tokens to learn from, too few for one row of "
                 f"training.seq_len = {seq_len}: lower seq_len or bring more text."
             )
-        self._content, self._vocab_size = text.content, text.vocab_size
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._rows_read = 0  # by all ranks together
@@ -89,12 +88,12 @@ class Rows(SlotSource):
 
     def fingerprint(self) -> str:
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
-        return f"{self._content}, rows of {self._seq_len}, {order}"
+        return f"{self._text.content}, rows of {self._seq_len}, {order}"
 
     def require_vocab(self, vocab_size: int) -> None:
-        if self._vocab_size > vocab_size:
+        if self._text.vocab_size > vocab_size:
             raise ValueError(
-                f"{self._name} has token ids up to {self._vocab_size - 1}, the model's vocabulary only "
+                f"{self._text.name} has token ids up to {self._text.vocab_size - 1}, the model's vocabulary only "
                 f"{vocab_size} ids: take a model of that vocabulary, or the text in the model's tokens."
             )
 
@@ -128,7 +127,7 @@ class Rows(SlotSource):
             return
         if state_dict["data"] != self.fingerprint():
             raise ValueError(
-                f"the checkpoint was trained on other data than {self._name}: it has read "
+                f"the checkpoint was trained on other data than {self._text.name}: it has read "
                 f"({state_dict['data']}), this is ({self.fingerprint()}). Bring back that data, seq_len and "
                 'seed, or leave the position out with checkpoint.exclude_from_loading = ["dataloader"].'
             )
