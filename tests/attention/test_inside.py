@@ -59,6 +59,14 @@ def test_a_saved_lse_of_infinity_is_seen_in_a_long_row():
     assert not campaign._run(inputs, untouched)[1]
 
 
+def test_a_lost_row_is_seen_where_sums_are_rounded_often():
+    """As PyTorch's kernel on a CPU does: P is rounded once all the same."""
+    campaign = Campaign(torch.bfloat16, flex=False)
+    inputs = operands("trained", 512, 4, 4, 64, torch.bfloat16, 1)
+    assert campaign._run(inputs, Strike("saved lse", 0, Fault("inf", 0.55)))[1]
+    assert not campaign._run(inputs, untouched)[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "fault"), [("saved lse", Fault("inf", 0.6)), ("bs", Fault("inf", 0.0, sign=-1))])
 @pytest.mark.parametrize("in_graph", [False, True])

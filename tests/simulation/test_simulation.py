@@ -89,12 +89,12 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
 
 
 def run_of(kind: str, *, size: float = 0.9, **more: Any) -> tuple[Outcome, World]:
-    """A quiet run of three groups that meets one fault after 8 s. `more`: of its plan."""
+    """A quiet run of three groups that meets one fault after 12 s. `more`: of its plan."""
     plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
     waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
     options = replace(plan.lighthouse, join_timeout_s=2.0)
-    plan = replace(plan, lighthouse=options, faults=(Fault(8.0, kind, 2, 0, size),), **quick | waits | more)
+    plan = replace(plan, lighthouse=options, faults=(Fault(13.0, kind, 2, 0, size),), **quick | waits | more)
     world = World(0, plan, trace=True)
     return world.run(), world
 

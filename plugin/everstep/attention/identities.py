@@ -259,10 +259,9 @@ def backward_deviation(
         total = of_same + _weighed(d_outs.wide, 1 - same_p.to(acc))
     d_square = d_outs.norm2.sum(-1, keepdim=True)
     most_v = (d_square.sqrt() + underflow(count * value_dim, dtype)) * math.sqrt(count)
-    noise = _weighed(d_values.squares, _counted(d_values.alike).maximum(together)) + _weighed(
-        d_outs.squares, counted * share
-    )
-    noise = noise + count * tiny
+    rounded_once = (1 - (stored - once) / unit).square()  # as P and dS are, however often sums of them
+    through_p = rounded_once * _weighed(d_outs.squares, counted * share)
+    noise = _weighed(d_values.squares, _counted(d_values.alike).maximum(together)) + through_p + count * tiny
     shared = unit * of_same.abs() + summed * total.abs()
     parts = [
         _columns(
@@ -293,7 +292,7 @@ def backward_deviation(
         weight_dq, weight_dk = _counted(d_queries.alike), _counted(d_keys.alike).maximum(together)
         # What rounding dS does to dK, by dK itself and by dQ, which dS made as well.
         through_q = (weight_dq * d_queries.norm2 * queries.norm2).sum(-1, keepdim=True)
-        through_q = through_q / (of_keys.norm2.mean(-1, keepdim=True) + tiny)
+        through_q = rounded_once * through_q / (of_keys.norm2.mean(-1, keepdim=True) + tiny)
         squares = torch.maximum((weight_dk * d_keys.norm2).sum(-1, keepdim=True), through_q)
         rows = (counted * row.square() * queries.norm2).sum(-1, keepdim=True) + count * key_dim * tiny
         sigma = DK * (unit * _capped(squares, most_k * math.sqrt(keys)) + scale * rows.sqrt())

@@ -8,10 +8,18 @@ does not prove to hold the run's token is heard. Each request is one message and
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
 ID is the group's name and TEXT what it says of itself (`everstep.quorum.request`: `name_of`, `encode`). A request
-without a quorum is answered by {"failed": why}; the connection stays. A group that makes no step waits for its turn
-(`everstep.quorum.turns`). What groups say stays at the gate: torchft's lighthouse names all members in each of its
-answers, and would copy it once for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, and
-stops at once for a group whose connections have closed, however long the heartbeat timeout is.
+without a quorum is answered by {"failed": why}; the connection stays. What groups say stays at the gate: torchft's
+lighthouse names all members in each of its answers, and would copy it once for each pair of members. So do heartbeats:
+the gate tells the lighthouse who lives, and stops at once for a group whose connections have closed, however long the
+heartbeat timeout is.
+
+The lighthouse makes a new quorum as soon as all members of the last one ask, and else when more than half of the groups
+ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that comes
+back while the others make a step has waited for longer than that when they ask again. With it and the first of them
+there is a majority, and a quorum without the others, who ask a millisecond later: of three groups one is then left out
+of each step, another one each time, and heals. The same would happen with a member of the last quorum that makes no
+step, because it has no state or cannot be reached: it asks again at once. So groups that make no step wait at the gate,
+where their time does not count, until one asks that does, or none of those is heard any more.
 """
 
 import math
@@ -30,7 +38,6 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 from everstep import wire
 from everstep.quorum.membership import PURPOSE, Asked
 from everstep.quorum.request import Request, decode, encode, group_of, read_quorum
-from everstep.quorum.turns import HEAD_START_S, LOOK_S, Turns
 from everstep.run import typed
 
 HEARING = 1.5
@@ -41,6 +48,10 @@ BEATS_S, BEAT_S = 0.2, 0.001
 run: one takes a quarter of that. After three times that without one the lighthouse takes a group for dead: what the
 death of a process costs. After twice that neither a group without a connection to beat on counts, nor a quorum that
 the lighthouse forms."""
+LOOK_S = 0.25
+"""How often to see whether those that others wait for have died."""
+HEAD_START_S = 0.02
+"""For the requests that waited for their turn, before that which gave it to them."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
@@ -116,9 +127,10 @@ class Gate:
         self._heard: dict[str, float] = {}
         """By replica, in the order in which they were first heard: when it last beat or asked."""
         self._new: set[str] = set()
-        """Groups that were heard since nobody was."""
+        """Groups that beat since nobody was heard."""
         self._asking: dict[str, _Waiting] = {}
-        self._turns = Turns(self._is_heard)
+        self._makers: frozenset[str] = frozenset()
+        """Members of the last quorum that make its step; empty once one of them has asked again."""
         self._beating: Counter[str] = Counter()
         """By replica, the connections on which it beats."""
         self._held = 0
@@ -166,14 +178,11 @@ class Gate:
                         raise ValueError("it is of another replica")
                 except ValueError as error:
                     raise wire.RefusedError(f"the request is not understood: {error}") from error
-                self._hear(asked.replica)
-                if request is not None:
-                    channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
-                    continue
-                if not beats:
+                if request is None and not beats:
                     beats = asked.replica
                     self._beats_on(beats, 1)
-                channel.send_frame({})
+                self._hear(asked.replica)
+                channel.send_frame({} if request is None else self._quorum(asked, _Waiting(request, channel)))
         finally:
             if beats:
                 self._beats_on(beats, -1)
@@ -192,10 +201,10 @@ class Gate:
                 self._asks_from = now + HEARING * self._timeout_s
                 self._new.clear()
             self._heard[replica] = self._last_heard = now
-            self._new.add(group_of(replica))
-            if now < self._asks_from and len(self._new) >= self._groups:
-                self._asks_from = now
-                self._changed.notify_all()
+            if replica in self._beating:
+                self._new.add(group_of(replica))
+            if len(self._new) >= self._groups:  # the lighthouse is told of all of them first
+                self._asks_from = min(self._asks_from, now + 2 * self._every_s)
 
     def _is_heard(self, replica: str) -> bool:
         patience_s = self._timeout_s if replica in self._beating else min(2 * self._every_s, self._timeout_s)
@@ -252,17 +261,21 @@ class Gate:
     def _wait_for_turn(self, replica: str, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
         with self._changed:
-            self._turns.asked(replica)
-            gives_turn = self._held > 0 and self._turns.may_pass()
-            if gives_turn:
+            if replica in self._makers:
+                self._makers = frozenset()
                 self._changed.notify_all()
+            gives_turn = self._held > 0 and self._may_pass()
             self._held += 1
-            while (now := time.monotonic()) < until and (now < self._asks_from or not self._turns.may_pass()):
+            while (now := time.monotonic()) < until and (now < self._asks_from or not self._may_pass()):
                 self._changed.wait(LOOK_S)  # those it waits for may have died meanwhile
             self._held -= 1
         if gives_turn:
             time.sleep(HEAD_START_S)
         return time.monotonic() < until
+
+    def _may_pass(self) -> bool:
+        """Whether those that make no step may ask."""
+        return not any(map(self._is_heard, self._makers))
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
@@ -288,7 +301,7 @@ class Gate:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
-        self._turns.formed(replica for replica, waiting in found.items() if waiting.request.group in read.able)
+        self._makers = frozenset(name for name, waiting in found.items() if waiting.request.group in read.able)
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 
 

@@ -3,7 +3,6 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from everstep.quorum.heal import Door, Fetch
@@ -147,8 +146,6 @@ class Attempt:
     exhausted: bool = False
     refused: bool = False
     """Whether this group refused a slot that it computed."""
-    patience: timedelta = timedelta.max
-    """For each of its sums."""
     compute_s: float = 0.0
     reduce_s: float = 0.0
 

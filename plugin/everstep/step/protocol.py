@@ -308,7 +308,7 @@ class StepProtocol:
         """Learn what the groups hold and plan."""
         quorum, rules = attempt.quorum, self._rules
         mine = self._row(quorum)
-        attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, quorum))
+        attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, attempt))
         attempt.plan = ledger.plan(rows, rules.slots, rules.dealing, rules.audited(attempt.step))
         self._events.emit(
             "quorum",
@@ -345,10 +345,10 @@ class StepProtocol:
             not_finite=frozenset(slot for slot, times in held.not_finite.items() if times >= looks),
         )
 
-    def _gather_rows(self, mine: ledger.Row, quorum: Quorum) -> list[ledger.Row]:
-        slots = self._rules.slots
-        rows = [ledger.Row.decode(row, slots) for row in self._sums.gather(mine.encode(slots))]
-        if objection := ledger.objection(rows, quorum):
+    def _gather_rows(self, mine: ledger.Row, attempt: Attempt) -> list[ledger.Row]:
+        slots, late = self._rules.slots, self._late(attempt)
+        rows = [ledger.Row.decode(row, slots) for row in self._sums.gather(mine.encode(slots), late)]
+        if objection := ledger.objection(rows, attempt.quorum):
             raise SumsBroken(objection)
         return rows
 
@@ -374,15 +374,13 @@ class StepProtocol:
     def _compute(self, attempt: Attempt) -> None:
         """Compute the share; what comes of it is held."""
         share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
-        attempt.patience = self._patience(attempt, share)
-        self._reducer.begin(self._sums, attempt.patience, attempt.step)
+        self._reducer.begin(self._sums, self._patience(attempt, share), attempt.step)
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
 
     def _patience(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
-        """For each sum: groups with a smaller share than others are there earlier. A step's first sums are waited for
-        no longer than the paces and a busy host's pause explain. Then all hold what they have, and the next quorum does
-        without a group that is silent. Never so long that this group's own watchdog would take it for stalled."""
+        """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
+        group's own watchdog would take it for stalled."""
         timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.pace.slot_s
         most = max(plan.loads.values(), default=0)
         ahead, longest = most - plan.loads.get(self.group, 0), max(timeouts.compute, timeouts.reduce)
@@ -390,11 +388,16 @@ class StepProtocol:
             return longest if ahead else timeouts.reduce
         of_fastest = timedelta(seconds=slot_s / plan.paces[self.group])
         patience = min(timeouts.reduce + 2 * ahead * of_fastest, longest)
-        known = self._waits.slot_us and all(row.slot_us for row in attempt.rows if plan.shares.get(row.group))
-        if not known or attempt.number > 1 or self._rules.dealing.homes:  # a round that is given up begins anew
-            return patience
-        usual = timedelta(microseconds=self._waits.slot_us)
-        return min(patience, timeouts.pause + most * of_fastest + USUAL * usual)
+        known = all(row.slot_us for row in attempt.rows if plan.shares.get(row.group))
+        return min(patience, self._late(attempt) + most * of_fastest) if known else patience
+
+    def _late(self, attempt: Attempt) -> timedelta:
+        """After how long a sum is late for which all have computed what they had to: longer than usual, and than a busy
+        host pauses. Then all hold what they have, and the next quorum does without a group that is silent. A retry is
+        as patient as its timeouts, and so is a round, which is computed anew if it is given up."""
+        timeouts, usual = self._rules.timeouts, timedelta(microseconds=self._waits.slot_us)
+        first = attempt.number == 1 and usual and not self._rules.dealing.homes
+        return min(timeouts.reduce, timeouts.pause + USUAL * usual) if first else timeouts.reduce
 
     def _sum(self, attempt: Attempt) -> ledger.Tally:
         """Sum gradients and tally over the groups; the tally of the step, if it is to be committed."""
@@ -448,10 +451,11 @@ class StepProtocol:
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
-        total = self._sums.total(mine.encode(), min(self._rules.timeouts.reduce, attempt.patience))
+        late = self._late(attempt)
+        total = self._sums.total(mine.encode(), late)
         notes = self._work.notes(attempt.step)
         if notes is not None:
-            self._work.noted(self._sums.gather_bytes(notes))
+            self._work.noted(self._sums.gather_bytes(notes, late))
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
