@@ -1,5 +1,7 @@
 """run, doctor and `submit --dry-run` judge a config alike, and each mistake is one sentence with status 2."""
 
+import contextlib
+import io
 import json
 import subprocess
 from dataclasses import replace
@@ -9,7 +11,6 @@ import pytest
 from everstep import cli
 from everstep.commands.init import SOURCES
 from everstep.launch import doctor, prepare, supervisor
-from everstep.run import typed
 from everstep.titan import cpu
 
 GOOD = """\
@@ -39,7 +40,7 @@ def doors(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(prepare.subprocess, "run", answered)
     monkeypatch.setattr(supervisor, "run", started)
-    monkeypatch.setattr(doctor, "examine", lambda plan: [])  # of the machine, and not of the config
+    monkeypatch.setattr(doctor, "examine", lambda *plan: [])  # of the machine, and not of the config
 
     def judge(path, flags, capsys):
         said = {}
@@ -60,8 +61,10 @@ def doors(tmp_path, monkeypatch):
 
 
 def answered(command, **how):
-    order = typed.parse(prepare.Order, json.loads(command[-1]))
-    return subprocess.CompletedProcess(command, 0, json.dumps(prepare._answer(order)), "")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = prepare.main(json.loads(command[-1]))
+    return subprocess.CompletedProcess(command, status, said.getvalue(), "")
 
 
 def started(settings, *more):

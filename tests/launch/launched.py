@@ -17,6 +17,7 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.address import publish_address
+from everstep.run.directory import config_file
 from everstep.run.events import read_events
 from forked import Forked
 from watched import Followed, of_kind, until
@@ -75,10 +76,12 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         if settings.pop("published", True):
             publish_address(self.run_dir, "http://127.0.0.1:1", 7)
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
-        config = folder / f"agent-{os.urandom(4).hex()}.toml"
-        config.write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}")
+        config_file(self.run_dir).parent.mkdir(exist_ok=True)
+        config_file(self.run_dir).write_text(
+            f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}"
+        )
         arguments = {
-            "config": str(config), "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
+            "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
             "entry": "tiny_trainer:main",
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,

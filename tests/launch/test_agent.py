@@ -7,8 +7,8 @@ import sys
 import time
 
 import psutil
-import pytest
 
+from everstep.launch.machine import limited_threads
 from everstep.launch.meeting import Round
 from everstep.launch.worker import log_path
 from everstep.run.exits import GAVE_UP_EXIT
@@ -20,13 +20,15 @@ def both_train(agent):
     return {event["rank"] for event in agent.events("training_started")} == {0, 1}
 
 
-@pytest.mark.parametrize(("given", "found"), [("", max(1, len(os.sched_getaffinity(0)) // 2)), ("7", 7)])
-def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(agent, given, found):
-    one = agent("--training.steps", "3", job=7, environment={"OMP_NUM_THREADS": given})
+def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(agent, monkeypatch):
+    one = agent("--training.steps", "3", job=7, environment={"OMP_NUM_THREADS": ""})
     assert one.process.wait(DEADLINE_S) == 0
-    assert f"trains with {found} threads" in log_path(one.run_dir, 0, 0).read_text()
+    cores = len(os.sched_getaffinity(0))
+    assert f"trains with {max(1, cores // 2)} threads" in log_path(one.run_dir, 0, 0).read_text()
     assert one.events("agent_ended")[0]["status"] == "done"
     assert list(one.temporary.iterdir()) == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert limited_threads(2) == {}
 
 
 def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):

@@ -30,8 +30,9 @@ FLAGS = ["--parallelism.data_parallel_replicate_degree", "2", "--training.steps"
 
 
 @pytest.fixture
-def settled(tmp_path):
+def settled(tmp_path, monkeypatch):
     """Settings of a run, and its run directory with the config settled for its flags."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
     if not cpu.has_accelerator():
         cpu.stand_in()
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -68,5 +69,5 @@ def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tm
     cluster.lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
     (settings,), (beacon,) = agents, beacons
     assert len(asked) == (2 if flags else 0)
-    assert (settings.groups, settings.config) == (2, str(tmp_path / "run" / "config.toml"))
+    assert (settings.groups, settings.run_dir) == (2, tmp_path / "run")
     assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance

@@ -20,7 +20,7 @@ def run(start):
     run = start(2, 2, *ENDLESS)
     for group in range(2):
         for rank in range(2):
-            run.wait_for("commit", group=group, rank=rank)
+            run.wait_for("training_started", group=group, rank=rank)
     return run
 
 
@@ -72,7 +72,7 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     up = run.wait_for("worker_up", after=killed, group=0)
     assert up["cpu_s"] < 0.5, "a worker that imports torch alone computes for longer"
     assert not alive(first)
-    run.wait_for("commit", after=up["t"], group=0, rank=1)
+    run.wait_for("commit", after=up["t"], group=0)
     assert run.workers(1) == others, "the other group goes on"
 
 
@@ -112,7 +112,7 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
         process.resume()
     resumed = time.time()
     for group in range(2):
-        run.wait_for("commit", after=resumed + 1.0, group=group, rank=1)
+        run.wait_for("commit", after=resumed + 1.0, group=group)
     assert [run.workers(group) for group in range(2)] == before
     assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
 
@@ -135,11 +135,18 @@ def test_ctrl_c_twice_ends_a_run_at_once(other):
     until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone")
 
 
-def test_nothing_outlives_a_killed_supervisor(start):
-    """Nor what its workers started."""
+def test_nothing_that_a_worker_started_outlives_its_incarnation_or_the_launcher(start):
     run = start(2, 1, *ENDLESS, "--tiny.litter", forked=False)
     for group in range(2):
         run.wait_for("commit", group=group)
+    known = [int(pid) for pid in run.events("warning", group=0)[-1]["text"].split()]
+    assert len(known) == 3
+    assert all(map(alive, known))
+    os.kill(run.workers(0)[0], signal.SIGKILL)
+    again = run.wait_for("workers_started", group=0, incarnation=1)
+    assert not any(map(alive, known)), "they are gone before the next incarnation starts"
+    run.wait_for("commit", after=again["t"], group=0)
+
     tree = run.tree()
     assert len(tree) == 3 + 2 + 2 * 3, "launcher, its guard, lighthouse; a worker of each group, what it started"
     os.kill(run.workers(1)[0], signal.SIGSTOP)
@@ -150,18 +157,3 @@ def test_nothing_outlives_a_killed_supervisor(start):
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(DEADLINE_S) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
-
-
-def test_nothing_that_a_worker_started_outlives_its_incarnation(start):
-    run = start(1, 1, *ENDLESS, "--tiny.litter")
-    for incarnation in range(2):
-        run.wait_for("workers_started", incarnation=incarnation)
-        until(lambda n=incarnation: len(run.events("warning")) > n, "what it starts")
-        known = [int(pid) for pid in run.events("warning")[-1]["text"].split()]
-        assert len(known) == 3
-        assert all(map(alive, known))
-        os.kill(run.workers(0)[0], signal.SIGKILL)
-        run.wait_for("workers_started", incarnation=incarnation + 1)
-        assert not any(map(alive, known)), "they are gone before the next incarnation starts"
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(DEADLINE_S) == 0

@@ -5,10 +5,7 @@ import os
 import subprocess
 import sys
 
-from everstep.launch.status import status as status_of
-from everstep.launch.view import RunState, open_view
-from everstep.run.events import EventLog, read_events
-from timeline import page_of
+from everstep.launch.view import RunState
 
 
 def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
@@ -36,20 +33,6 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
     assert state.taking_part == {0}
     state.apply(commit(2, 1.0))
     assert state.taking_part == {0, 1}
-
-
-def test_nobodys_words_forge_a_line(tmp_path, capsys):
-    """In the console, in `everstep status` and on the page."""
-    log = EventLog(tmp_path, 0, None, "agent")
-    forged = "rank 0 exited\r12:00:00 run done: every group finished\n12:00:00 run done"
-    log.emit("workers_died", reason=forged, exitcodes={"0": 1})
-    log.emit("agent_ended", status="failed", reason="given up\r\x1b[1mrun done")
-    open_view(1)(list(read_events(tmp_path)))
-    out = capsys.readouterr().out
-    said = out + status_of(tmp_path) + page_of(tmp_path).read_text()
-    assert not {"\r", "\x1b"} & set(said)
-    assert not [line for line in said.splitlines() if line.startswith(("12:00:00 run done", "run done"))]
-    assert "rank 0 exited\\r12:00:00" in out, "shown"
 
 
 SHOWN_TO_NOBODY = """

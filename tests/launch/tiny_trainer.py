@@ -2,13 +2,12 @@
 
 It has no model and no torch, so that processes are what these tests are about. Flags of its own:
 
-    --tiny.step_s S, --tiny.first_s S    length of a step, and of the first one
-    --tiny.fail, --tiny.fail_group K     raise before the first step; only in group K
-    --tiny.fail_in S, --tiny.skip        raise in step S, its group's name in line 2; not once that slot is poison
-    --tiny.deaf S                        handle SIGTERM only after so many seconds
-    --tiny.exit N                        leave with status N at once
-    --tiny.vanish R, --tiny.early R      rank R is gone at once, with status 0; is done after the first step
-    --tiny.litter                        start processes of its own and tell their pids
+    --tiny.first_s S                 length of the first step
+    --tiny.fail_group K              raise before the first step in group K
+    --tiny.fail_in S, --tiny.skip    raise in step S, its group's name in line 2; not once that slot is poison
+    --tiny.exit N                    leave with status N at once
+    --tiny.vanish R                  rank R is gone at once, with status 0
+    --tiny.litter                    start processes of its own and tell their pids
 
 SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
 """
@@ -29,6 +28,8 @@ from everstep.run.beats import BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.poison import deaths_at
 
+STEP_S = 0.02
+
 
 def flag(argv, name, default=None):
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1] if name in argv else default
@@ -43,13 +44,10 @@ def main(argv):
         raise SystemExit(int(flag(argv, "--tiny.exit")))
     if rank == int(flag(argv, "--tiny.vanish", "-1")):
         os._exit(0)
-    if "--tiny.fail" in argv or int(flag(argv, "--tiny.fail_group", "-1")) == group:
+    if int(flag(argv, "--tiny.fail_group", "-1")) == group:
         raise RuntimeError("no such luck")
     asked_to_leave = []
-    if (deaf_s := float(flag(argv, "--tiny.deaf", "0"))) > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
     signal.signal(signal.SIGUSR1, fail)
     heart, events = BeatFile(beat_path(run_dir, group, rank)), EventLog(run_dir, group, rank, "worker")
     if "--tiny.litter" in argv:
@@ -57,8 +55,7 @@ def main(argv):
         forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
         forked.start()
         events.emit("warning", text=f"{plain.pid} {elsewhere.pid} {forked.pid}")
-    steps, step_s = int(flag(argv, "--training.steps")), float(flag(argv, "--tiny.step_s", "0.02"))
-    begun = time.monotonic()
+    steps = int(flag(argv, "--training.steps"))
     print(f"rank {rank} of group {group} trains with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):
@@ -68,14 +65,10 @@ def main(argv):
             events.emit("slot_skipped", step, slot=step % 4)
         elif poison:
             raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")
-        time.sleep(float(flag(argv, "--tiny.first_s", step_s)) if step == 1 else step_s)
-        if deaf_s and time.monotonic() > begun + deaf_s:
-            signal.signal(signal.SIGTERM, lambda *_: asked_to_leave.append(True))
-        done = {"loss": 1 / step, "tokens": 100, "grad_norm": 1.0, "took_s": step_s}
+        time.sleep(float(flag(argv, "--tiny.first_s", STEP_S)) if step == 1 else STEP_S)
+        done = {"loss": 1 / step, "tokens": 100, "grad_norm": 1.0, "took_s": STEP_S}
         names = {"history": f"{step:x}", "parent": f"{step - 1:x}"}
         events.emit("commit", step=step, groups=list(range(groups)), **names, **done)
-        if rank == int(flag(argv, "--tiny.early", "-1")):
-            raise SystemExit(0)
         if asked_to_leave:
             events.emit("left", step)
             return

@@ -195,19 +195,22 @@ class Simulator:
         owners = [next(number for number in able if slot in self.up[number].held) for slot in range(self.slots)]
         if move == "lose":
             owners[which % self.slots], commit.lost = -1, 1
+        told = []
         for place, number in enumerate(commits):
             said = list(owners)
             if move == "dispute" and place == 1:
                 said[which % self.slots] += 1
                 commit.repeated = 1
-            t = self.t + 0.03 + self.random.uniform(0, 0.01)
+            told.append((self.t + 0.03 + self.random.uniform(0, 0.01), said))
             self.log.add(
-                t, "commit", number, step, owners=said, groups=able, quorum_id=self.quorum_id,
+                told[-1][0], "commit", number, step, owners=said, groups=able, quorum_id=self.quorum_id,
                 loss=commit.loss, tokens=1.0, grad_norm=1.0, took_s=1.0, coverage_ok=move != "lose",
                 history=commit.history, parent=commit.parent,
             )  # fmt: skip
             self.up[number] = Group((*self.up[number].history, commit))
-            if number in able and (number in said or len(able) > self.slots):
+        t, owners = min(told)
+        for number in able:
+            if number in owners or len(able) > self.slots:
                 self.truth.rejoins += [t - killed for killed in self.killed_at[number]]
                 self.killed_at[number] = []
         if move != "orphan":

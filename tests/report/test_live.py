@@ -1,98 +1,165 @@
-"""What is told of a run while it goes: Prometheus figures, TensorBoard and W&B points."""
+"""What is told of a run while it goes: its page, Prometheus figures, TensorBoard and W&B points, a webhook."""
 
 import json
+import os
 import socket
-import urllib.error
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from everstep.config.sections import FaultTolerance
 from everstep.report import metrics
 from everstep.report.account import Account
-from everstep.report.curves import WandB
+from everstep.report.checking import Checking
+from everstep.report.curves import WandB, scalars_of
 from everstep.report.live import Teller
-from timeline import Timeline
-from watched import until
+from everstep.run.events import EventLog
+from timeline import Timeline, page_of
+from watched import environment, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def points(folder):
-    if not folder.exists():
-        return {}
-    found = EventAccumulator(str(folder)).Reload()
-    return {tag: [(point.step, point.value) for point in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-
-
 def losses(folder):
-    return points(folder).get("loss_metrics/global_avg_loss", [])
+    if not folder.exists():
+        return []
+    found = EventAccumulator(str(folder)).Reload()
+    tag = "loss_metrics/global_avg_loss"
+    return [(point.step, point.value) for point in found.Scalars(tag)] if tag in found.Tags()["scalars"] else []
+
+
+def steps(first, last):
+    story = Timeline()
+    for step in range(first, last + 1):
+        story.commit(float(step), step, groups=(0, 1), loss=float(step))
+    return story
+
+
+def answer(address):
+    return urllib.request.urlopen(address, timeout=30).read().decode()
 
 
 @pytest.fixture
-def telling(tmp_path):
-    """Tells of the run in tmp_path, with a config."""
-    tellers = []
+def told(tmp_path, hook, monkeypatch):
+    """A run of three steps, in a directory whose name is a free port, and how to tell of it from a time on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    run_dir, tellers = tmp_path / str(port), []
+    steps(1, 3).add(0, "run_started", role="supervisor", groups=3, steps=9).write(run_dir)
+    (run_dir / "config.toml").write_text(f'[fault_tolerance]\nexact = false\nnotify = "{hook.address}"\n')
+    ft = FaultTolerance(enable=True, groups=3, min_groups=2, metrics_port=port, notify=hook.address)
 
-    def tell(config="", **what):
-        (tmp_path / "config.toml").write_text(config)
-        tellers.append(Teller(tmp_path, **what))
+    def tell(since):
+        with monkeypatch.context() as patch:
+            patch.setattr("everstep.report.live.time.time", lambda: since)
+            tellers.append(Teller(run_dir, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True))
         return tellers[-1]
 
-    yield tell
+    yield run_dir, f"http://127.0.0.1:{port}/metrics", tell
     for one in tellers:
         one.close()
 
 
-TENSORBOARD = "[metrics]\nenable_tensorboard = true\n"
+def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_killed(told):
+    run_dir, figures, tell = told
 
+    def tells(teller, last):
+        """Whether all of them tell of so many steps."""
+        page = answer(teller.address), (run_dir / "report.html").read_text()
+        return (
+            all(f'<td class="text">{last} of 9</td>' in text and 'class="broken"' not in text for text in page)
+            and f"everstep_committed_step {last}.0" in answer(figures).splitlines()
+            and (last, float(last)) in losses(run_dir / "tb")
+        )
 
-def test_each_step_is_one_point_whoever_says_it_however_often_the_run_and_the_teller_start(
-    tmp_path, telling, monkeypatch
-):
-    for first, last in ((1, 3), (4, 5)):
-        story = Timeline()
-        for step in range(first, last + 1):
-            story.commit(float(step), step, groups=(0, 1), loss=float(step))
-        story.write(tmp_path)
-        monkeypatch.setattr("everstep.report.live.time.time", lambda since=float(first): since)
-        teller = telling(TENSORBOARD)
-        until(lambda last=last: (last, float(last)) in losses(tmp_path / "tb"), "the curves")
-        assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, last + 1)]
-        if first == 1:
-            teller.close()
-    teller._process.kill()
-    teller._process.wait()
-    torn = max((tmp_path / "tb").iterdir())
+    first = tell(since=1.0)
+    until((run_dir / "report.html").exists, "the page")
+    until(lambda: tells(first, 3), "three steps")
+    first.close()
+    steps(4, 5).write(run_dir)
+    second = tell(since=4.0)
+    until(lambda: tells(second, 5), "five steps")
+    assert losses(run_dir / "tb") == [(step, float(step)) for step in range(1, 6)], "each once, whoever said it"
+    second._process.kill()
+    second._process.wait()
+    torn = max((run_dir / "tb").iterdir())
     torn.write_bytes(torn.read_bytes() + b"half a record")
-    Timeline().commit(6.0, 6, groups=(0, 1), loss=6.0).write(tmp_path)
-    until(lambda: teller.keep() or teller._process.poll() is None, "another teller")
-    until(lambda: (6, 6.0) in losses(tmp_path / "tb"), "the curves")
-    assert {*losses(tmp_path / "tb")} == {(step, float(step)) for step in range(1, 7)}, "no gap"
+    Timeline().add(5.5, "workers_died", 1, role="agent", reason="died", exitcodes={"0": -9}).write(run_dir)
+    steps(6, 6).write(run_dir)
+    until(lambda: second.keep() or second._process.poll() is None, "another process")
+    until(lambda: tells(second, 6), "six steps")
+    assert {*losses(run_dir / "tb")} == {(step, float(step)) for step in range(1, 7)}, "no gap"
+    lines = answer(figures).splitlines()
+    for line in ("loss 6.0", "tokens_total 600.0", "groups_taking_part 2.0", "min_groups 2.0"):
+        assert f"everstep_{line}" in lines, "what two groups say is counted once"
+    assert 'everstep_events_total{kind="workers_died"} 1.0' in lines
+    assert json.loads((run_dir / "report.json").read_text())["steps"] == 6
 
 
-def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own(tmp_path, telling, monkeypatch):
-    story = Timeline()
-    for step in (1, 2):
-        story.commit(float(step), step, groups=(0, 1), loss=float(step))
-        for event in story.logged[-2:]:
-            event["metrics"] = {"throughput(tps)": 10.0 * step, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
-            event |= {"inner_steps": 5, "payload_bytes": 100 * step, "kept_bytes": 7} if step == 2 else {}
-    story.add(2.5, "validation", 1, 2, rank=3, loss=7.5).write(tmp_path)
-    monkeypatch.setattr("everstep.report.live.time.time", lambda: 0.0)
-    telling(TENSORBOARD).close()
-    curves = points(tmp_path / "tb")
-    assert curves["throughput(tps)"] == [(1, 10.0), (2, 20.0)]
-    assert curves["mfu(%)"] == [(1, 1.5), (2, 1.5)]
-    assert curves["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 2.0)], "the whole run's, not the rank's"
-    assert curves["validation_metrics/loss"] == [(2, 7.5)]
-    assert {tag: found for tag, found in curves.items() if tag.startswith("semi_sync/")} == {
-        "semi_sync/inner_steps": [(2, 5.0)],
-        "semi_sync/bytes_across_groups": [(2, 200.0)],
-        "semi_sync/bytes_kept": [(2, 7.0)],
-    }
+def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_address(told, hook):
+    run_dir, _, tell = told
+    lost = ("lighthouse_died", {"exitcode": -9, "reason": "ended"})
+    back = ("lighthouse_started", {"address": "h:1", "pid": 7})
+    log = EventLog(run_dir, None, None, "supervisor")
+
+    def emit(*events):
+        for kind, fields in events:
+            log.emit(kind, **fields)
+
+    emit(lost, back)  # which is over before anybody reads it
+    teller = tell(since=1.0)
+    words = [word for child in psutil.Process(os.getpid()).children() for word in child.cmdline()]
+    assert not [word for word in words if "secret" in word]
+    page = run_dir / "report.html"
+    for count in (1, 2):
+        emit(lost, lost)
+        until(lambda count=count: len(hook.texts) == count, "the sentence")
+        until(lambda: page.exists() and "lighthouse died" in page.read_text(), "the page")  # it looks often by then
+        emit(back)
+        until(lambda: "lighthouse died" not in page.read_text(), "the end of it")
+    emit(lost, back, ("run_ended", {"status": "failed", "reason": "every group was given up"}))
+    teller.close()
+    assert [text.split(":")[0] for text in hook.texts] == [run_dir.name] * 4
+    assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:3])
+    assert hook.texts[3].endswith(": The run failed: every group was given up.")
+    text = page_of(run_dir).read_text()
+    assert "secret" not in text
+    assert "exact = false" in text
+
+
+def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        Teller(tmp_path, "127.0.0.1", FaultTolerance(metrics_port=taken.getsockname()[1]), {}).close()
+        assert f"no figures on 127.0.0.1:{taken.getsockname()[1]} (fault_tolerance.metrics" in capfd.readouterr().out
+
+
+def test_they_end_with_their_launcher(tmp_path):
+    words = "import sys, time; from pathlib import Path; from everstep.report.live import FaultTolerance, Teller\n"
+    words += "teller = Teller(Path(sys.argv[1]), '', FaultTolerance(), {}, page=True)\n"
+    words += "print(teller._process.pid, flush=True); time.sleep(600)"
+    launcher = subprocess.Popen([sys.executable, "-c", words, tmp_path], stdout=subprocess.PIPE, env=environment())
+    writer = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer to end")
+
+
+def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own():
+    event = Timeline().commit(1.0, 1, groups=(0,), loss=7.5).logged[0]
+    event["metrics"] = {"throughput(tps)": 10.0, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
+    drawn = scalars_of(event | {"inner_steps": 5, "payload_bytes": 100, "kept_bytes": 7}, Checking())
+    assert (drawn["throughput(tps)"], drawn["mfu(%)"]) == (10.0, 1.5)
+    assert drawn["loss_metrics/global_avg_loss"] == 7.5, "the whole run's, not the rank's"
+    assert {tag: value for tag, value in drawn.items() if tag.startswith("semi_sync/")} == {
+        "semi_sync/inner_steps": 5.0, "semi_sync/bytes_across_groups": 100.0, "semi_sync/bytes_kept": 7.0,
+    }  # fmt: skip
+    assert scalars_of({"kind": "validation", "loss": 3.0}, Checking()) == {"validation_metrics/loss": 3.0}
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
@@ -100,11 +167,11 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logged = []
-    for steps in ((1, 2, 3, 2, 3), (4, 5)):
+    for committed in ((1, 2, 3, 2, 3), (4, 5)):
         sink = WandB(tmp_path)
         log = sink._run.log
         monkeypatch.setattr(sink._run, "log", lambda scalars, step, log=log: (logged.append(step), log(scalars, step)))
-        for step in steps:
+        for step in committed:
             sink.write(step, float(step), {"loss": 1.0})
         sink.close()
     wandb.teardown()
@@ -112,34 +179,6 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert len(files) == 2
     assert len({file.name for file in files}) == 1, "one W&B run, of two processes"
     assert logged == [1, 2, 3, 3, 4, 5], "W&B's steps only grow"
-
-
-def test_the_endpoint_serves_what_the_events_say_under_this_machines_names(tmp_path, telling, capfd):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        telling(metrics=("127.0.0.1", port)).close()
-    assert f"no figures on 127.0.0.1:{port} (fault_tolerance.metrics_port)" in capfd.readouterr().out
-    story = Timeline().add(0, "run_started", role="supervisor", groups=3)
-    story.commit(1.0, 1, groups=(0, 1, 2), loss=2.5)
-    story.add(1.5, "workers_died", 1, role="agent", reason="died", exitcodes={"0": -9}).write(tmp_path)
-    address = f"http://127.0.0.1:{port}/metrics"
-
-    def figures():
-        page = urllib.request.urlopen(address, timeout=5).read().decode()
-        return page if "everstep_committed_step 1.0" in page else ""
-
-    telling("[fault_tolerance]\ngroups = 3\nmin_groups = 2\n", metrics=("127.0.0.1", port))
-    page = until(figures, "the figures")
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(urllib.request.Request(address, headers={"Host": "rebound.example"}), timeout=5)
-    for line in (
-        "everstep_loss 2.5",
-        "everstep_tokens_total 100.0",  # said by three groups, counted once
-        "everstep_groups_taking_part 2.0",  # of the newest step, and alive
-        'everstep_events_total{kind="workers_died"} 1.0',
-        "everstep_min_groups 2.0",
-    ):
-        assert line in page.splitlines()
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():

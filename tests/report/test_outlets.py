@@ -100,5 +100,4 @@ def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line)
 
 def test_a_run_whose_snapshots_all_failed_is_unprotected():
     run = Timeline().commit(1.0, 1, groups=(0,)).add(1.5, "snapshot_failed", 0, 1, reason="no room")
-    run.add(2.0, "run_ended", role="supervisor", status="done", reason="finished")
     assert figures_of(read(run.events))["snapshots"] == "UNPROTECTED: no snapshot is coded"

@@ -232,6 +232,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     assert found.sentence.isprintable()
     assert len(found.sentence) < 1000
     assert any(text.endswith(f" {found.sentence}") for text in console)
+    assert not any(text.startswith("fine") for text in console), "nobody's words forge a line"
     assert f"WRONG   {found.sentence}" in status(tmp_path).splitlines()
     assert f"{escape(found.sentence)}</td>" in page_of(tmp_path).read_text()
     figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.text(state, 3, 1))}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError, config_file, make_run_dir
+from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
 
 
@@ -66,7 +66,6 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     section = prepared.fault_tolerance
     return run_agent(
         GroupSettings(
-            config=str(config_file(run_dir)),
             run_dir=run_dir,
             groups=prepared.groups,
             ranks=command.ranks,

@@ -116,10 +116,11 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         here=False,
     )
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
+    found = prepared(order) if command.dry_run else _settle(order, run_dir, command.nodes_per_group)
     submission = slurm.Submission(
         config=command.config.resolve(),
         run_dir=run_dir,
-        groups=command.groups or 0,
+        groups=found.groups,
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
         lighthouse_flags=shlex.split(command.lighthouse_flags),
@@ -127,26 +128,29 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         ranks_per_node=command.ranks_per_node,
     )
     if command.dry_run:
-        print(slurm.describe_commands(replace(submission, groups=prepared(order).groups)))
-        return 0
+        print(slurm.describe_commands(submission))
+    else:
+        print(slurm.describe_submission(submission, slurm.submit(submission)))
+    return 0
+
+
+def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
+    """Make the run directory, with the config in it. Raises LaunchError."""
     if run_dir.is_dir():
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # who submits twice is told at once
     with leaves_nothing(run_dir):
         make_run_dir(run_dir)
         found = prepared(replace(order, run_dir=str(run_dir)))
-        _look_first(found, command.nodes_per_group, run_dir)
+        _look_first(found, nodes_per_group, run_dir)
         own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)
-    submission = replace(submission, groups=found.groups)
-    print(slurm.describe_submission(submission, slurm.submit(submission)))
-    return 0
+    return found
 
 
 def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
-    plan = doctor.Plan(found, nodes_per_group, run_dir, host=found.fault_tolerance.bind_host, here=False)
-    lines = [line for line in doctor.examine(plan) if line.verdict != "ok"]
+    lines = [line for line in doctor.examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
     if doctor.broken(lines):
         raise LaunchError("this run is not submitted:\n" + doctor.show(lines))
     if lines:

@@ -9,7 +9,7 @@ import tyro
 
 from everstep.launch import doctor as room
 from everstep.launch.machine import local_host
-from everstep.launch.prepare import Order, prepared
+from everstep.launch.prepare import Line, Order, prepared
 from everstep.run.directory import LaunchError
 
 
@@ -57,9 +57,9 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
     try:
         found = prepared(order)
     except LaunchError as error:
-        lines = [room.Line("config", "error", str(error), "change the file, or the flag")]
+        lines = [Line("config", "error", str(error), "change the file, or the flag")]
     else:
         host = found.fault_tolerance.bind_host or local_host()
-        lines = list(room.examine(room.Plan(found, command.nodes_per_group, run_dir, host)))
+        lines = list(room.examine(found, command.nodes_per_group, run_dir, host))
     print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
     return int(room.broken(lines))

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from everstep.launch.forking import PRELOAD, keep_on_without_output
-from everstep.launch.group import EXITS, End, is_spare
+from everstep.launch.group import EXITS, is_spare
 from everstep.launch.launcher import Launcher
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
 from everstep.run import fence
 from everstep.run.address import await_address
-from everstep.run.directory import GroupOver, LaunchError, bad_node_file, over_file, stop_file
+from everstep.run.directory import End, LaunchError, bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
@@ -74,6 +74,6 @@ def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
     unwanted = stop_file(run_dir).exists() or is_spare(settings)
     final = first_node and (end.status == "done" or (end.status == "stopped" and unwanted))
     if settings.job and (final or end.status == "failed"):  # what one node gives up is no better on the others
-        write_json(over_file(run_dir, settings.group), asdict(GroupOver(end.status, end.reason)))
+        write_json(over_file(run_dir, settings.group), asdict(end))
     if settings.job and first_node:
         fence.release(run_dir, settings.group, settings.claim)

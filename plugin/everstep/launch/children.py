@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -14,25 +13,24 @@ from everstep.launch import offspring
 from everstep.launch.forking import Request, fork
 
 KILL_GRACE_S = 10.0
+PAUSE_S = 3.0
+"""A launcher waits for its children more often than that, or it did not run."""
 
 
 @dataclass(eq=False)
 class Child:
     """A process of a launcher."""
 
-    index: int
-    """Which of its kind: a rank's."""
-    on_end: Callable[["Child"], None]
-    """Called when it has ended."""
-    pid: int = 0
-    """0 until it is started."""
+    pid: int
+    rank: int = 0
+    """Of a worker."""
     exitcode: int | None = None
-    """Negative for a signal."""
+    """Negative for a signal; None while it lives."""
     ended_mono: float = 0.0
 
     @property
     def alive(self) -> bool:
-        return self.pid > 0 and self.exitcode is None
+        return self.exitcode is None
 
     def signal(self, signum: signal.Signals) -> None:
         """To a process that has not been reaped, so that nobody else can have its pid."""
@@ -48,26 +46,34 @@ class Children:
     def __init__(self) -> None:
         self._guard = offspring.Guard()
         self._alive: dict[int, Child] = {}
+        self.awake_mono = self._waited_mono = time.monotonic()
+        """`awake_mono`: from when on silence counts (monotonic seconds). A launcher that was stopped together with what
+        it watches, by a batch system that suspends whole jobs for instance, must not take that for hung."""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_wakeup = signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
-        self._old_handler = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler it would wake nobody
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
         return offspring.left_behind({*self._alive, self._guard.pid})
 
-    def start(self, child: Child, request: Request) -> None:
-        """Fork it. Raises OSError if there is no room for it."""
-        child.pid = fork(request)
+    def start(self, request: Request, rank: int = 0) -> Child:
+        """Fork a process. Raises OSError if there is no room for it."""
+        child = Child(fork(request), rank)
         self._alive[child.pid] = child
         self._guard.watch(child.pid)
+        return child
 
     def wait(self, timeout_s: float) -> None:
-        """Until a child has ended, a signal has come, or for so long; call back what has ended."""
+        """Until a child has ended, a signal has come, or for so long."""
         select.select([self._wake_r], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
         self._reap()
+        now = time.monotonic()
+        if now - self._waited_mono > PAUSE_S:
+            self.awake_mono = now
+        self._waited_mono = now
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -76,7 +82,6 @@ class Children:
                 if child := self._alive.pop(pid, None):
                     self._guard.forget(pid)
                     child.exitcode, child.ended_mono = exitcode, time.monotonic()
-                    child.on_end(child)
 
     def kill_everything(self) -> None:
         """Nothing that was started here outlives this call, but for the keepers of snapshots, and for the process that
@@ -93,9 +98,5 @@ class Children:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Give the signal back that this object takes, and let the guard go."""
+        """Let the guard go."""
         self._guard.close()
-        signal.set_wakeup_fd(self._old_wakeup)
-        signal.signal(signal.SIGCHLD, self._old_handler)
-        os.close(self._wake_r)
-        os.close(self._wake_w)

@@ -1,92 +1,50 @@
 """`everstep doctor`: will this config run here, and survive what it should? Each check is a line that says so.
 
-A check is a function of values that yields lines; `examine` collects the values and runs the checks. Nothing is changed
-but a small probe file in the run directory.
+A check is a function of values that gives lines; `examine` runs them. Nothing is changed but a small probe file in the
+run directory.
 """
 
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import PORTS, free_port, sharing_complaint, storage_complaint
-from everstep.launch.prepare import Model, Prepared
+from everstep.launch.prepare import Line, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
 
-Verdict = Literal["ok", "warning", "error"]
 HANG_TOLERANT_GROUPS = 3
 
 
-@dataclass(frozen=True)
-class Line:
-    """What one look found. `advice` is what to do, "" for nothing."""
+def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: str) -> Iterator[Line]:
+    """All lines.
 
-    check: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The run that is examined. `here`: whether this machine is one of those it will run on; a login node is not,
-    and its network, memory and GPUs are not looked at."""
-
-    config: Prepared
-    nodes_per_group: int
-    run_dir: Path | None
-    host: str
-    here: bool = True
-
-    @property
-    def groups_here(self) -> int:
-        """All groups run on one machine, unless a batch system spreads them or a group takes several nodes."""
-        return self.config.groups if self.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
-
-    @property
-    def ranks_here(self) -> int:
-        return self.groups_here * max(1, self.config.ranks // self.nodes_per_group)
-
-
-def examine(plan: Plan) -> Iterator[Line]:
-    """All lines."""
-    config, ft, model = plan.config, plan.config.fault_tolerance, plan.config.model
-    nodes = config.groups * plan.nodes_per_group
+    host: this machine's address, if it is one that trains; "" on a login node, whose network, memory and GPUs are not
+    looked at.
+    """
+    ft = config.fault_tolerance
     if not ft.enable:
         found = "off: a death ends the run until somebody starts it again"
         yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
-    if model is not None:
-        yield from patience(ft, config.ranks, model.train_timeout_s)
     yield group_count(ft, config.groups)
-    if plan.run_dir is not None:
-        yield run_directory(plan.run_dir)
-    if not plan.here:
+    if run_dir is not None:
+        yield run_directory(run_dir)
+    if not host:
         return
-    yield network(plan.host, nodes)
+    yield network(host, config.groups * nodes_per_group)
     for warning in config.warnings:
         yield Line("config", "warning", warning)
-    if model is None:
-        return
-    yield from config_and_model(model)
-    if complaint := sharing_complaint(config.devices, plan.ranks_here, ft.process_group):
+    yield from config.lines
+    # All groups run on one machine, unless a batch system spreads them or a group takes several nodes.
+    groups_here = config.groups if nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
+    ranks_here = groups_here * max(1, config.ranks // nodes_per_group)
+    if complaint := sharing_complaint(config.devices, ranks_here, ft.process_group):
         yield Line("accelerators", "error", complaint)
-
-
-def patience(ft: FaultTolerance, ranks: int, train_timeout_s: float) -> Iterator[Line]:
-    """Whether torchtitan's patience for a collective inside of a group of `ranks` outlasts what one of them may wait
-    for among the groups. A config whose own waits contradict each other is refused."""
-    longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
-    if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
-        found = (
-            f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
-            f"{longest_s:g}: a rank that waits for another group ends its own"
-        )
-        yield Line("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
 
 
 def group_count(ft: FaultTolerance, groups: int) -> Line:
@@ -138,22 +96,6 @@ def network(host: str, nodes: int) -> Line:
         return Line("network", "error", str(error), advice)
     found = f"{host} is {card.address} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
     return Line("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
-
-
-def config_and_model(model: Model) -> Iterator[Line]:
-    """How large the model is, and whether `[attention_check]` sees all of it."""
-    size = f"{model.state_bytes / 1e9:.2f} GB with the optimizer's states"
-    yield Line("config", "ok", f"{model.parameters / 1e6:,.1f} M parameters: {size} in each group")
-    yield Line("memory", "ok", f"{model.memory}; activations come on top")
-    if model.checked is not None:
-        found = f"{model.checked} linear layers and kernels are checked"
-        if model.sampled:
-            found += ", in every slot for extremes alone: a moderate error in a slot that is not drawn is not seen"
-        if model.unchecked:
-            advice = "set [attention_check] enable = false: a model that is checked in part does not start"
-            yield Line("attention", "error", f"{found}; {', '.join(model.unchecked)} would not be", advice)
-        else:
-            yield Line("attention", "ok", found)
 
 
 def show(lines: Sequence[Line]) -> str:

@@ -11,8 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 from everstep.launch import offspring
 from everstep.launch.children import Child, Children
@@ -21,11 +19,11 @@ from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.meeting import Meeting
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import WINDOW_S, Awake, Death, failures, in_a_row, pause_s, reason_to_give_up
+from everstep.launch.watchdog import WINDOW_S, Death, failures, in_a_row, pause_s, reason_to_give_up
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
-from everstep.run.directory import ended_file, starts_file, wanted_groups
+from everstep.run.directory import End, ended_file, starts_file, wanted_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
@@ -46,19 +44,11 @@ LITTER_PATIENCE_S = 30.0
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """After how many failures in a row it is said: the first three, and each time they have doubled."""
 
-Status = Literal["done", "stopped", "killed", "failed", "fenced", "node_bad", "crashed"]
-EXITS: dict[Status, int] = {
+EXITS = {
     "done": 0, "stopped": 0, "killed": 1, "crashed": 1, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
     "node_bad": NODE_BAD_EXIT,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class End:
-    """How a group ended on this machine, for good."""
-
-    status: Status
-    reason: str
+"""Exit statuses of an agent, by the status with which its group ended."""
 
 
 def is_spare(settings: GroupSettings) -> bool:
@@ -92,7 +82,6 @@ class Group:
         self._meeting: Meeting | None = None
         self._now: Incarnation | None = None
         self._not_before_mono = self._next_watch = 0.0
-        self._awake = Awake()
         self._stop_deadline = self._ask_again = 0.0
         self._unclean = ""
         """Why a stop was not clean."""
@@ -128,7 +117,7 @@ class Group:
             elif time.monotonic() >= self._not_before_mono:
                 self._start(meeting)
 
-    def finish(self, status: Status, reason: str) -> None:
+    def finish(self, status: str, reason: str) -> None:
         """It is over for good. What still runs of it is killed."""
         if self.end is None:
             self.end = End(status, reason)
@@ -159,14 +148,13 @@ class Group:
 
     def _watch(self, meeting: Meeting) -> None:
         settings, now = self.settings, self._now
-        awake_mono = self._awake.look()
         self._beat()
         if not fence.holds(settings.run_dir, settings.group, settings.claim):
             self.finish("fenced", f"group {settings.group} was started again elsewhere; this start of it ends")
         elif reason := read_json(ended_file(settings.run_dir)).get("reason"):
             self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
         # Whoever is asked to stop later hears of this one until then.
-        elif not self._stopping() and (lost := meeting.lost()):
+        elif not self._stopping() and (lost := meeting.lost(self._children.awake_mono)):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
         self.leaves |= is_spare(settings)
         if self.end is not None or now is None or now.ending_mono:
@@ -178,7 +166,7 @@ class Group:
         if now.stall is None and now.running and meeting.is_awaited:
             now.kill()
         else:
-            now.look_for_stall(self.events, awake_mono)
+            now.look_for_stall(self.events, self._children.awake_mono)
 
     # A start
 
@@ -195,8 +183,7 @@ class Group:
         listener = place.listener
         try:
             for rank in place.ranks:
-                now.workers[rank] = Child(rank, now.on_end)
-                self._children.start(now.workers[rank], self._request(now, rank, listener))
+                now.workers[rank] = self._children.start(self._request(now, rank, listener), rank)
                 if listener is not None:  # rank 0 has it now, and nobody else is to have it
                     listener.close()
                     listener = None
@@ -299,20 +286,19 @@ class Group:
         """Tell how the workers ended, `first` before the others, count it, and decide whether they start again."""
         settings = self.settings
         peer_killed = (first.exitcode or 0) > 0 and meeting.others_were_killed
-        death, error = now.death_of(first, peer_killed=peer_killed), now.error_of(first)
+        death = now.death_of(first, peer_killed=peer_killed)
         self.deaths.append(death)
-        told = f"group {settings.group}, incarnation {now.number}: {death.reason}\n{error.traceback if error else ''}"
-        print(told.strip(), flush=True)
-        slot, why = now.slot_of(first), error.first_line if error else death.reason
-        poison = slot is not None and now.strike(slot, death, why, self.events)
+        traceback = death.error.traceback if death.error else ""
+        print(f"group {settings.group}, incarnation {now.number}: {death.reason}\n{traceback}".strip(), flush=True)
+        poison = now.poison_of(first, death, self.events)
         self.events.emit(
             "workers_died",
             incarnation=now.number,
             reason=death.reason,
-            error=error.first_line if error else "",
+            error=death.error.first_line if death.error else "",
             committed=death.committed,
             by_itself=death.by_itself,
-            exitcodes={str(first.index): death.exitcode},
+            exitcodes={str(first.rank): death.exitcode},
         )
         if self._stopping():
             # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
@@ -321,10 +307,10 @@ class Group:
             self._end_stopped(meeting)
         elif settings.node and (bad := self._reason_to_move(death)):
             self.finish("node_bad", f"{bad}; last: {death.reason}")
-        elif poison and slot is not None:
+        elif poison is not None:
             self.deaths.pop()  # the next start does without it, or there is none
             if settings.fault_tolerance.on_poison == "stop":
-                self._end_poisoned(slot, why)
+                self._end_poisoned(poison, death.why)
         elif hopeless := reason_to_give_up(death):
             self.finish("failed", f"group {settings.group} is given up, {hopeless}; last: {death.reason}")
         else:

@@ -10,7 +10,7 @@ from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import COMPILING, Death, Stall, describe_exit, find_stall, oom_kills
-from everstep.launch.worker import STACKS_SIGNAL, WorkerError, read_error
+from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, beat_path, load_beat, read_beat
 from everstep.run.events import EventLog, event_path, last_event
@@ -35,8 +35,6 @@ class Incarnation:
     place: Round
     workers: dict[int, Child] = field(default_factory=dict)
     """By rank."""
-    ended: list[Child] = field(default_factory=list)
-    """In the order of their deaths, as far as they were seen one after the other."""
     stall: Stall | None = None
     """Why the watchdog killed it."""
     first: Child | None = None
@@ -57,6 +55,11 @@ class Incarnation:
         return [child for child in self.workers.values() if child.alive]
 
     @property
+    def ended(self) -> list[Child]:
+        """The workers that have ended, in the order of their deaths, as far as they were seen one after the other."""
+        return sorted((one for one in self.workers.values() if not one.alive), key=lambda one: one.ended_mono)
+
+    @property
     def pids(self) -> dict[int, int]:
         """Of the workers, by rank."""
         return {rank: child.pid for rank, child in self.workers.items()}
@@ -68,7 +71,7 @@ class Incarnation:
 
     def is_done(self, child: Child) -> bool:
         """Whether a worker has said that it has done its work."""
-        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
+        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
         return beat is not None and beat.pid == child.pid and beat.phase == DONE
 
     def note_commit(self) -> bool:
@@ -76,10 +79,6 @@ class Incarnation:
         if not self.committed:
             self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
         return self.committed
-
-    def on_end(self, child: Child) -> None:
-        """One of its workers has ended."""
-        self.ended.append(child)
 
     def kill(self) -> None:
         """Begin to end it."""
@@ -117,15 +116,10 @@ class Incarnation:
         memory back, during which a peer may notice and fail: for `patience_s` it is waited for."""
         dead = self.dead
         if self.stall is not None:
-            return next((child for child in dead if child.index == self.stall.rank), dead[0])
+            return next((child for child in dead if child.rank == self.stall.rank), dead[0])
         first = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
         waited = time.monotonic() - dead[0].ended_mono > patience_s
         return first if (first.exitcode or 0) < 0 or waited or not self.running else None
-
-    def error_of(self, first: Child) -> WorkerError | None:
-        """The exception that a process ended with; None: it ended with none, or could not say."""
-        told = (first.exitcode or 0) > 0
-        return read_error(self.settings.run_dir, self.settings.group, first.index) if told else None
 
     def death_of(self, first: Child, *, peer_killed: bool) -> Death:
         """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
@@ -133,46 +127,49 @@ class Incarnation:
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
+        error = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else None
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
-        reason = f"rank {first.index} {describe_exit(exitcode)}"
+        reason = f"rank {first.rank} {describe_exit(exitcode)}"
         if self.stall is not None:
             reason = f"rank {self.stall.rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
         elif out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
-        elif error := self.error_of(first):
+        elif error is not None:
             reason += f": {error.first_line}"
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
             committed=self.note_commit() if ft.enable else lived_s > ft.startup_timeout_s,
             reason=reason,
+            error=error,
             run_step=max((commit["step"] for commit in commits), default=0),
             excused=peer_killed,
             stalled=stalled,
             out_of_memory=out_of_memory,
         )
 
-    def slot_of(self, child: Child) -> Slot | None:
-        """The step and slot that a rank computed when it died; None: it computed none."""
-        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, child.index))
-        if beat is None or beat.pid != child.pid or beat.phase != "compute" or beat.slot < 0:
-            return None
-        return beat.step, beat.slot
-
-    def strike(self, slot: Slot, death: Death, why: str, events: EventLog) -> bool:
-        """Note that workers ended at this slot, if it was of their own doing. Whether it is poison by now, which the
-        first to find it tells."""
+    def poison_of(self, first: Child, death: Death, events: EventLog) -> Slot | None:
+        """The step and slot that `first` computed when it died, if that is poison by now, which the first to find it
+        tells. A death of the workers' own doing is noted at its slot."""
         run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
+        beat = read_beat(beat_path(run_dir, group, first.rank))
         if not death.crashed or death.exitcode in ORDERLY_EXITS:
-            return False
+            return None
+        if beat is None or beat.pid != first.pid or beat.phase != "compute" or beat.slot < 0:
+            return None
+        slot = beat.step, beat.slot
         try:
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
             known = poison.deaths_at(run_dir, slot)
             tell = known.poisoned(groups) and poison.first_to_tell(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again
             print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}", flush=True)
-            return False
+            return None
         if tell:
-            action = self.settings.fault_tolerance.on_poison
-            events.emit("poison_slot", slot[0], slot=slot[1], groups=sorted(known.deaths), error=why, action=action)
-        return known.poisoned(groups)
+            told = {
+                "groups": sorted(known.deaths),
+                "error": death.why,
+                "action": self.settings.fault_tolerance.on_poison,
+            }
+            events.emit("poison_slot", slot[0], slot=slot[1], **told)
+        return slot if known.poisoned(groups) else None

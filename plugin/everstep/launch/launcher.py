@@ -22,6 +22,7 @@ from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
 from everstep.launch.scarce import Pause, is_scarce, patiently
 from everstep.launch.settings import GroupSettings
+from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
 from everstep.run.directory import LaunchError, stop_file
 from everstep.run.events import EventLog
@@ -49,7 +50,7 @@ class Launcher:
         LaunchError: it was asked to stop before there was room for its log.
     """
 
-    def __init__(self, run_dir: Path, role: str, show: Callable[[list[dict]], None], group: int | None = None) -> None:
+    def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
         """Of STOPS, what has come so far."""
@@ -89,7 +90,7 @@ class Launcher:
         lighthouse = Lighthouse(self._run_dir, host, ft, self.children, self.events)
         self.jobs["lighthouse"] = lighthouse.keep
         if page or ft.metrics_port or ft.notify or metrics.get("enable_tensorboard") or metrics.get("enable_wandb"):
-            self._teller = Teller(self._run_dir, (host, ft.metrics_port), page)
+            self._teller = Teller(self._run_dir, host, ft, metrics, page)
             self.jobs["page and figures"] = self._teller.keep
             self.page = self._teller.address
         if self.page:
@@ -132,7 +133,7 @@ class Launcher:
                 job()
                 pause.worked()
             except OSError as error:
-                if not is_scarce(error):
+                if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
                     raise
                 again_s = pause.failed()
                 log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)

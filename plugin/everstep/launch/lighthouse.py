@@ -12,7 +12,6 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.machine import free_port
-from everstep.launch.watchdog import Awake
 from everstep.run.address import publish_address, superseded
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.directory import wanted_groups
@@ -48,7 +47,6 @@ class Lighthouse:
         self._attempts = 0
         self._hung = False
         self._next_mono = self._started_mono = 0.0
-        self._awake = Awake()
 
     @property
     def address(self) -> str:
@@ -69,10 +67,12 @@ class Lighthouse:
     def keep(self) -> None:
         """Start it if it is not there, publish it once it serves, kill it if it hangs. Raises OSError if there is no
         room for that."""
-        child, awake_mono = self._child, self._awake.look()
-        if child is None:
+        if (child := self._child) is None:
             if time.monotonic() >= self._next_mono:
                 self._start()
+            return
+        if not child.alive:
+            self._ended(child)
             return
         beat = read_beat(self._beats)
         serves = beat is not None and beat.pid == child.pid
@@ -81,7 +81,7 @@ class Lighthouse:
             self.up = True
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid, epoch=self.epoch)
         since = beat.mono if beat is not None and serves else self._started_mono
-        if time.monotonic() - max(since, awake_mono) > SILENCE_S:
+        if time.monotonic() - max(since, self._children.awake_mono) > SILENCE_S:
             self._hung = True
             child.signal(signal.SIGKILL)
 
@@ -97,10 +97,9 @@ class Lighthouse:
             "--join-timeout-s": self._ft.join_timeout_s,
         }
         words = [str(word) for option in options.items() for word in option]
-        child, self._hung = Child(0, self._ended), False
         log = self._run_dir / "logs" / "lighthouse.log"
-        self._children.start(child, Request("everstep.quorum.lighthouse:main", [words], log))
-        self._child, self._started_mono = child, time.monotonic()
+        self._child = self._children.start(Request("everstep.quorum.lighthouse:main", [words], log))
+        self._started_mono, self._hung = time.monotonic(), False
 
     def _ended(self, child: Child) -> None:
         reason = "did not answer" if self._hung else "ended"

@@ -25,17 +25,12 @@ def local_host() -> str:
     return interface_of("").address
 
 
-def devices_of_groups(visible: Sequence[str], groups: int, ranks_per_group: int) -> list[str | None]:
-    """What each group sees of GPUs (`devices.VISIBLE`): some of its own while they last, then shared from the first.
-
-    None, as inherited, where there are no devices.
-    """
+def devices_of_group(visible: Sequence[str], group: int, ranks: int) -> str | None:
+    """What a group of so many ranks sees of GPUs (`devices.VISIBLE`): some of its own while they last, then shared from
+    the first. None, as inherited, where there are none."""
     if not visible:
-        return [None] * groups
-    return [
-        ",".join(visible[(group * ranks_per_group + rank) % len(visible)] for rank in range(ranks_per_group))
-        for group in range(groups)
-    ]
+        return None
+    return ",".join(visible[(group * ranks + rank) % len(visible)] for rank in range(ranks))
 
 
 def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from everstep.launch.machine import listen
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import Awake
 from everstep.run.beats import age_s, agent_beat_path
 from everstep.run.fence import Fenced
 from everstep.run.files import read_typed
@@ -104,7 +103,7 @@ class Meeting:
         self._left = 0
         """The last round that began."""
         self._listener: socket.socket | None = None
-        self._came_mono, self._awake = time.monotonic(), Awake()
+        self._came_mono = time.monotonic()
         self._fd = -1
         if settings.nodes > 1:
             path = self._path(settings.node_rank)
@@ -143,9 +142,10 @@ class Meeting:
         listener, self._listener = self._listener, None
         return Round(self._run_id, notes[0].host, notes[0].port, self._settings.node_rank, sizes, listener)
 
-    def lost(self) -> str:
-        """Why a node of the group must be taken for gone; "" if all are there, or may still come."""
-        notes, awake_mono, now = self._notes(), self._awake.look(), time.monotonic()
+    def lost(self, awake_mono: float) -> str:
+        """Why a node of the group must be taken for gone; "" if all are there, or may still come. Silence before
+        `awake_mono` does not count."""
+        notes, now = self._notes(), time.monotonic()
         for node in set(range(self._settings.nodes)) - {self._settings.node_rank}:
             if node not in notes:
                 if now - self._came_mono > ARRIVAL_S:

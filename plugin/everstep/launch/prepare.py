@@ -2,18 +2,18 @@
 
 `prepare` reads the user's file and flags with torchtitan, refuses what cannot work, and settles the rest in the run
 directory: `config.toml`, which workers load, and `state/prepared.json`, which everything else of the run takes.
-`everstep run` has it done in a fork of its warm process; the other commands start it as a process of its own, since it
-imports torchtitan (`prepared`).
+It imports torchtitan: `everstep run` has it done in a fork of its warm process, the other commands start a process
+(`prepared`). Both run `main`.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
@@ -46,26 +46,17 @@ class Order:
     here: bool = True
     """Whether this machine is one that trains; a login node need not have a GPU."""
     model: bool = False
-    """Whether to say how large the model is."""
+    """Whether to say how large the model is, and what is to be said of it."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What `everstep doctor` asks of a model that is built on the meta device."""
+class Line:
+    """What one look of `everstep doctor` found. `advice` is what to do, "" for nothing."""
 
-    parameters: int
-    state_bytes: int
-    """Parameters and optimizer state of one group, over all its ranks."""
-    memory: str
-    """What a rank holds of them and for the run's safety, for people."""
-    train_timeout_s: float
-    """How long ranks of a group wait for each other."""
-    checked: str | None
-    """What attention checks cover ("12 of 12"); None: they are off."""
-    unchecked: list[str]
-    """Some of what they do not."""
-    sampled: bool
-    """Whether they are made in some of the slots alone."""
+    check: str
+    verdict: Literal["ok", "warning", "error"]
+    found: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,8 @@ class Prepared:
     """The GPUs that the run may use, by names as in `devices.VISIBLE`."""
     warnings: list[str] = field(default_factory=list)
     """What the user should know."""
-    model: Model | None = None
+    lines: list[Line] = field(default_factory=list)
+    """Of the model and of its waits, if that was asked for."""
 
 
 def prepare(order: Order) -> Prepared:
@@ -115,7 +107,7 @@ def prepare(order: Order) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=visible(accelerator.device_count()),
         warnings=warnings,
-        model=_model(config, ranks) if order.model else None,
+        lines=[*_patience(config, ranks), *_lines(config, ranks)] if order.model else [],
     )
 
 
@@ -182,7 +174,21 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     ]
 
 
-def _model(config: Any, ranks: int) -> Model:
+def _patience(config: Any, ranks: int) -> Iterator[Line]:
+    """Whether torchtitan's patience for a collective inside of a group of `ranks` outlasts what one of them may wait
+    for among the groups. A config whose own waits contradict each other is refused."""
+    ft, train_timeout_s = config.fault_tolerance, config.comm.train_timeout_seconds
+    longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
+    if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
+        found = (
+            f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
+            f"{longest_s:g}: a rank that waits for another group ends its own"
+        )
+        yield Line("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
+
+
+def _lines(config: Any, ranks: int) -> Iterator[Line]:
+    """How large the model is, built on the meta device, and whether `[attention_check]` sees all of it."""
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
@@ -190,16 +196,21 @@ def _model(config: Any, ranks: int) -> Model:
     model = built_on_meta(config)
     parameters, size = trained_parameters(model, config)
     state_bytes = parameters * size * (1 + ADAM_STATES)
-    checked, unchecked = coverage([model]) if config.attention_check.enable else (None, [])
-    return Model(
-        parameters=parameters,
-        state_bytes=state_bytes,
-        memory=memory_of_rank(config, parameters * size / ranks, state_bytes / ranks),
-        train_timeout_s=config.comm.train_timeout_seconds,
-        checked=checked,
-        unchecked=unchecked[:3],
-        sampled=config.attention_check.rate() != 1.0,
-    )
+    whole = f"{state_bytes / 1e9:.2f} GB with the optimizer's states"
+    yield Line("config", "ok", f"{parameters / 1e6:,.1f} M parameters: {whole} in each group")
+    memory = memory_of_rank(config, parameters * size / ranks, state_bytes / ranks)
+    yield Line("memory", "ok", f"{memory}; activations come on top")
+    if not config.attention_check.enable:
+        return
+    checked, unchecked = coverage([model])
+    found = f"{checked} linear layers and kernels are checked"
+    if config.attention_check.rate() != 1.0:
+        found += ", in every slot for extremes alone: a moderate error in a slot that is not drawn is not seen"
+    if unchecked:
+        advice = "set [attention_check] enable = false: a model that is checked in part does not start"
+        yield Line("attention", "error", f"{found}; {', '.join(unchecked[:3])} would not be", advice)
+    else:
+        yield Line("attention", "ok", found)
 
 
 def memory_of_rank(config: Any, gradients: float, state: float) -> str:
@@ -224,35 +235,32 @@ def memory_of_rank(config: Any, gradients: float, state: float) -> str:
 
 
 def main(order: dict[str, Any]) -> int:
-    """Prepare in this process, for `everstep run`, and leave the answer for `take_answer`; returns the exit status."""
+    """Prepare in this process. The answer is the last line on stdout, and is left for `take_answer` if there is a run
+    directory. Returns the exit status."""
     asked = typed.parse(Order, order)
-    answer = _answer(asked)
-    leave_answer(Path(asked.run_dir), answer)
+    os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # what the workers will see
+    try:
+        answer = asdict(prepare(asked))
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    if asked.run_dir:
+        leave_answer(Path(asked.run_dir), answer)
+    print(json.dumps(answer))
     return USAGE_EXIT if "error" in answer else 0
 
 
-def _answer(order: Order) -> dict[str, Any]:
-    os.environ["WORLD_SIZE"] = str(max(1, order.ranks))  # what the workers will see
-    try:
-        return asdict(prepare(order))
-    except ConfigError as error:
-        return {"error": str(error)}
-
-
 def prepared(order: Order) -> Prepared:
-    """What `prepare` says in a process of its own; with a run directory it is left there too. Raises LaunchError."""
+    """What `prepare` says in a process of its own. Raises LaunchError."""
     command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(order))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"torchtitan was not imported within {TIMEOUT_S:g} s.") from None
-    if done.returncode:
+    if done.returncode not in (0, USAGE_EXIT):
         raise LaunchError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise LaunchError(answer["error"])
-    if order.run_dir:
-        leave_answer(Path(order.run_dir), answer)
     return typed.parse(Prepared, answer)
 
 
@@ -288,4 +296,4 @@ if __name__ == "__main__":
 
     if not cpu.has_accelerator():
         cpu.stand_in()
-    print(json.dumps(_answer(typed.parse(Order, json.loads(sys.argv[1])))))
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
+from everstep.run.directory import config_file
 from everstep.run.fence import Claim
 
 
@@ -11,8 +12,6 @@ from everstep.run.fence import Claim
 class GroupSettings:
     """One group, or its part on one of its nodes. Times in seconds."""
 
-    config: str
-    """The resolved TOML file that the workers load."""
     run_dir: Path
     group: int
     groups: int
@@ -51,8 +50,8 @@ class GroupSettings:
 
     @property
     def worker_argv(self) -> list[str]:
-        """What a worker of this group is started with: the config, and its place in the run."""
+        """What a worker of this group is started with: the settled config, and its place in the run."""
         return [
-            "--module", "everstep", "--config", self.config, "--dump_folder", str(self.run_dir),
+            "--module", "everstep", "--config", str(config_file(self.run_dir)), "--dump_folder", str(self.run_dir),
             "--fault_tolerance.group_id", str(self.group), "--fault_tolerance.bind_host", self.host,
         ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 from everstep import files
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.run.directory import (
-    GroupOver,
+    End,
     LaunchError,
     ask_to_stop,
     config_file,
@@ -124,7 +124,7 @@ def scale(run_dir: Path, groups: int) -> str:
     jobs = jobs_of(run_dir)
     tasks = states_of(jobs["groups"])
     there = {task.group for task in tasks}
-    over = {group: read_typed(GroupOver, over_file(run_dir, group)) for group in range(groups)}
+    over = {group: read_typed(End, over_file(run_dir, group)) for group in range(groups)}
     ended = {group for group, end in over.items() if end is not None and end.status in FOR_GOOD}
     missing = [group for group in range(groups) if group not in there | ended]
     spare = [task.name for task in tasks if task.state == "PENDING" and (task.group or 0) >= groups]

@@ -9,7 +9,7 @@ from everstep.report.checking import covered, judged
 from everstep.report.score import duration
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import GroupOver, LaunchError, holder_of, over_file, stop_file
+from everstep.run.directory import End, LaunchError, holder_of, over_file, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_typed
 
@@ -31,9 +31,8 @@ def status(run_dir: Path) -> str:
     else:
         head, table = _here(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
-    lines.append(
-        f"groups  {state.names()} in the last step; {state.kills} kills, {state.counts['workers_died']} deaths so far"
-    )
+    fates = f"{state.faults.kills} kills, {state.counts['workers_died']} deaths so far"
+    lines.append(f"groups  {state.names()} in the last step; {fates}")
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
@@ -48,7 +47,7 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     holder = holder_of(run_dir)
     if holder is None:
         return [f"run     {state.ended or 'not running on this machine, and nothing says how it ended'}"], []
-    going = f"run     running (pid {holder[0]}), {duration(state.elapsed_s(time.time()))} so far"
+    going = f"run     running (pid {holder[0]}), {duration(max(0.0, time.time() - holder[1]))} so far"
     going += "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
     return [going], [
@@ -66,7 +65,7 @@ def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     table = ["", f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes"]
     beats = {group: f"{beat.phase}, step {beat.step}, {age:.0f} s" for group, beat, age in beats_of_groups(run_dir)}
     for group in sorted({*range(state.groups), *state.starts, *(g for g in tasks if g is not None), *beats}):
-        task, over = tasks.get(group), read_typed(GroupOver, over_file(run_dir, group))
+        task, over = tasks.get(group), read_typed(End, over_file(run_dir, group))
         notes = [f"{over.status}: {over.reason}"] if over else []
         notes += [task.reason] if task and task.state == "PENDING" else []
         notes += state.left_nodes.get(group, [])

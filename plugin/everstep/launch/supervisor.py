@@ -5,24 +5,23 @@ The state of the run is in the run directory, so that a launcher that was killed
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import everstep
-from everstep.launch.children import Child
 from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
-from everstep.launch.machine import HOST, devices_of_groups, sharing_complaint
+from everstep.launch.machine import HOST, devices_of_group, sharing_complaint
 from everstep.launch.prepare import Order, Prepared, prepared_file, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
+from everstep.launch.view import OnEvents
 from everstep.run.beats import forget_beats
 from everstep.run.directory import (
     LaunchError,
     ask_to_stop,
-    config_file,
     ended_file,
     groups_file,
     leaves_nothing,
@@ -35,8 +34,6 @@ from everstep.run.token import own_token
 
 STOPPED_AT_ONCE_EXIT = 130
 """What a shell gives for a command that Ctrl-C ended."""
-OnEvents = Callable[[list[dict]], None]
-"""Called at every turn with the new events."""
 
 
 @dataclass
@@ -134,12 +131,11 @@ class Supervisor:
         """Have the config checked, and settled in the run directory. Raises LaunchError."""
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
         order = replace(settings.order, run_dir=str(self._run_dir))
-        child = Child(0, lambda child: None)
-        start = functools.partial(self._children.start, child, Request(settings.prepare, [asdict(order)], log))
-        patiently("checking the config", start, self._launcher.is_stopping)
-        while child.alive and not self._launcher.is_stopping():
+        start = functools.partial(self._children.start, Request(settings.prepare, [asdict(order)], log))
+        child = patiently("checking the config", start, self._launcher.is_stopping)
+        while child is not None and child.alive and not self._launcher.is_stopping():
             self._children.wait(TICK_S)
-        if self._launcher.is_stopping():
+        if child is None or self._launcher.is_stopping():
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self._run_dir)
         if isinstance(found, Prepared):
@@ -168,8 +164,7 @@ class Supervisor:
     def _break(self, found: Prepared) -> None:
         """Have a process kill groups for as long as the run goes."""
         args = [str(self._run_dir), self._settings.chaos_every_s, found.seed]
-        request = Request("everstep.chaos.runner:kill_groups", args, self._run_dir / "logs" / "chaos.log")
-        self._children.start(Child(0, lambda child: None), request)
+        self._children.start(Request("everstep.chaos.runner:kill_groups", args, self._run_dir / "logs" / "chaos.log"))
 
     def _keep_groups(self, found: Prepared, lighthouse: Lighthouse) -> None:
         """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
@@ -187,14 +182,13 @@ class Supervisor:
         """What the launcher is told of the group `index` out of `groups`."""
         settings = self._settings
         return GroupSettings(
-            config=str(config_file(self._run_dir)),
             run_dir=self._run_dir,
             group=index,
             groups=groups,
             ranks=settings.order.ranks,
             ranks_here=groups * settings.order.ranks,
             host=HOST,
-            devices=devices_of_groups(found.devices, index + 1, settings.order.ranks)[index],
+            devices=devices_of_group(found.devices, index, settings.order.ranks),
             fault_tolerance=found.fault_tolerance,
             entry=settings.entry,
         )

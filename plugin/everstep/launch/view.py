@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
 from everstep.report.checking import covered, wrong
+from everstep.report.lineage import Commit
 from everstep.report.score import duration
 from everstep.report.troubles import Fields, trouble
 
@@ -18,6 +19,7 @@ RATE_WINDOW = 20
 KEPT_EVENTS = 8
 
 OnEvents = Callable[[list[dict]], None]
+"""Called with new events, again and again."""
 
 
 LINES = {
@@ -84,19 +86,12 @@ class RunState(Account):
     left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     """By group, which nodes it left, and why."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
-    _newest: float | None = None
-    _commits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW + 1))
 
     def apply(self, event: dict) -> str:
-        """Take one event in; returns its line for people, or nothing. A step is told by whoever says it
-        first.
-        """
-        self._newest = event["t"]
-        known, commits, step = self.checking.coverage, self.commits, self.step
+        """Take one event in; returns its line for people, or nothing. A step is told by whoever says it first."""
+        known, before = self.checking.coverage, self.newest
         lines = self.take(event)
         match event["kind"]:
-            case "run_started":
-                self._commits.clear()
             case "agent_up":
                 self.starts[event["group"]] += 1
             case "node_bad":
@@ -106,10 +101,7 @@ class RunState(Account):
         lines = lines or [line for line in [told(event)] if line]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
         self.recent.extend(lines)
-        if self.commits > commits:
-            if self.step <= step:  # everybody had died: steps come again
-                self._commits.clear()
-            self._commits.append((event["t"], event["tokens"]))
+        if self.newest is not before:
             lines.append(self.progress())
         return "\n".join(lines)
 
@@ -118,49 +110,37 @@ class RunState(Account):
         """How the run ended; empty while it goes."""
         return f"{self.ending['status']}, {self.ending['reason']}" if self.ending else ""
 
-    def tokens_per_s(self) -> float | None:
-        """Tokens per second over the last steps; None before the second step."""
-        if len(self._commits) < 2 or self._commits[-1][0] <= self._commits[0][0]:
-            return None
-        tokens = sum(count for _, count in list(self._commits)[1:])
-        return tokens / (self._commits[-1][0] - self._commits[0][0])
-
-    def step_s(self) -> float | None:
-        """Median seconds between the last commits; None before the second step."""
-        times = [t for t, _ in self._commits]
-        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
-
-    def eta_s(self) -> float | None:
-        """Seconds until the last step at the mean rate of the last steps; None when that is not known."""
-        if not self.steps or len(self._commits) < 2:
-            return None
-        rate_s = (self._commits[-1][0] - self._commits[0][0]) / (len(self._commits) - 1)
-        return max(0, self.steps - self.step) * rate_s
-
-    def elapsed_s(self, now: float | None = None) -> float | None:
-        """Seconds since the run was started, up to the newest event or to `now`."""
-        end = self._newest if now is None else now
-        return None if not self.sessions or end is None else max(0.0, end - self.sessions[-1].begin)
+    def pace(self) -> list[Commit]:
+        """The last commits of this session, RATE_WINDOW and one before, that follow on each other: when everybody had
+        died, steps come again."""
+        commits = [one for one in self.lineage.commits[-RATE_WINDOW - 1 :] if one.session == len(self.sessions) - 1]
+        back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
+        return commits[back[-1] if back else 0 :]
 
     def names(self) -> str:
         """The groups that take part."""
         return " ".join(map(str, sorted(self.taking_part))) or "none"
 
     def progress(self) -> str:
-        """One line for where the run is."""
+        """One line for where the run is; its pace is that of the last steps."""
+        newest, commits = self.newest, self.pace()
+        step = newest.step if newest else 0
+        took_s = commits[-1].t - commits[0].t if commits else 0.0
+        rate = sum(one.tokens for one in commits[1:]) / took_s if took_s > 0 else None
+        step_s = statistics.median(b.t - a.t for a, b in itertools.pairwise(commits)) if len(commits) > 1 else None
         words = [
-            f"step {self.step}{f'/{self.steps}' if self.steps else ''}",
-            f"loss {_number(self.loss, '.5f')}",
-            f"tokens/s {_number(self.tokens_per_s(), ',.0f')}",
+            f"step {step}{f'/{self.steps}' if self.steps else ''}",
+            f"loss {_number(newest.loss if newest else None, '.5f')}",
+            f"tokens/s {_number(rate, ',.0f')}",
             f"groups {self.names()}",
-            f"{_number(self.step_s(), '.2f')} s/step",
+            f"{_number(step_s, '.2f')} s/step",
         ]
         if self.sessions:
-            words.append(f"{duration(self.elapsed_s())} elapsed")
-        if (eta_s := self.eta_s()) is not None:
-            words.append(f"{duration(eta_s)} left")
-        if self.kills:
-            words.append(f"{self.kills} kill{'s' if self.kills > 1 else ''}")
+            words.append(f"{duration(self.sessions[-1].wall_s)} elapsed")
+        if self.steps and len(commits) > 1:
+            words.append(f"{duration(max(0, self.steps - step) * took_s / (len(commits) - 1))} left")
+        if self.faults.kills:
+            words.append(f"{self.faults.kills} kill{'s' if self.faults.kills > 1 else ''}")
         return "  ".join(words)
 
 

@@ -2,40 +2,22 @@
 
 import itertools
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.scarce import backoff_s
+from everstep.launch.worker import WorkerError
 from everstep.run.beats import DONE, STARTUP, Beat
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
 COMPILING = ("compute", "reduce", "vote")
 """Phases in which the first step of a process compiles, or waits for a rank that does."""
-PAUSE_S = 3.0
-"""Who watches looks more often than that, or did not run."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
 WINDOW_S = 3600.0
 """In which failures and deaths on a node count."""
 CGROUP = Path("/sys/fs/cgroup")
-
-
-class Awake:
-    """Whoever was stopped together with those it watches, by a batch system that suspends whole jobs for instance, must
-    not take them for hung."""
-
-    def __init__(self) -> None:
-        self._since = self._looked = time.monotonic()
-
-    def look(self) -> float:
-        """From when on silence counts (monotonic seconds); to be called at every look."""
-        now = time.monotonic()
-        if now - self._looked > PAUSE_S:
-            self._since = now
-        self._looked = now
-        return self._since
 
 
 @dataclass(frozen=True)
@@ -82,6 +64,8 @@ class Death:
     committed: bool
     """Whether it had committed a step."""
     reason: str = ""
+    error: WorkerError | None = None
+    """The exception that its first rank ended with, if it could say."""
     run_step: int = 0
     """The newest step that any group of the run had committed then."""
     excused: bool = False
@@ -90,6 +74,11 @@ class Death:
     """The watchdog killed it."""
     out_of_memory: bool = False
     """The kernel killed a process of this machine's control group for memory meanwhile."""
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        return self.error.first_line if self.error else self.reason
 
     @property
     def crashed(self) -> bool:

@@ -26,24 +26,14 @@ class Account:
     """As its start says."""
     steps: int | None = None
     """The last step, if it is known."""
-    step: int = 0
-    """Of the newest commit: less than before when the run went back to an older state."""
-    loss: float | None = None
-    grad_norm: float | None = None
-    commits: int = 0
     tokens: float = 0.0
     """In all commits."""
-    progress_t: float = 0.0
-    """Wall time in seconds of the newest commit, or of this session's begin."""
     ending: Mapping[str, Any] | None = None
     """The `run_ended` of the newest start; None while it goes."""
     taking_part: set[int] = field(default_factory=set)
     """Groups of the newest commit that have not died since."""
-    alive: set[int] = field(default_factory=set)
-    given_up: set[int] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
-    kills: int = 0
     diverged: set[tuple[Any, Any]] = field(default_factory=set)
     """Step and group of each replica that an audit found to differ: every group says so."""
     sessions: list[Session] = field(default_factory=list)
@@ -67,6 +57,7 @@ class Account:
     batch: int | None = None
     """Samples of a whole step."""
     give_ups: dict[str, str] = field(default_factory=dict)
+    """Why groups were given up, in any session."""
     error: str | None = None
     """The newest exception of a worker: its type and first line."""
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -87,15 +78,12 @@ class Account:
         match kind:
             case "run_started":
                 self.groups, self.steps, self.ending = event["groups"], event.get("steps"), None
-                self.progress_t = t
             case "run_ended":
                 self.ending, session.ended = event, t
             case "training_started" if session.trains is None:
                 session.trains = t
             case "training_done":
                 session.done = t
-            case "fault":
-                self.kills += event["fault"].startswith("kill")
             case "audit" if not event["agreed"]:
                 self.diverged |= {(event["step"], group) for group in event["differing"]}
             case "heal":
@@ -119,10 +107,8 @@ class Account:
     def _begin(self, t: float) -> None:
         self._close_lanes()
         self.sessions.append(Session(t, t))
-        self.progress_t = t
         self._lanes = {}
-        for known in (self.alive, self.given_up, self.taking_part):
-            known.clear()
+        self.taking_part.clear()
 
     def _close_lanes(self) -> None:
         for lane in self._lanes.values():
@@ -134,21 +120,32 @@ class Account:
         if group not in self._lanes:
             self._lanes[group] = Lane(self.sessions[-1].begin, self.spent[group])
         self._lanes[group].take(event)
-        match kind:
-            case "worker_ready":
-                self.alive.add(group)
-                self.given_up.discard(group)
-            case "workers_died" | "left" | "training_done" | "agent_ended":
-                self.alive.discard(group)
-                if kind in ("workers_died", "agent_ended"):
-                    self.taking_part.discard(group)
-                if event.get("status") == "failed":
-                    self.given_up.add(group)
+        if kind in ("workers_died", "agent_ended"):
+            self.taking_part.discard(group)
         if self.lineage.take(event, len(self.sessions) - 1):
-            self.step, self.loss, self.grad_norm = event["step"], event["loss"], event.get("grad_norm")
-            self.commits += 1
             self.tokens += event["tokens"]
-            self.progress_t, self.taking_part = event["t"], set(event["groups"])
+            self.taking_part = set(event["groups"])
+
+    @property
+    def newest(self) -> Commit | None:
+        """Its step is less than before when the run went back to an older state."""
+        return self.lineage.commits[-1] if self.lineage.commits else None
+
+    @property
+    def progress_t(self) -> float:
+        """Wall time in seconds of the newest commit, or of this session's begin."""
+        begin = self.sessions[-1].begin if self.sessions else 0.0
+        return max(begin, self.newest.t) if self.newest else begin
+
+    @property
+    def alive(self) -> set[int]:
+        """Groups whose workers run."""
+        return {group for group, lane in self._lanes.items() if lane.alive}
+
+    @property
+    def given_up(self) -> set[int]:
+        """Groups that are not started again in this session."""
+        return {group for group, lane in self._lanes.items() if lane.given_up}
 
     def times(self) -> dict[str, Any]:
         """Of report.json: the seconds in each state up to now, of all groups together and of each."""

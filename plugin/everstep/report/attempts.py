@@ -3,9 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-KEPT = 256
-"""Attempts of which a group may still tell."""
-
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -53,10 +50,9 @@ class Attempts:
     repeated: set[int] = field(default_factory=set)
     """Steps with more than one attempt."""
     _tried: int = 0
-    """The highest step that was tried, and below it the highest of which anything was computed."""
-    _computed: int = 0
+    """The highest step that was tried."""
     _first: dict[int, Attempt] = field(default_factory=dict)
-    """By step, the first attempt that computed anything; of the newest steps, as the next one too."""
+    """By step, the first attempt that computed anything."""
     _newest: dict[tuple[int, Any], Attempt] = field(default_factory=dict)
     """By step and quorum."""
     _groups: dict[int, _Group] = field(default_factory=dict)
@@ -84,10 +80,7 @@ class Attempts:
             self.thrown_away += not attempt.threw_away
             attempt.threw_away = True
         known.computed.update(slots)
-        if slots and step > self._computed:
-            self._computed = step
-            _keep(self._first, step, attempt)
-        is_first = self._first.get(step) is attempt
+        is_first = not slots or self._first.setdefault(step, attempt) is attempt
         self.slots_recomputed += len(attempt.computed.intersection(slots) if is_first else slots)
         attempt.computed.update(slots)
 
@@ -100,13 +93,5 @@ class Attempts:
                 self.repeated.add(step)
             self._tried = max(self._tried, step)
             self.count += 1
-            attempt = Attempt(event["t"])
-            _keep(self._newest, name, attempt)
+            attempt = self._newest[name] = Attempt(event["t"])
         return attempt
-
-
-def _keep(known: dict[Any, Attempt], name: object, attempt: Attempt) -> None:
-    known.pop(name, None)
-    known[name] = attempt
-    if len(known) > KEPT:
-        del known[next(iter(known))]

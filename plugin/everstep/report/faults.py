@@ -1,10 +1,10 @@
 """What each fault cost: how long the run stalled, and how long the hit group was away."""
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -42,10 +42,7 @@ class Faults:
         self.found: list[Fault] = []
         """In order of time."""
         self.starts: dict[int, list[float]] = defaultdict(list)
-        """By group, when its processes started: wall times in seconds, ascending, as those of `commits`."""
-        self.commits: dict[int, list[float]] = defaultdict(list)
-        """By group, when it took part in a commit: it is among its groups and owns a slot; with more groups than slots,
-        being among the groups is enough."""
+        """By group, when its processes started: wall times in seconds, ascending."""
         self._hit: dict[int | None, float] = {}
         self._up_since: dict[int, float] = {}
 
@@ -67,10 +64,11 @@ class Faults:
                     self._hit[group] = t  # another node of the group may tell the same death
             case "worker_ready" if group is not None and not event.get("rank"):
                 self.starts[group].append(t)
-            case "commit" if not event.get("rank"):
-                groups, owners = event["groups"], event.get("owners") or ()
-                if group in groups and (group in owners or len(groups) > len(owners)):
-                    self.commits[group].append(t)
+
+    @property
+    def kills(self) -> int:
+        """Injected faults that took processes away."""
+        return sum(fault.kills and fault.name != UNPROVOKED for fault in self.found)
 
 
 def costs_s(fault: Fault, times: Sequence[float], normal_s: float) -> tuple[float, float] | None:
@@ -90,13 +88,14 @@ def costs_s(fault: Fault, times: Sequence[float], normal_s: float) -> tuple[floa
     return stall_s, max(stall_s, *(t - times[after - 1] - count * normal_s for count, t in following))
 
 
-def rejoin_s(fault: Fault, group: int, faults: Faults) -> float | None:
+def rejoin_s(fault: Fault, group: int, faults: Faults, joined: Sequence[float]) -> float | None:
     """Seconds from the fault until `group`, started again, takes part in a commit.
 
-    After a kill, later kills of the same group before it took part make it longer. After any other fault only
-    a restart before the group's next fault counts, as most do not restart it. None: not (yet) back.
+    joined: wall times at which it did, ascending. After a kill, later kills of the same group before it took part make
+    it longer. After any other fault only a restart before the group's next fault counts, as most do not restart it.
+    None: not (yet) back.
     """
-    starts, commits = faults.starts[group], faults.commits[group]
+    starts = faults.starts[group]
     start = bisect_right(starts, fault.t)
     if start == len(starts):
         return None
@@ -104,8 +103,8 @@ def rejoin_s(fault: Fault, group: int, faults: Faults) -> float | None:
         following = [f.t for f in faults.found if f.t > fault.t and group in f.groups]
         if following and following[0] < starts[start]:
             return None
-    back = bisect_left(commits, starts[start])
-    return commits[back] - fault.t if back < len(commits) else None
+    back = bisect_left(joined, starts[start])
+    return joined[back] - fault.t if back < len(joined) else None
 
 
 def normal_step_s(
@@ -121,7 +120,7 @@ def normal_step_s(
     struck = [fault.t for fault in faults]
     full = groups if groups is not None else max((len(commit.groups) for commit in commits), default=0)
     strong, weak = [], []
-    for before, commit in pairwise(commits):
+    for before, commit in itertools.pairwise(commits):
         quiet = bisect_left(struck, before.t) == bisect_right(struck, commit.t)
         if quiet and commit.parent is before and commit.continued and commit.step not in disturbed:
             (strong if len(commit.groups) >= full else weak).append(commit.t - before.t)
@@ -138,6 +137,10 @@ def fault_rows(
     commit, None: none), stall_s, delay_s, rejoin_s (None: cannot be measured).
     """
     times = [[commit.t for commit in commits] for commits in by_session]
+    joined: dict[int, list[float]] = defaultdict(list)
+    for commit in itertools.chain(*by_session):
+        for group in commit.taking_part:
+            joined[group].append(commit.t)
     rows = []
     for fault in faults.found:
         index = next((index for index, one in enumerate(sessions) if one.begin <= fault.t <= one.end), None)
@@ -152,7 +155,7 @@ def fault_rows(
         cost = costs_s(fault, around, step_s) if step_s is not None else None
         row["stall_s"], row["delay_s"] = cost or (None, None)
         for group in fault.groups or (None,):
-            away = None if group is None else rejoin_s(fault, group, faults)
+            away = None if group is None else rejoin_s(fault, group, faults, joined[group])
             rows.append(row | {"group": group, "rejoin_s": away})
     return rows
 

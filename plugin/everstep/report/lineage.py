@@ -44,20 +44,10 @@ class Commit:
     repeated: set[int] = field(default_factory=set)
     """Slots that entered the step, or the parameters of one group, more than once."""
 
-
-def final_lineage(commits: list[Commit]) -> list[Commit]:
-    """The chain of parents that ends in the newest state: what builds on the last new commit."""
-    parents = {commit.parent.order for commit in commits if commit.parent is not None}
-    # What builds on the newest may have been logged before it, by a host whose clock is behind.
-    tips = [commit for commit in commits if commit.order not in parents] or commits
-    tip = tips[-1] if tips else None
-    chain: list[Commit] = []
-    seen: set[int] = set()  # events that contradict each other can make a circle
-    while tip is not None and tip.order not in seen:
-        seen.add(tip.order)
-        chain.append(tip)
-        tip = tip.parent
-    return chain[::-1]
+    @property
+    def taking_part(self) -> set[int]:
+        """The groups that own a slot of it; with more groups than slots, being there is enough."""
+        return set(self.groups) if len(self.groups) > len(self.owners) else {*self.groups} & {*self.owners}
 
 
 class Lineage:
@@ -85,14 +75,23 @@ class Lineage:
         return len(self.commits) > known
 
     def final(self) -> list[Commit]:
-        """The commits that the final state contains, in order of training.
+        """The commits that the final state contains, in order of training: the chain of parents that ends in the newest
+        state, which is what builds on the last new commit.
 
-        Where the log does not have the commit that another one names as its parent, the newest commit of the nearest
-        step below is taken.
+        If the log does not have the commit that another one names as its parent, the newest commit of the nearest step
+        below is taken.
         """
         for commit in self.commits:  # a parent can be in the log behind those who name it
             commit.parent = self._by_history.get(commit.named, commit.parent)
-        return final_lineage(self.commits)
+        parents = {commit.parent.order for commit in self.commits if commit.parent is not None}
+        # What builds on the newest may have been logged before it, by a host whose clock is behind.
+        tips = [commit for commit in self.commits if commit.order not in parents] or self.commits
+        tip = tips[-1] if tips else None
+        chain: dict[int, Commit] = {}
+        while tip is not None and tip.order not in chain:  # events that contradict each other can make a circle
+            chain[tip.order] = tip
+            tip = tip.parent
+        return [*chain.values()][::-1]
 
     def _committed(self, event: dict[str, Any], group: int, session: int) -> None:
         step, history, parent = event["step"], event["history"], event["parent"]

@@ -1,27 +1,33 @@
 """What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard, W&B and a webhook.
 
-    python -m everstep.report.live RUN_DIR ASKED
+    python -m everstep.report.live RUN_DIR
 
 is the one process that makes and serves all of it from the run's events. It is started by whoever is there for the
-whole run: the launcher, or on a cluster the lighthouse's job. No trainer is asked, and none waits for it.
+whole run: the launcher, or on a cluster the lighthouse's job, which says on its stdin what is wanted. No trainer is
+asked, and none waits for it.
 """
 
+import contextlib
 import functools
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
 import time
-import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from everstep.config.sections import FaultTolerance
+from everstep.report.serve import serve, server
+from everstep.run import typed
 
 LOOK_S = 2.0
 CLOSE_S = 20.0
 """How long the last writing of the page may take."""
-PAUSE_S, FIRST_PAUSE_S, POLL_S = 2.0, 0.5, 0.5
+PAUSE_S, POLL_S = 2.0, 0.5
 SHARE = 0.5
 """Of one core that writing the page again and again may take."""
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
@@ -34,39 +40,50 @@ class Teller:
     taken costs the run its figures and nothing else.
 
     Args:
-        metrics: host and port of the figures; port 0: none.
+        host: where to serve figures for Prometheus.
+        ft: the run's section, with their port and the address of a webhook.
+        metrics: torchtitan's section, with the curves.
         page: whether to write and serve the page, on loopback.
 
     Attributes:
         address: of the page; "" without one.
     """
 
-    def __init__(self, run_dir: Path, metrics: tuple[str, int] = ("", 0), page: bool = False) -> None:
+    def __init__(
+        self, run_dir: Path, host: str, ft: FaultTolerance, metrics: Mapping[str, Any], page: bool = False
+    ) -> None:
         self.address = ""
         self._next_look = 0.0
         self._sockets: dict[str, socket.socket] = {}
         if page:
             self._sockets["page"] = socket.create_server(("127.0.0.1", 0))
             self.address = "http://{}:{}/".format(*self._sockets["page"].getsockname())
-        if metrics[1]:
+        if ft.metrics_port:
             try:
-                self._sockets["metrics"] = socket.create_server(metrics)
+                self._sockets["metrics"] = socket.create_server((host, ft.metrics_port))
             except OSError as error:
-                print("everstep: no figures on {}:{} (fault_tolerance.metrics_port): {}".format(*metrics, error))
+                print(f"everstep: no figures on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
+        fds = {name: one.fileno() for name, one in self._sockets.items()}
         # Curves begin now, as those of earlier starts are drawn already.
-        asked = {"since": time.time(), "fds": {name: one.fileno() for name, one in self._sockets.items()}}
-        self._words = [sys.executable, "-m", __name__, str(run_dir), json.dumps(asked)]
+        asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds, "since": time.time()}
+        self._asked = json.dumps(asked).encode() + b"\n"
+        self._run_dir = run_dir
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
-            self._words,
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(self._run_dir)],
             stdin=subprocess.PIPE,
             start_new_session=True,
             pass_fds=[one.fileno() for one in self._sockets.values()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended by now
+            process.stdin.write(self._asked)
+            process.stdin.flush()
+        return process
 
     def keep(self) -> None:
         """To be called now and then. Raises OSError if there is no room for a process."""
@@ -87,7 +104,7 @@ class Teller:
             one.close()
 
 
-def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
+def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int], since: float) -> None:
     """Tell of a run, as its config asks for, until stdin ends.
 
     Events are read once. The last page is made of the logs as they are then, in order of time, as those of other nodes
@@ -97,16 +114,13 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
         fds: the listening sockets of "page" and "metrics", if they are wanted.
         since: wall time in seconds; what was committed before is in the curves already.
     """
-    from everstep.report import metrics
     from everstep.report.account import Account
     from everstep.report.curves import open_sinks, scalars_of
-    from everstep.report.notify import Notifier, Outlet
-    from everstep.report.page import text_of, write_report
-    from everstep.report.serve import serve
+    from everstep.report.metrics import text
+    from everstep.report.notify import Outlet, webhook
+    from everstep.report.page import write_report
     from everstep.run.events import EventTail
 
-    config = _sections(text_of(run_dir / "config.toml"))
-    ft: dict[str, Any] = {"groups": 1, "min_groups": 1, "notify": ""} | config.get("fault_tolerance", {})
     now = Account()
     shortage: list[dict[str, Any]] = []
 
@@ -114,7 +128,7 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
         shortage.append(_shortage(run_dir, error))
         print(f"everstep: what is told of the run is not written: {error}", flush=True)
 
-    sinks = functools.cache(lambda: open_sinks(run_dir, config.get("metrics", {})))
+    sinks = functools.cache(lambda: open_sinks(run_dir, metrics))
 
     def draw(point: tuple[int, float, dict[str, float]]) -> None:
         """Step, wall time in seconds, and scalars by tag."""
@@ -125,26 +139,27 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
             refused(error)
 
     curves = Outlet("curves", draw)  # a server of W&B may be away
-    notifier = Notifier(ft["notify"]) if ft["notify"] else None
+    hook = webhook(ft.notify) if ft.notify else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
-    for name, fd in fds.items():
-        paths = {"/", f"/{name}", "/report.html"}
-        serve(socket.socket(fileno=fd), paths, TYPES[name], lambda name=name: served[name])
+    servers = [
+        server(socket.socket(fileno=fd), {"/", f"/{name}", "/report.html"}, TYPES[name], lambda name=name: served[name])
+        for name, fd in fds.items()
+    ]
     tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
     while not over:
-        over = bool(select.select([0], [], [], POLL_S if now.counts else FIRST_PAUSE_S)[0])
-        new, before = [*tail.new(), *shortage], now.commits
+        over = serve(servers, 0, POLL_S)
+        new = [*tail.new(), *shortage]
         shortage.clear()
         said, earlier = [], []
         for event in new:
+            before = now.newest
             (said if event["t"] >= started else earlier).extend(now.take(event))
-            if event["t"] >= since and (event["kind"] == "validation" or now.commits > before):
+            if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event, now.checking)))
-            before = now.commits
-        if notifier is not None:  # what was over when this process began is not told
+        if hook is not None:  # what was over when this process began is not told
             for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
-                notifier.tell(f"{run_dir.resolve().name}: {sentence}")
-        served["metrics"] = metrics.text(now, ft["groups"], ft["min_groups"])
+                hook.put(f"{run_dir.resolve().name}: {sentence}")
+        served["metrics"] = text(now, ft.groups, ft.min_groups)
         try:
             if "page" in fds and now.counts and (over or time.monotonic() >= due):
                 began = time.process_time()
@@ -153,20 +168,11 @@ def tell(run_dir: Path, fds: dict[str, int], since: float) -> None:
                 due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
         except OSError as error:
             refused(error)
-    if notifier is not None:
-        notifier.close()
+    if hook is not None:
+        hook.close()
     curves.close()
     for sink in sinks() if sinks.cache_info().currsize else ():
         sink.close()
-
-
-def _sections(text: str) -> dict[str, dict[str, Any]]:
-    """Those of a config, as far as it can be read."""
-    try:
-        found = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return {}
-    return {name: keys for name, keys in found.items() if isinstance(keys, dict)}
 
 
 def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
@@ -176,4 +182,5 @@ def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tell(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    asked = json.loads(sys.stdin.readline())
+    tell(Path(sys.argv[1]), typed.parse(FaultTolerance, asked.pop("ft")), **asked)

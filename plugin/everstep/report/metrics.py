@@ -3,30 +3,20 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from everstep.report.account import Account
 from everstep.report.checking import ACTIONS
-from everstep.report.troubles import GUARANTEES
-
-COUNTED = (
-    "workers_died", "workers_stalled", "group_failing", "heal", "heal_failed", "left_out", "lighthouse_started",
-    "lighthouse_died", "node_bad", "poison_slot", "slot_skipped", "slot_refused", "slot_accepted", "not_finite",
-    "unfit", "snapshot", "snapshot_failed", "snapshot_skipped", "snapshot_unprotected", "checkpoint_saved",
-    "checkpoint_failed", "worker_moved", "workers_unprotected", "resource_shortage", "stranger_refused", "straggler",
-    "fault",
-)  # fmt: skip
-"""Kinds of events that are shown, from 0 on: the first of them is an increase."""
+from everstep.report.troubles import GUARANTEES, ROWS
+from everstep.run.event_fields import NEEDED
 
 
 def text(now: Account, groups: int, min_groups: int) -> bytes:
     """As Prometheus reads them, of a run of nominally so many groups. Counters go on where they were when whoever
     follows is started again, as the log is read from its beginning."""
-    registry = CollectorRegistry()
-    registry.register(Figures(now, groups, min_groups))
-    return generate_latest(registry)
+    return generate_latest(Figures(now, groups, min_groups))
 
 
 @dataclass(eq=False)
@@ -39,14 +29,15 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now, checking, protection = self.now, self.now.checking, self.now.protection
+        newest = now.newest
         parts = int((checking.coverage or "0").partition(" ")[0])
         for name, what, value in (
             ("groups", "Nominal number of replica groups", self.groups),
             ("min_groups", "Groups without which the run waits", self.min_groups),
-            ("committed_step", "Newest committed step", now.step),
+            ("committed_step", "Newest committed step", newest.step if newest else 0),
             ("last_progress_timestamp_seconds", "When it was committed, or this session began", now.progress_t),
-            ("loss", "Loss of the newest committed step", now.loss),
-            ("grad_norm", "Gradient norm of the newest committed step", now.grad_norm),
+            ("loss", "Loss of the newest committed step", newest.loss if newest else None),
+            ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
             ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
             ("groups_alive", "Groups whose workers run", len(now.alive)),
             ("groups_given_up", "Groups that are not started again", len(now.given_up)),
@@ -69,7 +60,7 @@ class Figures(Collector):
             for state, value in spent.items():
                 seconds.add_metric((str(group), state), value)
         events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
-        for kind in COUNTED:
+        for kind in sorted({*NEEDED, *ROWS}):  # from 0 on: the first of a kind is an increase
             events.add_metric((kind,), now.counts[kind])
         findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
         for action in ACTIONS:
@@ -78,6 +69,6 @@ class Figures(Collector):
         for guarantee in GUARANTEES:
             degraded.add_metric((guarantee,), now.troubles.count(guarantee))
         told = GaugeMetricFamily("everstep_trouble_info", "What does not hold", labels=("guarantee", "sentence"))
-        for found in now.troubles.now.values():
-            told.add_metric((found.guarantee, found.sentence), 1.0)
+        for (guarantee, _), found in now.troubles.now.items():
+            told.add_metric((guarantee, found.sentence), 1.0)
         yield from (seconds, events, findings, degraded, told)

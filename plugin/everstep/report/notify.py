@@ -1,5 +1,6 @@
 """Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
 
+import functools
 import json
 import queue
 import threading
@@ -25,13 +26,12 @@ class Outlet:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, thing: object) -> bool:
-        """Whether there was room for it."""
+    def put(self, thing: object) -> None:
+        """Have it given, or say that there was no room for it."""
         try:
             self._things.put_nowait(thing)
         except queue.Full:
-            return False
-        return True
+            _complain("it is too slow", thing)
 
     def close(self) -> None:
         """Give what is left, for CLOSE_S at most."""
@@ -46,15 +46,9 @@ class Outlet:
             self._give(thing)
 
 
-class Notifier(Outlet):
-    """Posts texts to the webhook at `address`."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__("notify", lambda text: _post(address, text), WAITING)
-
-    def tell(self, text: str) -> None:
-        if not self.put(text):
-            _complain("it is too slow", text)
+def webhook(address: str) -> Outlet:
+    """Posts the texts that it is given to `address`."""
+    return Outlet("notify", functools.partial(_post, address), WAITING)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -78,5 +72,5 @@ def _post(address: str, text: str) -> None:
     _complain(reason, text)
 
 
-def _complain(reason: str, text: str) -> None:
+def _complain(reason: str, text: object) -> None:
     print(f"everstep: notify: not told ({reason}): {text}", flush=True)

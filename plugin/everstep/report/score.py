@@ -89,7 +89,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "samples": samples(((c, len(trained(c) - skipped[c.step])) for c in final), account.batch),
         "samples_lost": samples(((c, len(c.lost | skipped[c.step])) for c in final), account.batch),
         "samples_repeated": samples(((commit, len(commit.repeated)) for commit in final), account.batch),
-        "kills": sum(1 for fault in faults if fault.kills and fault.name != UNPROVOKED),
+        "kills": account.faults.kills,
         "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
         "faults": dict(Counter(fault.name for fault in faults)),
         "step_s_median": step_s,

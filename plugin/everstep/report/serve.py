@@ -5,10 +5,10 @@ machine, so that a web page that resolves its own name to this address (DNS rebi
 """
 
 import ipaddress
+import select
 import socket
-import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,9 +16,8 @@ MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
 
 
-def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
-    """Serve one document of a content type under some paths on a listening socket, in threads of its own, until this
-    process ends."""
+def server(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> "Bounded":
+    """Serves one document of a content type under some paths on a listening socket, while `serve` goes."""
     host = listening.getsockname()[0]
     names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -42,7 +41,21 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
         def log_message(self, format: str, *args: object) -> None:
             return
 
-    threading.Thread(target=_Bounded(listening, Handler).serve_forever, name="http", daemon=True).start()
+    return Bounded(listening, Handler)
+
+
+def serve(servers: Sequence["Bounded"], end: int, for_s: float) -> bool:
+    """Serve for so long, or until there is something to read from the descriptor `end`; whether there is."""
+    until = time.monotonic() + for_s
+    while (left_s := until - time.monotonic()) > 0:
+        ready = select.select([end, *servers], [], [], left_s)[0]
+        for one in servers:
+            if one in ready:
+                one.handle_request()
+            one.service_actions()
+        if end in ready:
+            return True
+    return False
 
 
 def is_ours(host: str, names: set[str]) -> bool:
@@ -56,10 +69,11 @@ def is_ours(host: str, names: set[str]) -> bool:
     return True
 
 
-class _Bounded(ThreadingHTTPServer):
+class Bounded(ThreadingHTTPServer):
     """A server with few connections, each of which ends in time."""
 
     daemon_threads = True
+    timeout = 0
 
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
         self._open: dict[Any, float] = {}
@@ -75,7 +89,7 @@ class _Bounded(ThreadingHTTPServer):
         return True
 
     def service_actions(self) -> None:
-        """Called every half second: end the connections that took too long, however slowly they still send."""
+        """End the connections that took too long, however slowly they still send."""
         for request, until in list(self._open.items()):
             if time.monotonic() > until:
                 try:

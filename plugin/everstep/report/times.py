@@ -53,8 +53,10 @@ class Lane:
 
     def __init__(self, begin: float, spent: dict[str, float]) -> None:
         self._at, self._spent = begin, spent
+        self.alive = False
+        """Whether a process of it trains."""
+        self.given_up = False
         self._begun = False
-        self._alive = False
         self._ended = False
 
     def _until(self, t: float, state: str) -> None:
@@ -65,7 +67,7 @@ class Lane:
 
     def close(self, end: float) -> None:
         """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
-        if not self._alive and not self._ended:
+        if not self.alive and not self._ended:
             self._until(end, self._away)
 
     def take(self, event: dict[str, Any]) -> None:
@@ -74,11 +76,11 @@ class Lane:
         match event["kind"]:
             case "worker_ready":
                 self._until(t, self._away)
-                self._begun = self._alive = True
-                self._ended = False
+                self._begun = self.alive = True
+                self._ended = self.given_up = False
             case "workers_died" | "workers_started":
-                self._until(t, "stalled" if self._alive else self._away)
-                self._alive = False
+                self._until(t, "stalled" if self.alive else self._away)
+                self.alive = False
             case "quorum":
                 self._until(t - (event.get("wait_s") or 0.0), self._usual)
                 self._until(t, "waiting")
@@ -98,11 +100,12 @@ class Lane:
                 self._until(t, "productive")
             case "left" | "training_done" | "agent_ended":
                 self._until(t, self._usual)
-                self._alive, self._ended = False, True
+                self.alive, self._ended = False, True
+                self.given_up = event.get("status") == "failed"
 
     @property
     def _usual(self) -> str:
-        return "productive" if self._alive else self._away
+        return "productive" if self.alive else self._away
 
     @property
     def _away(self) -> str:

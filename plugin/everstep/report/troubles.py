@@ -5,7 +5,6 @@ The console, `everstep status`, the page, Prometheus and the webhook take them f
 that a snapshot no longer survives, data that ended.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,29 +35,6 @@ EVERY_RANK = frozenset(("unfit", "not_finite"))
 """Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """One guarantee that does not hold."""
-
-    guarantee: str
-    who: str
-    """The group, or what else it is of; "" for the whole run."""
-    sentence: str
-    ends: tuple[str, ...] = ()
-    """Kinds of events with which it is over: those of the same group, if it is of one."""
-    group: int | None = None
-    step: int | None = None
-    """Only events of later steps end it."""
-    until: float = math.inf
-    """Wall time, in seconds, at which it is over if it was not told again."""
-
-    def is_ended_by(self, event: Mapping[str, Any]) -> bool:
-        if event["t"] > self.until:
-            return True
-        same = self.group in (None, event.get("group")) and (self.step is None or self.step < (event.get("step") or 0))
-        return same and event["kind"] in self.ends
-
-
 class Fields(dict):
     """Of an event, which need not have all that its kind may have."""
 
@@ -80,9 +56,27 @@ class Row:
     who: str = ""
     when: Callable[[Mapping[str, Any]], bool] = lambda event: True
 
-    @property
-    def is_of_a_group(self) -> bool:
-        return self.who == "{group}"
+
+@dataclass(frozen=True)
+class Trouble:
+    """One guarantee that does not hold."""
+
+    row: Row
+    who: str
+    """The group, or what else it is of; "" for the whole run."""
+    sentence: str
+    event: Mapping[str, Any]
+    """From which it follows."""
+
+    def is_ended_by(self, event: Mapping[str, Any]) -> bool:
+        """Whether it is over with a later event, or was to be told again by then if it were not."""
+        begin = self.event
+        if begin["kind"] == "resource_shortage" and event["t"] > begin["t"] + begin["again_s"] + GRACE_S:
+            return True
+        if self.row.who == "{group}" and begin.get("group") not in (None, event.get("group")):
+            return False
+        is_later = (event.get("step") or 0) > (begin.get("step") or -1)
+        return event["kind"] in self.row.ends and (is_later or self.row.guarantee not in ("finite", "hosts"))
 
 
 def _out_of_memory(event: Mapping[str, Any]) -> bool:
@@ -248,16 +242,8 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
     row = ROWS.get(event["kind"])
     if row is None or not row.when(event) or (event.get("rank") and event["kind"] not in EVERY_RANK):
         return None
-    fields, again_s = _fields(event), event.get("again_s")
-    return Trouble(
-        row.guarantee,
-        row.who.format_map(fields),
-        _line(row.sentence.format_map(fields)),
-        row.ends,
-        event.get("group") if row.is_of_a_group else None,
-        event.get("step") if row.guarantee in ("finite", "hosts") else None,
-        event["t"] + again_s + GRACE_S if event["kind"] == "resource_shortage" and again_s is not None else math.inf,
-    )
+    fields = _fields(event)
+    return Trouble(row, row.who.format_map(fields), _line(row.sentence.format_map(fields)), event)
 
 
 def _fields(event: Mapping[str, Any]) -> Fields:
@@ -370,8 +356,9 @@ class Troubles:
         found = trouble({**event, **more} if more else event)
         if found is None:
             return []
-        before = self.now.pop((found.guarantee, found.who), None)
-        self.now[found.guarantee, found.who] = found
+        key = found.row.guarantee, found.who
+        before = self.now.pop(key, None)
+        self.now[key] = found
         while len(self.now) > MOST:
             del self.now[next(iter(self.now))]
         return [] if before is not None and before.sentence == found.sentence else [found.sentence]

@@ -7,7 +7,7 @@ one that a dead worker left.
 
 Other hosts compare the file's time with that of a probe file written now, so that both times are the file server's and
 no host's wall clock matters. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
-reader knows of a file may be as old: the agent pushes its beats to the server once a second (`push`), readers open a
+reader knows of a file may be as old: the agent pushes its beats to the server twice a second (`push`), readers open a
 file before they ask for its time, and SHARED_LAG_S is what remains.
 """
 
@@ -115,7 +115,7 @@ def load_beat(path: Path) -> Beat | None:
 def push(paths: list[Path]) -> None:
     """Hand the newest beats of this host to the file server, where other hosts see them."""
     for path in paths:
-        with contextlib.suppress(OSError):  # there is none yet, or no room now: it is pushed again in a second
+        with contextlib.suppress(OSError):  # there is none yet, or no room now: it is pushed again soon
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 os.fdatasync(fd)

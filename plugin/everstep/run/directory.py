@@ -45,11 +45,10 @@ def make_run_dir(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class GroupOver:
-    """How a group ended for good."""
+class End:
+    """How a group ended on a machine, for good: its status is one of `everstep.launch.group.EXITS`."""
 
     status: str
-    """done, stopped or failed."""
     reason: str
 
 
@@ -90,7 +89,7 @@ def config_file(run_dir: Path) -> Path:
 
 
 def over_file(run_dir: Path, group: int) -> Path:
-    """Says how a group ended for good: a `GroupOver`. A batch job starts a group again as long as there is none,
+    """Says how a group ended for good: an `End`. A batch job starts a group again as long as there is none,
     whatever the exit status of its processes."""
     return Path(run_dir) / "state" / f"group-{group}.over"
 

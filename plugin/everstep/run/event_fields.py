@@ -78,6 +78,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
     "slot_bits": (*_STEP, "bits"),
     "heal": (*_GROUP, "step", "bytes", "took_s"),
+    "heal_failed": (*_STEP, "reason"),
+    "stranger_refused": ("count", "reason"),
     "worker_moved": (*_STEP, "worker", "rounds_again"),
     "workers_unprotected": (*_STEP, "reason"),
     "checkpoint_saved": _STEP,

@@ -1,9 +1,10 @@
 """The event log: one JSON object a line, appended by every process of a run, readable after any crash.
 
-A run directory holds `events/group-K.rank-R.jsonl` (workers), `events/agent-K.jsonl`, `events/keeper-K.jsonl`,
-`events/supervisor.jsonl` and `events/chaos.jsonl`. Each line carries wall time `t` and monotonic time `mono`
-(seconds), `role`, `group`, `rank`, `step`, `kind` and the kind's own fields. Everything that is shown or
-reported about a run is computed from these files, so a view, a report and a test read the same thing.
+A run directory holds `events/group-K.rank-R.jsonl` of each worker, `events/ROLE-K.jsonl` of what else belongs to a
+group (agents, keepers), and `events/ROLE.jsonl` of the others (supervisor, lighthouse, chaos). Each line carries wall
+time `t` and monotonic time `mono` (seconds), `role`, `group`, `rank`, `step`, `kind` and the kind's own fields.
+Everything that is shown or reported about a run is computed from these files, so a view, a report and a test read the
+same thing.
 
 A line is one `write` to a file opened for appending: writers never interleave, and a killed writer leaves at
 most one torn line, which readers skip and the next writer closes. A line that is no event of its kind
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from everstep.run.event_fields import OF_RANK_0, fits
 from everstep.run.files import open_own
@@ -26,7 +27,7 @@ from everstep.run.regular import open_regular
 LONGEST_LINE = 16 << 20
 """Bytes; a commit names every slot of a step."""
 LONGEST_READ = 64 << 20
-"""Bytes of one file that a tail takes in at once."""
+"""Bytes of one file after which a tail stops until the next call."""
 MOST_UNWRITTEN = 100
 RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
@@ -47,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 
 class EventLog:
-    """Appends one process's events. `role` is "worker", "agent", "supervisor" or "chaos".
+    """Appends one process's events. `role` says what it is: see the module.
 
     Safe to share with forked children and to keep open while the run directory is read. A disk that refuses
     the write costs the event, not the run: it is said on stderr once.
@@ -129,6 +130,13 @@ def _may_be(line: bytes, kinds: Set[bytes]) -> bool:
     return start < 8 or line[start : line.find(b'"', start)] in kinds
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a log from where the file stands, but for one that is torn by a crash or being written. One that is too
+    long for an event comes in parts."""
+    while (line := file.readline(LONGEST_LINE)) and (line.endswith(b"\n") or len(line) == LONGEST_LINE):
+        yield line
+
+
 def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
     names = None if kinds is None else {kind.encode() for kind in kinds}
     try:
@@ -136,11 +144,7 @@ def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
     except OSError:  # a link, a pipe, or gone
         return
     with file:
-        while line := file.readline(LONGEST_LINE):
-            if not line.endswith(b"\n"):
-                if len(line) < LONGEST_LINE:
-                    return  # torn by a crash, or being written
-                continue
+        for line in _lines(file):
             if names is not None and not _may_be(line, names):
                 continue
             event = _parse(line)
@@ -206,19 +210,20 @@ class EventTail:
         """Events since the last call, by wall time. A line still being written is left for the next call."""
         batches = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            offset = self._offsets.get(path, 0)
+            begin = offset = self._offsets.get(path, 0)
+            found = []
             try:
                 if path.lstat().st_size <= offset:
                     continue
                 with open_regular(path, links=False) as file:
                     file.seek(offset)
-                    data = file.read(LONGEST_READ)
+                    for line in _lines(file):
+                        found.append(_parse(line))
+                        offset += len(line)
+                        if offset - begin > LONGEST_READ:
+                            break
             except OSError:  # a link, a pipe, or gone
                 continue
-            complete = data[: data.rfind(b"\n") + 1]
-            if not complete and len(data) == LONGEST_READ:
-                complete = data  # of a line that is none
-            self._offsets[path] = offset + len(complete)
-            found = (_parse(line) for line in complete.split(b"\n") if line)
+            self._offsets[path] = offset
             batches.append([event for event in found if event is not None])
         return list(heapq.merge(*batches, key=lambda event: event["t"]))

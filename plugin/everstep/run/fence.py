@@ -49,15 +49,10 @@ class Claim:
 class _Fence:
     """What the file holds: the claim that counts, and whose it is."""
 
-    job: int
-    restart: int
+    claim: Claim
     host: str
     pid: int
     ended: bool
-
-    @property
-    def claim(self) -> Claim:
-        return Claim(self.job, self.restart)
 
 
 def fence_file(run_dir: Path, group: int) -> Path:
@@ -92,8 +87,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
                 f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
                 f"place, give a higher --restart than {claim.restart}"
             )
-        mine = asdict(claim) | {"host": socket.gethostname(), "pid": os.getpid(), "ended": False}
-        write_json(path, mine)
+        write_json(path, asdict(_Fence(claim, socket.gethostname(), os.getpid(), ended=False)))
     if not before or before.ended or before.claim == claim:
         return
     while not stopping() and not _silent(run_dir, group):
