@@ -1,10 +1,11 @@
 """Notices at once that a member of a quorum died or gave up, whatever the process group is doing.
 
 A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
-survivor, which has already given up, would wait for its whole timeout. So every member keeps one silent TCP connection
-to every other member for as long as a process group lasts. The kernel closes it when the peer's process ends, and a
-peer that breaks the process group closes it itself: one broken member breaks them all, within a millisecond. The kernel
-also asks now and then whether the peer's kernel is there (TCP keepalive), since a host that loses power tells nobody.
+survivor, which has already given up, would wait for its whole timeout. So rank r of every group keeps a silent TCP
+connection to rank r of every other for as long as a process group lasts, two between any two of them. The kernel closes
+it when the peer's process ends, and a peer that breaks the process group closes it itself: the others see that within a
+millisecond, and break it GRACE_S later. The kernel also asks now and then whether the peer's kernel is there (TCP
+keepalive), since a host that loses power tells nobody.
 
 Only members are let in: a connection proves the run's token and names its process group before it is kept.
 """
@@ -52,7 +53,8 @@ class PeerWatch:
 
     Args:
         host: address to listen on and to be reached under.
-        on_loss: called in a thread of the watch with the key of a process group that lost a member, once for each.
+        on_loss: called with the key of a process group that lost a member, once for each, in a thread of its own: perhaps
+            when `end` or `close` has been called meanwhile.
         token: of the run.
         silence: after so long without a sign of a peer's kernel the peer is lost; whole seconds, 3 at least.
         port: 0 for a free one.
@@ -88,10 +90,11 @@ class PeerWatch:
         Args:
             key: KEY_BYTES bytes that name the process group on all members.
             peers: addresses of the other members, by their place.
-            timeout: to reach all of them.
+            timeout: to reach one of them, CONNECTING at a time.
 
         Raises:
-            PeerLost: some of them cannot be reached, or `end` was called for this process group meanwhile.
+            PeerLost: some of them cannot be reached, or `end` was called for this process group meanwhile. Others may
+                be connected already: `end` has to be called.
         """
 
         def reach(address: str) -> socket.socket | wire.WireError:

@@ -1,7 +1,8 @@
 """What a run's events say, folded into one account in one pass.
 
-The report, its page, `everstep watch`, `status`, the metrics and the webhook follow a run with it. It takes any event
-of any rank, in order of time; rank 0 speaks for its group.
+The report, its page, `everstep watch`, `status`, the metrics and the webhook follow a run with it. It takes events as
+`everstep.run.events` reads them, roughly in order of time: those of other nodes may come late. Rank 0 and the agents
+speak for a group.
 """
 
 from collections import Counter, defaultdict

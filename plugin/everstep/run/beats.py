@@ -1,4 +1,5 @@
-"""Signs of life: one small file per rank that its trainer overwrites and its agent's watchdog reads.
+"""Signs of life: one small file for each rank, each agent and the lighthouse, which that process overwrites. An agent's
+watchdog reads those of its ranks; who asks for a group's claim, its node or its state reads those of others.
 
 `RUN_DIR/state/group-K.rank-R.beat` holds one fixed-size record, written with a single `pwrite` of a
 page-cached file (about a microsecond), so a beat belongs at every phase and every slot. Times are
@@ -7,8 +8,8 @@ one that a dead worker left.
 
 Other hosts compare the file's time with that of a probe file written now, so that both times are the file server's and
 no host's wall clock matters. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
-reader knows of a file may be as old: the agent pushes its beats to the server twice a second (`push`), readers open a
-file before they ask for its time, and SHARED_LAG_S is what remains.
+reader knows of a file may be as old: the agent pushes its own beats and those of rank 0 to the server twice a second
+(`push`), readers open a file before they ask for its time, and SHARED_LAG_S is what remains.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from everstep.run.regular import NotRegularError, open_regular, read_regular
 
 STARTUP = "startup"
 DONE = "done"
-"""Phases of a worker that does not train yet, or no more."""
+"""STARTUP: `startup_timeout_s` counts, and the group has no state to offer. DONE is written last: a worker that ends
+without it has died, with status 0 too."""
 
 SHARED_LAG_S = 10.0
 """How much older than it is a pushed beat may look to another host."""
@@ -123,31 +125,23 @@ def push(paths: list[Path]) -> None:
                 os.close(fd)
 
 
-def _written(path: Path) -> float | None:
-    """When a beat file was last written, by its server's clock; None: never. Opening it is what makes NFS ask."""
-    try:
-        with open_regular(path, links=False) as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return None
-
-
 def age_s(path: Path) -> float | None:
     """How many seconds ago a beat file was written, or fewer; None: there is no beat.
 
     A beat of this host tells it by the monotonic clock. For one of another host it is the time between the file's and a
-    probe file's, less SHARED_LAG_S; 0 if no probe can be written there.
+    probe file's, less SHARED_LAG_S. 0 if that cannot be known now: nobody is taken for dead for it.
     """
-    beat, since = read_beat(path), _written(path)
-    if beat is None or since is None:
-        return None
-    if beat.boot == this_boot():
-        return max(0.0, time.monotonic() - beat.mono)
     try:
-        now = file_system_now(path.parent)
-    except OSError:  # a full disk, or somebody else's run directory
+        beat = load_beat(path)
+        if beat is None:
+            return None
+        if beat.boot == this_boot():
+            return max(0.0, time.monotonic() - beat.mono)
+        with open_regular(path, links=False) as file:  # to open it is what makes NFS ask
+            since = os.fstat(file.fileno()).st_mtime
+        return max(0.0, file_system_now(path.parent) - since - SHARED_LAG_S)
+    except OSError:  # no descriptor, a full disk, or somebody else's run directory
         return 0.0
-    return max(0.0, now - since - SHARED_LAG_S)
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
