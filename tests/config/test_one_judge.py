@@ -63,7 +63,7 @@ def doors(tmp_path, monkeypatch):
 def answered(command, **how):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        status = prepare.main(json.loads(command[-1]))
+        status = prepare.main(json.loads(command[-1]), tells=True)
     return subprocess.CompletedProcess(command, status, said.getvalue(), "")
 
 

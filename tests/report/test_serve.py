@@ -1,9 +1,7 @@
 """What may ask for a page or figures: few connections, each for a short time, under names of this machine."""
 
 import http.client
-import os
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,8 +13,7 @@ from watched import until
 
 
 def serving(listening, document):
-    server, never = serve.server(listening, {"/"}, "text/html", lambda: document), os.pipe()[0]
-    threading.Thread(target=any, args=(iter(lambda: serve.serve([server], never, 0.5), None),), daemon=True).start()
+    serve.serve([serve.server(listening, {"/"}, "text/html", lambda: document)])
 
 
 def is_closed(connection):

@@ -132,19 +132,20 @@ def translate(source: Source, *, allow_dropped: bool = False) -> str:
     training = source.table.setdefault("training", {}) if "flavor" in _section(source, "model") else None
     if isinstance(training, dict):
         training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
-    _settle_semi_sync(source)
+    unread = _settle_semi_sync(source)
     if _section(source, "activation_checkpoint").get("selective_ac_option") == "op":  # what `selective` does today
         _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
     for path in list(_leaves(source.table)):
         # of a key and the tables that it stands in, the innermost that is known
         names = [".".join(map(str, path[:end])) for end in range(len(path), 0, -1)]
-        name = next((name for name in names if name in MOVED or name in GONE), "")
-        if name in MOVED:
-            _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
-        elif name:
+        gone = GONE | unread
+        name = next((name for name in names if name in MOVED or name in gone), "")
+        if name in gone:
             line = line_of(source.text, path) or 0
-            dropped.append((line, f"  line {line}: {describe(path)} → {GONE[name]}"))
+            dropped.append((line, f"  {f'line {line}: ' if line else ''}{describe(path)} → {gone[name]}"))
             _pop(source.table, path)
+        elif name:
+            _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
         elif path in (("model",), ("experimental",)):  # written empty, they say nothing
             _pop(source.table, path)
     rows = [row for _, row in sorted(dropped)]
@@ -168,13 +169,17 @@ def _refuse_converters(source: Source) -> None:
             )
 
 
-def _settle_semi_sync(source: Source) -> None:
-    """0.2's values and defaults of semi-synchronous training, whose keys move to [semi_sync]."""
+def _settle_semi_sync(source: Source) -> dict[str, str]:
+    """0.2's values and defaults of semi-synchronous training, whose keys move to [semi_sync]; which of them the method
+    does not read, and why."""
     section = _section(source, "fault_tolerance")
     method = section.get("semi_sync_method", "")
+    of_diloco = [f"fault_tolerance.{key}" for key in ("num_fragments", "fragment_sync_delay", "fragment_update_alpha")]
     if method in ("", "None"):
         section.pop("semi_sync_method", None)
-        return
+        return dict.fromkeys(
+            ["fault_tolerance.sync_steps", *of_diloco], "nothing: it is read with semi_sync_method only"
+        )
     named = ("fault_tolerance", "module_fqns_per_model_fragment")
     if section.pop(named[1], None):
         raise source.error(named, f"{describe(named)} must be empty: layers are dealt to the fragments in turn")
@@ -183,6 +188,8 @@ def _settle_semi_sync(source: Source) -> None:
     section.setdefault("sync_steps", 5)
     if section.get("should_quantize") is False:
         del section["should_quantize"]
+    is_local = section["semi_sync_method"] == "local_sgd"
+    return dict.fromkeys(of_diloco if is_local else (), 'nothing: it is read with semi_sync_method = "diloco" only')
 
 
 def _move(source: Source, old: Path, new: Path) -> None:

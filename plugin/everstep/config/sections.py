@@ -68,8 +68,8 @@ class FaultTolerance:
 
     heartbeat_timeout_s: float = 2.0
     """A group whose heartbeats stop for this long is left out of the next quorum. Lower: shorter stalls
-    when a host falls silent; too low: a busy host is taken for a dead one. The death of a process is noticed without
-    it."""
+    when a host falls silent; too low: a busy host is taken for a dead one. A step's first sums wait as long beyond what
+    the groups' paces explain. The death of a process is noticed without it."""
 
     join_timeout_s: float = 10.0
     """Longest that the groups of a quorum wait for another one that is alive but does not ask to join, a
@@ -79,8 +79,8 @@ class FaultTolerance:
     """Longest wait for the other groups of a new quorum to connect their process group."""
 
     reduce_timeout_s: float = 10.0
-    """Longest wait for one gradient sum across groups. A hung peer is noticed after this. A joiner asks another group
-    for the state after three times as long without a byte; nobody waits for a joiner."""
+    """Longest wait for one gradient sum across groups, where their paces are not known yet, and in retries. A joiner
+    asks another group for the state after three times as long without a byte; nobody waits for a joiner."""
 
     quorum_timeout_s: float = 60.0
     """Longest wait for one quorum before it is asked for again, with the reason in an event."""

@@ -26,7 +26,6 @@ from everstep.data.inputs import InputError, documents, identity, input_files
 from everstep.data.token_format import HEAD, Footer, TokenFileError
 from everstep.run import typed
 from everstep.run.files import hold_alone, write_whole
-from everstep.run.regular import is_own_directory
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
@@ -86,8 +85,8 @@ def pack(
         return footer
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
-    if not is_own_directory(folder):
-        raise TokenFileError(f"{folder} is no folder of yours: remove it.")
+    if folder.is_symlink():
+        raise TokenFileError(f"{folder} is a link: remove it.")
     if not hold_alone(folder / "lock"):
         raise TokenFileError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))

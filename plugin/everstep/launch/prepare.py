@@ -234,9 +234,9 @@ def memory_of_rank(config: Any, gradients: float, state: float) -> str:
 # How it is asked and answered.
 
 
-def main(order: dict[str, Any]) -> int:
-    """Prepare in this process. The answer is the last line on stdout, and is left for `take_answer` if there is a run
-    directory. Returns the exit status."""
+def main(order: dict[str, Any], *, tells: bool = False) -> int:
+    """Prepare in this process. The answer is left for `take_answer` if there is a run directory. `tells`: it is the
+    last line on stdout as well; it may name a webhook's address, so not in a log. Returns the exit status."""
     asked = typed.parse(Order, order)
     os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # what the workers will see
     try:
@@ -245,7 +245,8 @@ def main(order: dict[str, Any]) -> int:
         answer = {"error": str(error)}
     if asked.run_dir:
         leave_answer(Path(asked.run_dir), answer)
-    print(json.dumps(answer))
+    if tells:
+        print(json.dumps(answer))
     return USAGE_EXIT if "error" in answer else 0
 
 
@@ -296,4 +297,4 @@ if __name__ == "__main__":
 
     if not cpu.has_accelerator():
         cpu.stand_in()
-    sys.exit(main(json.loads(sys.argv[1])))
+    sys.exit(main(json.loads(sys.argv[1]), tells=True))

@@ -301,6 +301,7 @@ class Gate:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
+        self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
         self._makers = frozenset(name for name, waiting in found.items() if waiting.request.group in read.able)
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 

@@ -206,20 +206,20 @@ class RankColumn:
         matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
         return self.total(matrix, timeout or self._reduce_timeout).tolist()
 
-    def gather_bytes(self, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
         """What every group gave, in rank order; empty if somebody else gave it. Raises SumsBroken."""
         self._gathered += 1
         members, place = self._members(), self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
         mine = seal_note(self._token, places[self._rank], mine)
-        sizes = [size for [size] in self.gather([len(mine)], timeout)]
+        sizes = [size for [size] in self.gather([len(mine)])]
         if not sum(sizes):
             return [b""] * members
         begin, words = sum(sizes[: self._rank]), torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64)
         if mine:
             words.view(torch.uint8)[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         # Where one group has something all others have zeros: no sum carries.
-        everything = self.total(words, timeout or self._reduce_timeout).view(torch.uint8)
+        everything = self.total(words, self._reduce_timeout).view(torch.uint8)
         parts = everything[: sum(sizes)].split(sizes)
         return [
             open_note(self._token, place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)

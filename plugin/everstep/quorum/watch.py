@@ -53,8 +53,8 @@ class PeerWatch:
 
     Args:
         host: address to listen on and to be reached under.
-        on_loss: called with the key of a process group that lost a member, once for each, in a thread of its own: perhaps
-            when `end` or `close` has been called meanwhile.
+        on_loss: called with the key of a process group that lost a member, once for each, in a thread of its own;
+            perhaps after `end` or `close` was called.
         token: of the run.
         silence: after so long without a sign of a peer's kernel the peer is lost; whole seconds, 3 at least.
         port: 0 for a free one.

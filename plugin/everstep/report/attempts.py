@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+KEPT = 256
+"""Attempts, and steps, that are remembered: what is tried again is tried soon."""
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -94,4 +97,8 @@ class Attempts:
             self._tried = max(self._tried, step)
             self.count += 1
             attempt = self._newest[name] = Attempt(event["t"])
+            if len(self._newest) > KEPT:
+                del self._newest[next(iter(self._newest))]
+            if len(self._first) > KEPT:
+                del self._first[next(iter(self._first))]
         return attempt

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -145,9 +146,10 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
         server(socket.socket(fileno=fd), {"/", f"/{name}", "/report.html"}, TYPES[name], lambda name=name: served[name])
         for name, fd in fds.items()
     ]
+    serve(servers)
     tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
     while not over:
-        over = serve(servers, 0, POLL_S)
+        over = bool(select.select([0], [], [], POLL_S)[0])
         new = [*tail.new(), *shortage]
         shortage.clear()
         said, earlier = [], []

@@ -7,6 +7,7 @@ machine, so that a web page that resolves its own name to this address (DNS rebi
 import ipaddress
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,8 @@ from typing import Any
 
 MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
+LOOK_S = 0.5
+"""How often to see which connections have taken too long."""
 
 
 def server(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> "Bounded":
@@ -44,18 +47,18 @@ def server(listening: socket.socket, paths: Set[str], kind: str, document: Calla
     return Bounded(listening, Handler)
 
 
-def serve(servers: Sequence["Bounded"], end: int, for_s: float) -> bool:
-    """Serve for so long, or until there is something to read from the descriptor `end`; whether there is."""
-    until = time.monotonic() + for_s
-    while (left_s := until - time.monotonic()) > 0:
-        ready = select.select([end, *servers], [], [], left_s)[0]
-        for one in servers:
-            if one in ready:
-                one.handle_request()
-            one.service_actions()
-        if end in ready:
-            return True
-    return False
+def serve(servers: Sequence["Bounded"]) -> None:
+    """Serve in a thread, for as long as this process lives."""
+
+    def loop() -> None:
+        while True:
+            ready = select.select(servers, [], [], LOOK_S)[0]
+            for one in servers:
+                if one in ready:
+                    one.handle_request()
+                one.service_actions()
+
+    threading.Thread(target=loop, name="serve", daemon=True).start()
 
 
 def is_ours(host: str, names: set[str]) -> bool:

@@ -102,7 +102,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """By kind, the fields that must be there and not None."""
 OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
-"""Kinds of which every rank of a group would tell the same in each step: rank 0 tells them."""
+"""Kinds of every step, which rank 0 tells for its group."""
 
 
 def fits(event: dict[str, Any]) -> bool:

@@ -68,8 +68,8 @@ class EventLog:
             os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
-        """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0. `step` is the committed step
-        worked on, counted from 1."""
+        """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0, or has a reason to tell.
+        `step` is the committed step worked on, counted from 1."""
         shadowed = [name for name in fields if name in RESERVED]
         if shadowed:
             raise ValueError(f"event {kind}: {', '.join(shadowed)} would overwrite what every event carries")
@@ -82,7 +82,7 @@ class EventLog:
             "kind": kind,
             **fields,
         }
-        if self._head["rank"] and kind in OF_RANK_0:
+        if self._head["rank"] and kind in OF_RANK_0 and not fields.get("reason"):
             return event
         line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
         try:

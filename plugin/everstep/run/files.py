@@ -17,7 +17,7 @@ from everstep.run.regular import open_regular, read_regular
 
 T = TypeVar("T")
 LARGEST = 16 << 20
-LOCK_S, POLL_S = 5.0, 0.005
+LOCK_S, POLL_S = 2.0, 0.005
 """Longest wait for a lock, and between two looks at it. Who holds one reads and writes a small file."""
 
 

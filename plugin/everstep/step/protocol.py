@@ -451,11 +451,10 @@ class StepProtocol:
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
-        late = self._late(attempt)
-        total = self._sums.total(mine.encode(), late)
+        total = self._sums.total(mine.encode(), self._late(attempt))
         notes = self._work.notes(attempt.step)
         if notes is not None:
-            self._work.noted(self._sums.gather_bytes(notes, late))
+            self._work.noted(self._sums.gather_bytes(notes))
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:

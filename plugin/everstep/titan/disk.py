@@ -48,7 +48,8 @@ class DiskCheckpoints:
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
         step = self.newest() if self._config.load_step == -1 else self._config.load_step
-        folder = Path(self._manager.folder) / f"step-{step}" if step is not None else self._config.initial_load_path
+        initial = None if self._config.initial_load_model_only else self._config.initial_load_path
+        folder = Path(self._manager.folder) / f"step-{step}" if step is not None else initial
         if not folder or not (Path(folder) / ".metadata").exists():
             return None
         return FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -14,10 +14,11 @@ from torchtitan.tools.logging import logger
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
+from everstep.config.errors import ConfigError
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
 from everstep.run.beats import STARTUP
-from everstep.run.exits import FENCED_EXIT
+from everstep.run.exits import FENCED_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.section import SemiSync
 from everstep.snapshot.section import SnapshotSection
 from everstep.snapshot.segment import run_id
@@ -67,7 +68,10 @@ class EverstepTrainer(titan.Trainer):
 
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
-        check_config(config)
+        try:
+            check_config(config)
+        except ConfigError as error:  # once more: a file may be checked on a login node, or by nobody
+            raise TrainerEnds(USAGE_EXIT, str(error)) from None
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
         if on_cpu:
