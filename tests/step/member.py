@@ -68,8 +68,12 @@ class Options:
         return self.host or host_of(self.group)
 
 
+MODULUS = 1 << 20
+"""Of states: float32 has all whole numbers up to 2^24, and a long run's sums are larger."""
+
+
 def gradient(step: int, slot: int) -> torch.Tensor:
-    """Whole numbers, so that sums are exact in any order."""
+    """Whole numbers, so that sums are exact in any order; a state is what they sum to, modulo MODULUS."""
     return torch.tensor([1.0, slot, step, slot * step])
 
 
@@ -132,6 +136,7 @@ class ToyWork:
             dist.all_reduce(torch.zeros(1))  # as clipping does
         with torch.no_grad():
             self.param += self.param.grad
+            self.param.remainder_(MODULUS)
         self.step = commit.step
         self.connection.send(
             {
