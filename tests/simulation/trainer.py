@@ -249,10 +249,13 @@ class SimWork:
 
     def _right(self, commit: Commit) -> list[Contribution]:
         """What was summed. Where most groups are sick nothing wrong in it counts. Nor where one alone has the state:
-        nobody can audit it, and what it refuses twice passes (docs/attention.md)."""
+        nobody can audit it, and what it refuses twice passes (docs/attention.md), as does a slot that all err in."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
         passes = world.plan.audit_slots or (commit.able[0], commit.step) in world.passed
-        counts = fit and (len(commit.able) > 1 or not passes)
+        lives = [life for number in commit.able if (life := world.groups[number].life) is not None]
+        slots = [(commit.step, slot) for slot in range(world.plan.slots)]
+        all_erred = any(all(slot in life.checks.erred for life in lives) for slot in slots)
+        counts = fit and not all_erred and (len(commit.able) > 1 or not passes)
         if world.all_counts.setdefault(commit.history, counts):  # on all ranks alike, whenever they come to it
             return self.reducer.total
         return [
