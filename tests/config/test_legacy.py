@@ -61,6 +61,8 @@ def test_a_key_that_moved_arrives_where_it_is_today(load, old):
     table, name = paths_of(old)
     warnings = []
     text = f"{name} = {json.dumps(value)}\n"
+    if new.startswith("semi_sync.") and name != "semi_sync_method":  # else nothing reads it
+        text += 'semi_sync_method = "diloco"\n'
     text = text if table in mode else f"[{table}]\n{text}"
     if table == "model":
         text = "" if name in BASE else text.removeprefix("[model]\n")
@@ -70,6 +72,15 @@ def test_a_key_that_moved_arrives_where_it_is_today(load, old):
         found = found[part]
     assert found == (value / 1000 if name.endswith("_ms") else value)
     assert not warnings
+
+
+@pytest.mark.parametrize("method", ["", "local_sgd"])
+def test_keys_of_a_method_that_is_not_used_are_named_and_change_nothing(load, method):
+    warnings = []
+    text = f'[fault_tolerance]\nsemi_sync_method = "{method}"\nnum_fragments = 2\n'
+    config = load(text, base=BASE, check=False, warnings=warnings)
+    assert "  line 6: [fault_tolerance] num_fragments → nothing: it is read with semi_sync_method" in warnings[0]
+    assert config.semi_sync.fragments == 1
 
 
 def test_keys_that_are_gone_are_named_at_once_with_line_and_successor_and_change_nothing(load):

@@ -78,14 +78,16 @@ def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path):
-    """Also one that a run begins with."""
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path, only_weights):
+    """Also one that a run begins with; of which nothing is asked where only its weights are taken."""
     dcp.save({f"{TRAIN_STATE}.step": torch.tensor(7)}, checkpoint_id=str(tmp_path / "begin"), no_dist=True)
     disk, manager = DiskCheckpoints.__new__(DiskCheckpoints), CheckpointManager.__new__(CheckpointManager)
-    disk._config = SimpleNamespace(enable=True, load_step=-1, initial_load_path=str(tmp_path / "begin"))
+    begin = {"initial_load_path": str(tmp_path / "begin"), "initial_load_model_only": only_weights}
+    disk._config = SimpleNamespace(enable=True, load_step=-1, **begin)
     disk._manager, disk._trainer = manager, SimpleNamespace(own_keys=OURS)
     asked, manager.enable, manager.folder = [], False, str(tmp_path / "none")
     manager.load = lambda step: asked.append(disk._trainer.own_keys)
     disk.load()
-    assert asked == [set()]
+    assert asked == [OURS if only_weights else set()]
     assert disk._trainer.own_keys == OURS
