@@ -90,6 +90,8 @@ class SimEvents:
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> None:
         self._world.scheduler.check()
+        if kind == "quorum" and fields["attempt"] > 1:
+            self._world.retried.add(step or 0)
         if kind == "attempt":
             if fields["committed"] and self._rank.number == 0:
                 self._world.judge_commit(self._rank, step or 0, fields["took_s"])

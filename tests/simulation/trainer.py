@@ -233,7 +233,7 @@ class SimWork:
             text = f"step {commit.step} at {self.rank.name}: {commit.tokens.tolist()}, {commit.extra.tolist()}"
             world.judge.violate("wrong sums", text)
         at_work, spares = len(set(commit.owners) - {-1}), world.plan.spares
-        if spares and commit.attempts == 1 and at_work > max(world.plan.groups, len(commit.able)) - spares:
+        if spares and commit.step not in world.retried and at_work > max(world.plan.groups, len(commit.able)) - spares:
             world.judge.violate("a spare computes", f"step {commit.step} of {commit.able} at {self.rank.name}")
         before = self.state
         after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self._right(commit))

@@ -194,6 +194,8 @@ class World:
         """By history whether what is wrong in the commit counts."""
         self.narrow: set[tuple[int, int]] = set()
         """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
+        self.retried: set[int] = set()
+        """Steps that some group has tried more than once: what it held the first time stays in the step."""
         self.passed: set[tuple[int, int]] = set()
         """Groups, and steps of which they let a slot pass that was refused."""
         self.unfit: set[str] = set()
