@@ -132,13 +132,12 @@ def translate(source: Source, *, allow_dropped: bool = False) -> str:
     training = source.table.setdefault("training", {}) if "flavor" in _section(source, "model") else None
     if isinstance(training, dict):
         training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
-    unread = _settle_semi_sync(source)
+    gone = GONE | _settle_semi_sync(source)
     if _section(source, "activation_checkpoint").get("selective_ac_option") == "op":  # what `selective` does today
         _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
     for path in list(_leaves(source.table)):
         # of a key and the tables that it stands in, the innermost that is known
         names = [".".join(map(str, path[:end])) for end in range(len(path), 0, -1)]
-        gone = GONE | unread
         name = next((name for name in names if name in MOVED or name in gone), "")
         if name in gone:
             line = line_of(source.text, path) or 0
