@@ -1,23 +1,19 @@
-"""What authentication and encryption of states cost: heals with and without.
+"""How fast a joiner gets a state from one source and from several, and what that takes of processors.
 
-    python bench/heal.py [--gb 0.064 0.512 2] [--rounds 6] [--gbit 0 10 25] [--json]
+    python bench/heal.py [--gb 1] [--sources 1 2 8] [--mbyte 100] [--rounds 3] [--unsealed] [--json]
 
-Two processes on this machine, the same bytes, all kinds in turn in every round, and in
-the reverse order in every other round:
+Each source is a process of its own on this machine, whose connections are held to a rate as a link of its own would
+(SO_MAX_PACING_RATE; `--mbyte 0`: as fast as memory is copied through loopback). All numbers of sources take their turn
+in each round, in the reverse order in every other one. What arrives is compared to the bit.
 
-    unsealed   the heal transport, with records that are not sealed: what it would be without encryption
-    heal       the heal transport
-
-`--gbit`: hold the connection to that rate, as a network would (SO_MAX_PACING_RATE); 0 for as fast as memory
-is copied through loopback. Both sides use memory that has been touched before. Prints GB/s (10^9 bytes) and the
-processor seconds that a GB takes on both sides together, which other work on the machine disturbs less: medians of the
-rounds, and ratios that are medians of each round's ratio.
+Prints medians of the rounds: MB/s (10^6 bytes), also as parts of what one source gives; processor seconds a GB of the
+joiner, and of all sources together; and what each source pays before, for its copy of the state. `--unsealed`: also
+with records that are not encrypted, as parts of the rate and processor time with them.
 """
 
 import argparse
 import json
 import multiprocessing
-import signal
 import socket
 import statistics
 import struct
@@ -27,14 +23,15 @@ from typing import Any
 
 import psutil
 import torch
+import torch.multiprocessing  # its tensors are shared with processes, and not copied
 
-from everstep.quorum.heal import Door, Fetch, HealState, Wanted
+from everstep.quorum.heal import Door, Fetch, HealState, Wanted, _Copy
+from everstep.quorum.streams import Streams
 from everstep.wire import door, sealing
 
 TOKEN = bytes(range(32))
 TIMEOUT = timedelta(seconds=60)
 TENSORS = 64
-KINDS = ("unsealed", "heal")
 SO_MAX_PACING_RATE = 47
 SEALER = door.Sealer
 
@@ -50,92 +47,123 @@ class Unsealed:
             view[:], sealed = sealed[: view.nbytes], sealed[view.nbytes :]
 
 
-def seal_like(kind: str) -> None:
-    """From now on this process's new connections seal as this kind does."""
-    door.Sealer = (lambda key: Unsealed()) if kind == "unsealed" else SEALER  # pyrefly: ignore[bad-assignment]
+def seal(sealed: bool) -> None:
+    """From now on this process's new connections are encrypted, or not."""
+    door.Sealer = SEALER if sealed else (lambda key: Unsealed())  # pyrefly: ignore[bad-assignment]
 
 
-def make_state(nbytes: int) -> dict[str, torch.Tensor]:
-    return {f"layer.{i}": torch.full((nbytes // TENSORS // 4,), float(i)) for i in range(TENSORS)}
-
-
-def pace(listener: socket.socket, bytes_per_s: float) -> None:
-    """What it accepts from now on sends no faster."""
-    rate = int(bytes_per_s) if bytes_per_s else 2**64 - 1
-    listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
-
-
-def source(pipe, nbytes: int) -> None:
-    """Serves each kind when told, at the rate that it is told."""
+def source(pipe, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
+    """Say what a copy takes and where the state is served, and seal as is told."""
+    torch.set_num_threads(1)
+    state = HealState(tensors=tensors)
+    began, copy = time.process_time(), _Copy(state, Streams(), TIMEOUT.total_seconds())
+    copy.begin()
+    copy.join()
+    copied_s = time.process_time() - began
+    del copy
     server = Door("127.0.0.1", TOKEN, TIMEOUT)
-    server.serve(1, 0, HealState(tensors=make_state(nbytes)))
-    pipe.send(server.address)
+    server.serve(1, 0, state)
+    rate = int(bytes_per_s) if bytes_per_s else 2**64 - 1
+    server._server._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))
+    pipe.send((server.address, copied_s))
     while True:
-        kind, bytes_per_s = pipe.recv()
-        seal_like(kind)
-        pace(server._server._listener, bytes_per_s)
+        seal(pipe.recv())
         pipe.send(True)
 
 
-def take(address: str, into: dict[str, torch.Tensor]) -> None:
-    wanted = Wanted(1, 0, "")
-    fetch = Fetch(address, wanted, TOKEN, TIMEOUT)
-    fetch.join()
-    assert not fetch.error, fetch.error
+class Sources:
+    """So many processes that serve a state."""
+
+    def __init__(self, count: int, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes, self.addresses, self.copied_s = [], [], [], []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=source, args=(theirs, tensors, bytes_per_s), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            address, copied_s = pipe.recv()
+            self.addresses.append(address)
+            self.copied_s.append(copied_s)
+        self._used = [psutil.Process(process.pid) for process in self._processes]
+
+    def seal(self, sealed: bool) -> None:
+        for pipe in self._pipes:
+            pipe.send(sealed)
+            pipe.recv()
+
+    def used_s(self) -> float:
+        """Processor seconds of all of them so far."""
+        return sum(sum(each.cpu_times()[:2]) for each in self._used)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+def take(sources: Sources, count: int, tensors: dict[str, torch.Tensor], sealed: bool) -> tuple[float, float, float]:
+    """One transfer from so many of them: bytes a second, and processor seconds of the joiner and of the sources."""
+    sources.seal(sealed)
+    seal(sealed)
+    used, given = time.process_time(), sources.used_s()
+    fetch = Fetch(sources.addresses[:count], Wanted(1, 0, ""), tensors, TOKEN, TIMEOUT)
+    while fetch.state is None and not fetch.error:
+        time.sleep(0.01)
+    used, given = time.process_time() - used, sources.used_s() - given
+    got = fetch.state
+    assert got is not None, fetch.error
+    assert all(torch.equal(got.tensors[name], tensor) for name, tensor in tensors.items())
+    return fetch.nbytes / fetch.took_s, used, given
+
+
+def measure(gb: float, mbyte: float, counts: list[int], rounds: int, kinds: list[bool]) -> list[dict[str, Any]]:
+    """A row for each number of sources, of a state of so many GB."""
+    words = int(gb * 1e9) // (TENSORS * 8)
+    tensors = {f"layer.{i}": torch.randint(1 << 62, (words,)).share_memory_() for i in range(TENSORS)}
+    nbytes = words * 8 * TENSORS
+    sources = Sources(max(counts), tensors, mbyte * 1e6)
+    found: dict[tuple[int, bool], list[tuple[float, float, float]]] = {(n, k): [] for n in counts for k in kinds}
+    take(sources, max(counts), tensors, True)  # all of them copy the state
+    for number in range(rounds):
+        for count, sealed in list(found)[:: -1 if number % 2 else 1]:
+            found[count, sealed].append(take(sources, count, tensors, sealed))
+    sources.close()
+    rows = []
+    for (count, sealed), each in found.items():
+        rate, used, given = (statistics.median(values) for values in zip(*each, strict=True))
+        row = {"gb": nbytes / 1e9, "mbyte": mbyte, "sources": count, "sealed": sealed, "mb_per_s": rate / 1e6}
+        row |= {"joiner_s_per_gb": used / nbytes * 1e9, "sources_s_per_gb": given / nbytes * 1e9}
+        rows.append(row | {"copy_s_per_gb": statistics.median(sources.copied_s) / nbytes * 1e9})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--gbit", type=float, nargs="+", default=[0.0], help="Gbit/s")
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 8])
+    parser.add_argument("--mbyte", type=float, nargs="+", default=[100.0], help="MB/s of each source")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--unsealed", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [row for gb in args.gb for row in measure(gb, args.gbit, args.rounds)]
+    rows: list[dict[str, Any]] = []
+    print("    GB  MB/s a source  sources          MB/s  of one  processor s/GB: joiner  sources  each one's copy")
+    for mbyte in args.mbyte:
+        some = measure(args.gb, mbyte, args.sources, args.rounds, [True, False][: 1 + args.unsealed])
+        for row in some:
+            of_one = row["mb_per_s"] / some[0]["mb_per_s"]
+            kind = "" if row["sealed"] else "unsealed"
+            print(
+                f"{row['gb']:6.2f}  {mbyte:13g}  {row['sources']:7}  {kind:8}{row['mb_per_s']:6.0f}  {of_one:6.2f}"
+                f"  {row['joiner_s_per_gb']:22.2f}  {row['sources_s_per_gb']:7.2f}  {row['copy_s_per_gb']:15.2f}",
+                flush=True,
+            )
+        rows += some
     if args.json:
         print(json.dumps(rows))
-
-
-def measure(gb: float, gbits: list[float], rounds: int) -> list[dict[str, Any]]:
-    """All kinds with a state of so many GB; prints and returns a row for each rate."""
-    nbytes = int(gb * 1e9) // (TENSORS * 4) * TENSORS * 4
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=source, args=(theirs, nbytes), daemon=True)
-    process.start()
-    address = ours.recv()
-    into = make_state(nbytes)
-    server = psutil.Process(process.pid)
-    rows = []
-
-    def used_s() -> float:
-        """Processor seconds of both processes so far."""
-        return time.process_time() + sum(server.cpu_times()[:2])
-
-    for gbit in gbits:
-        rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for number in range(-1, rounds):  # the first is not counted
-            for kind in KINDS if number % 2 == 0 else reversed(KINDS):
-                ours.send((kind, gbit * 1e9 / 8))
-                ours.recv()
-                seal_like(kind)
-                began, used = time.perf_counter(), used_s()
-                take(address, into)
-                rates[kind].append(nbytes / 1e9 / (time.perf_counter() - began))
-                costs[kind].append((used_s() - used) / (nbytes / 1e9))
-            if number < 0:
-                rates, costs = ({kind: [] for kind in KINDS} for _ in range(2))
-        found = {kind: statistics.median(rates[kind]) for kind in KINDS}
-        cost = {kind: statistics.median(costs[kind]) for kind in KINDS}
-        ratio = statistics.median(x / y for x, y in zip(rates["heal"], rates["unsealed"], strict=True))
-        rows.append({"gb": nbytes / 1e9, "gbit": gbit, "gb_per_s": found, "cpu_s_per_gb": cost} | {"ratio": ratio})
-        print(f"{nbytes / 1e9:g} GB, {f'{gbit:g} Gbit/s' if gbit else 'loopback'}:")
-        for title, values in (("GB/s", found), ("processor s/GB", cost), ("ratio", {"heal/unsealed": ratio})):
-            print(f"  {title}:", ", ".join(f"{kind} {value:.2f}" for kind, value in values.items()), flush=True)
-    process.terminate()
-    process.join()
-    assert process.exitcode == -signal.SIGTERM
-    return rows
 
 
 if __name__ == "__main__":

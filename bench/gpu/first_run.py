@@ -288,14 +288,16 @@ def from_the_device() -> str:
     for tensor in tensors.values():
         tensor.mul_(3)  # still under way when the state is opened
     plan, streams = Plan(State(tensors), (0,), 0, 0, 1), streams_of(device())
-    source_s, source = timed(lambda: _Copy(HealState(tensors=tensors), streams).pieces(60))
+    copy = _Copy(HealState(tensors=tensors), streams, 60)
+    copy.begin()
+    source_s, _ = timed(copy.join)
     whole = np.empty(plan.layout.size, dtype=np.uint8)
     copied_s, _ = timed(lambda: plan.copy(whole, b"", streams, streams.record(), lambda: None))
     for tensor in tensors.values():
         tensor.zero_()  # the next optimizer step
     wanted = b"".join(((torch.arange(1 << 22) + number) * 3).numpy().tobytes() for number in range(4))
     assert whole.tobytes() == wanted, "the snapshot has other bytes"
-    assert b"".join(source.views(0, len(wanted))) == wanted, "the joiner gets other bytes"
+    assert b"".join(copy.views(0, len(wanted))) == wanted, "the joiner gets other bytes"
     speeds = (len(wanted) / took / 1e9 for took in (copied_s, source_s))
     return "{}: snapshot {:.1f} GB/s, set aside for joiners {:.1f} GB/s".format(where(), *speeds)
 

@@ -199,8 +199,9 @@ def healed_from_early(planted: bool) -> None:
     """A joiner's copy of a state is made behind the optimizer's step."""
     tensor = ones()
     tensor.add_(1)
-    copy = _Copy(HealState(tensors={"p": tensor}), streams(planted, "wait"))
-    [piece] = copy.pieces(60).views(0, 4)
+    copy = _Copy(HealState(tensors={"p": tensor}), streams(planted, "wait"), 60)
+    copy.begin()
+    [piece] = copy.views(0, 4)
     assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
 
 

@@ -1,29 +1,36 @@
-"""The heal transport between real processes: what arrives is what was sent, or there is one clear error."""
+"""The heal transport: what arrives is what was sent, or there is one clear error."""
 
 import contextlib
 import os
+import random
+import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 
-from everstep.quorum import memory
-from everstep.quorum.heal import Door, Fetch, HealError, HealState, Wanted
+from everstep.quorum import heal, memory
+from everstep.quorum.heal import Door, Fetch, HealState, Wanted
+from everstep.wire import parse_address
 from everstep.wire.channel import Channel
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=60)
 
 
-def fetch(address, token, step, timeout, *, history=0, whose="", **of):
-    """The state of a committed step, once it is here; see `Fetch`. Raises HealError."""
-    wanted = Wanted(step, history, whose)
-    found = Fetch(address, wanted, token, timeout, **of)
-    found.join()
+class HealError(Exception): ...
+
+
+def fetch(like, *addresses, step=3, history=0, whose="", timeout=SOON):
+    """The state of a committed step, once it is here. Raises HealError."""
+    found = Fetch(addresses, Wanted(step, history, whose), like.tensors, TOKEN, timeout)
+    while found.state is None and not found.error:
+        time.sleep(0.001)
     if found.error:
         raise HealError(found.error)
-    return found.state()
+    return found.state
 
 
 def a_state(seed: int = 0, big: int = 1000) -> HealState:
@@ -62,7 +69,7 @@ def server():
 def test_concurrent_joiners_all_receive_it(server):
     state, got = a_state(big=20_000), []
     server.serve(3, 0, state)
-    joiners = [threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 3, SOON))) for _ in range(5)]
+    joiners = [threading.Thread(target=lambda: got.append(fetch(state, server.address))) for _ in range(5)]
     for joiner in joiners:
         joiner.start()
     for joiner in joiners:
@@ -81,13 +88,13 @@ def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(ser
 
     receive = Channel.receive_range
 
-    def hold(channel, *where):
-        receive(channel, *where)
+    def hold(channel, *where, **base):
+        receive(channel, *where, **base)
         half.set()
         go_on.wait(60)
 
     monkeypatch.setattr(Channel, "receive_range", hold)
-    joiner = threading.Thread(target=lambda: got.append(fetch(server.address, TOKEN, 1, SOON)))
+    joiner = threading.Thread(target=lambda: got.append(fetch(before, server.address, step=1)))
     joiner.start()
     assert half.wait(60)
     server.close()
@@ -102,7 +109,7 @@ def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
     monkeypatch.setattr(memory, "room_for", lambda nbytes: contextlib.nullcontext(nbytes < 1000))
     server.serve(2, 0, a_state())
     with pytest.raises(HealError, match="no memory for a copy"):
-        fetch(server.address, TOKEN, 2, SOON)
+        fetch(a_state(), server.address, step=2)
 
 
 @pytest.mark.parametrize(("whose", "history"), [("rank 0 of 2 in run a", 5), ("rank 1 of 2 in run a", 6)])
@@ -110,6 +117,182 @@ def test_another_rank_run_layout_or_history_is_refused(whose, history):
     source = Door("127.0.0.1", TOKEN, SOON, whose="rank 1 of 2 in run a")
     source.serve(3, 5, a_state())
     with pytest.raises(HealError, match="asked for"):
-        fetch(source.address, TOKEN, 3, SOON, whose=whose, history=history)
-    assert fetch(source.address, TOKEN, 3, SOON, whose="rank 1 of 2 in run a", history=5).meta["seed"] == 0
+        fetch(a_state(), source.address, whose=whose, history=history)
+    assert fetch(a_state(), source.address, whose="rank 1 of 2 in run a", history=5).meta["seed"] == 0
     source.shutdown()
+
+
+def test_a_state_is_copied_when_a_joiner_asks_and_not_before(server, monkeypatch):
+    copied = []
+    monkeypatch.setattr(memory, "room_for", lambda nbytes: contextlib.nullcontext(copied.append(nbytes) is None))
+    server.serve(1, 0, a_state())
+    server.close()
+    assert not copied
+    server.serve(2, 0, a_state())
+    fetch(a_state(), server.address, step=2)
+    assert len(copied) == 1
+
+
+def test_the_optimizer_waits_for_a_copy_under_way(server, monkeypatch):
+    state, got, copying, go_on, closed = a_state(), [], threading.Event(), threading.Event(), threading.Event()
+    before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
+    copy = heal._Copy._copy
+
+    def slowly(self, *pair):
+        copying.set()
+        go_on.wait(60)
+        copy(self, *pair)
+
+    def commit():
+        server.close()
+        for tensor in state.tensors.values():
+            tensor.zero_()
+        closed.set()
+
+    monkeypatch.setattr(heal._Copy, "_copy", slowly)
+    server.serve(1, 0, state)
+    joiner = threading.Thread(target=lambda: got.append(fetch(before, server.address, step=1)))
+    joiner.start()
+    assert copying.wait(60)
+    optimizer = threading.Thread(target=commit)
+    optimizer.start()
+    assert not closed.wait(0.2)
+    go_on.set()
+    optimizer.join()
+    joiner.join()
+    assert_same(got[0], before)
+
+
+def test_a_transfer_that_is_given_up_asks_nothing_more_of_its_source(server):
+    state = a_state(big=60_000)
+    server.serve(3, 0, state)
+    relay = Relay(server.address, "silent", 1_000_000)
+    given_up = Fetch([relay.address], Wanted(3, 0, ""), state.tensors, TOKEN, SOON)
+    while not relay.given:
+        time.sleep(0.001)
+    given_up.let_go()
+    while not given_up.error:
+        time.sleep(0.001)
+    relay.close()
+
+
+# From several sources
+
+
+class Relay:
+    """A source's address for a joiner. After so many bytes of what the source sends it dies, falls silent, or a bit is
+    another one."""
+
+    def __init__(self, address: str, fate: str = "", after: int = 0) -> None:
+        self._there, self._fate, self._after = parse_address(address), fate, after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.given = 0
+        """Bytes that have reached the joiner."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        with contextlib.suppress(OSError), self._listener:
+            joiner, source = self._listener.accept()[0], socket.create_connection(self._there)
+            with joiner, source:
+                threading.Thread(target=self._ask, args=(joiner, source), daemon=True).start()
+                self._answer(joiner, source)
+
+    def _answer(self, joiner: socket.socket, source: socket.socket) -> None:
+        while data := bytearray(source.recv(1 << 16)):
+            at = self._after - self.given
+            if self._fate and 0 <= at < len(data):
+                if self._fate == "silent":
+                    self._over.wait(60)
+                if self._fate != "altered":
+                    return
+                data[at] ^= 1
+            joiner.sendall(data)
+            self.given += len(data)
+
+    def _ask(self, joiner: socket.socket, source: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := joiner.recv(1 << 16):
+                source.sendall(data)
+        self._over.set()
+        for end in (joiner, source):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # nobody came
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
+
+
+FATES = ("dies", "silent", "altered")
+"""At any byte."""
+STRANGE = ("history", "rank", "tensors", "nobody", "closed")
+"""What else a source can be instead of one that has the state: of another history, another rank's, of other tensors,
+not there, or already computing on another state."""
+
+
+def a_source(state: HealState, fate: str, number: int = 0) -> Door:
+    """Its meta and blobs, which groups may have of their own, say which one it is."""
+    state = HealState(state.tensors, state.meta | {"seed": number}, state.blobs | {"rng": bytes([number]) * 5056})
+    door = Door("127.0.0.1", TOKEN, SOON, whose="another's" if fate == "rank" else "")
+    if fate == "tensors":
+        state = HealState(state.tensors | {"big": torch.zeros(256, 1000)}, state.meta, state.blobs)
+    door.serve(3, int(fate == "history"), state)
+    if fate == "closed":
+        door.close()
+    if fate == "nobody":
+        door.shutdown()
+    return door
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rounds", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(monkeypatch, rounds):
+    """And there is none as long as one of them is sound."""
+    monkeypatch.setattr(heal, "PIECE_BYTES", 1 << 16)
+    chance, state = random.Random(rounds), a_state()
+    for _ in range(rounds):
+        fates = [chance.choice(["", *FATES, *STRANGE]) for _ in range(chance.randint(1, 4))]
+        doors = [a_source(state, fate, number) for number, fate in enumerate(fates)]
+        after = [chance.choice([chance.randrange(3000), chance.randrange(1_100_000)]) for _ in fates]
+        relays = [
+            Relay(door.address, fate if fate in FATES else "", at)
+            for door, fate, at in zip(doors, fates, after, strict=True)
+        ]
+        sound = "" in fates
+        timeout = SOON if sound else timedelta(seconds=0.3)
+        begun = time.monotonic()
+        got = None
+        with contextlib.suppress(HealError):
+            got = fetch(state, *(relay.address for relay in relays), timeout=timeout)
+        assert got is not None or not sound, (fates, after)
+        if got is not None:
+            told = got.meta["seed"]
+            assert got.blobs["rng"] == bytes([told]) * 5056, "from the one that the rest is from"
+            assert_same(got, HealState(state.tensors, state.meta | {"seed": told}, state.blobs | got.blobs))
+        assert time.monotonic() - begun < 15
+        for each in relays:
+            each.close()
+        for door in doors:
+            door.shutdown()
+
+
+def test_a_source_that_is_fast_gives_more_and_one_that_is_silent_holds_nothing_up(monkeypatch):
+    monkeypatch.setattr(heal, "PIECE_BYTES", 1 << 16)
+    state = a_state(big=8000)
+    doors = [a_source(state, "") for _ in range(3)]
+    relays = [Relay(doors[0].address), Relay(doors[1].address), Relay(doors[2].address, "silent", 100_000)]
+    begun = time.monotonic()
+    got = fetch(state, *(relay.address for relay in relays))
+    assert time.monotonic() - begun < 30
+    assert_same(HealState(got.tensors), HealState(state.tensors))
+    first, second, silent = (relay.given for relay in relays)
+    assert min(first, second) > 1_000_000
+    assert silent <= 100_000
+    for each in relays:
+        each.close()
+    for door in doors:
+        door.shutdown()

@@ -66,7 +66,7 @@ class Timeline:
 
     def heal(self, t, group, source, step=None, history=None):
         self.held[group] = history or self.held.get(source, "before")
-        return self.add(t, "heal", group, step, source_group=source, history=self.held[group], bytes=1, took_s=0.1)
+        return self.add(t, "heal", group, step, source_groups=[source], history=self.held[group], bytes=1, took_s=0.1)
 
     def fault(self, t, fault, target):
         return self.add(t, "fault", role="chaos", fault=fault, target_group=target, pids=[1])

@@ -104,7 +104,7 @@ def write_events(folder):
         fields = {"attempt": 1, "owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
         fields |= {"history": f"{step:x}", "parent": f"{step - 1:x}"}
         worker.emit("commit", step, **fields, lr=0.1, took_s=0.1, compute_s=0.1, reduce_s=0.0, quorum_id=1)
-        worker.emit("heal", step, source_group=1, history=f"{step:x}", bytes=10, took_s=0.1)
+        worker.emit("heal", step, source_groups=[1], history=f"{step:x}", bytes=10, took_s=0.1)
         worker.emit("audit", step, checksum="0", agreed=True, differing=[])
         worker.emit("finding", step, action="corrected", outcome="corrected")
         worker.emit("checkpoint_saved", step, took_s=0.1)

@@ -130,7 +130,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("quorum/watch.py", "with ThreadPoolExecutor(min(len(peers), CONNECTING) or 1) as pool:", "2"): ONLY_LATER,
     (
         "quorum/heal.py",
-        "if self._open is not None and (self._step, self._history) == (step, history):",
+        "if self._open is not None and self._of == of:",
         "(self._open is None)",
     ): "the same state is copied once more",
     ("step/ledger.py", "return int(key[:15], 16)", "17"): "words of two keys differ as well",

@@ -99,4 +99,5 @@ gate = load("everstep.quorum.gate")
 membership = load("everstep.quorum.membership")
 process_group = load("everstep.quorum.process_group")
 heal = load("everstep.quorum.heal")
+heal.PIECE_BYTES = network.BULK_BYTES  # two of a state, so that it comes from two groups
 process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)

@@ -196,6 +196,7 @@ class SimWork:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
+        self._memory[:] = state.history
         self._memory[:4] = torch.tensor([state.step, state.history, state.way, state.flipped])
 
     def serve(self) -> Any:
@@ -205,7 +206,8 @@ class SimWork:
     def heal(self, healed: Any) -> None:
         state = State(*healed.tensors["state"][:4].tolist())
         self._same("heal", state.step, state.history)
-        if (state.step, state.history) != (healed.meta["step"], healed.meta["history"]):
+        told = healed.meta["step"], healed.meta["history"]
+        if (state.step, state.history) != told or not bool((healed.tensors["state"][4:] == state.history).all()):
             text = f"{self.rank.name} reads step {healed.meta['step']} while it becomes {state}"
             self._world.judge.violate("state changed while it was read", text)
         if self.rank.number == 0:

@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +44,8 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `host`: its address, where it is none of loopback; `namespace`: whose network it uses."""
+    """One rank. `host`: its address, where it is none of loopback; `namespace`: whose network it uses; `ballast`:
+    further numbers of its state, which heals take along; `heal_bytes_per_s`: what a connection to its door carries."""
 
     group: int
     lighthouse: str
@@ -62,6 +65,8 @@ class Options:
     stall_s: float = 40
     host: str = ""
     namespace: str = ""
+    ballast: int = 0
+    heal_bytes_per_s: int = 0
 
     @property
     def address(self) -> str:
@@ -70,6 +75,9 @@ class Options:
 
 MODULUS = 1 << 20
 """Of states: float32 has all whole numbers up to 2^24, and a long run's sums are larger."""
+SO_MAX_PACING_RATE = 47
+PAGE = 1024
+"""Numbers of the ballast of which each step changes one."""
 
 
 def gradient(step: int, slot: int) -> torch.Tensor:
@@ -83,6 +91,8 @@ class ToyWork:
     def __init__(self, options: Options, files: "Files", connection: Connection) -> None:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
+        self.ballast = torch.arange(options.ballast, dtype=torch.int32)
+        self.ballast[::PAGE] = 0
         self.reducer = GradientReducer([self.param], 1 << 20)
         self.step = 0
         self.done: list[int] = []
@@ -123,12 +133,14 @@ class ToyWork:
         return -1
 
     def serve(self) -> HealState:
-        return HealState(tensors={"param": self.param.detach()}, meta={"step": self.step}, blobs={})
+        return HealState({"param": self.param.detach(), "ballast": self.ballast}, {"step": self.step})
 
     def heal(self, state: HealState) -> None:
         with torch.no_grad():
             self.param.copy_(state.tensors["param"])
         self.step = state.meta["step"]
+        self.ballast[::PAGE] = self.step
+        assert torch.equal(self.ballast, state.tensors["ballast"]), f"this is not the state after step {self.step}"
 
     def apply(self, commit: Commit) -> None:
         self.reducer.assign(1.0)
@@ -137,6 +149,7 @@ class ToyWork:
         with torch.no_grad():
             self.param += self.param.grad
             self.param.remainder_(MODULUS)
+        self.ballast[::PAGE] = commit.step
         self.step = commit.step
         self.connection.send(
             {
@@ -272,6 +285,9 @@ def main(options: Options, connection: Connection) -> None:
             heartbeat_timeout_s=options.heartbeat_s,
         )
     door = Door(host, TOKEN, timedelta(seconds=options.heal_s))
+    if options.heal_bytes_per_s:
+        rate = struct.pack("Q", options.heal_bytes_per_s)
+        door._server._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
     column = Column(
         "gloo",
         column=options.rank,

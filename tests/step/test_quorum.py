@@ -5,13 +5,15 @@ import dataclasses
 import itertools
 import random
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from damage import damaged
-from everstep.quorum.request import NO_STATE, Request, decode, encode, read_quorum, together
+from everstep.quorum.request import LENDERS, NO_STATE, Request, decode, encode, read_quorum, together
 
 
 def member(group, step=NO_STATE, history=0, **said):
@@ -38,19 +40,21 @@ ABLE = member(0, 8, 12)
 @pytest.mark.parametrize(
     ("members", "step", "history", "able", "sources"),
     [
-        ([member(2, 7, 11), ABLE, member(1)], 8, 12, (0,), {1: 0, 2: 0}),
-        ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: 1}),  # of two histories the more common one
-        ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: 0}),  # or that of the lowest group
-        ([ABLE, member(1, 8, 12), member(2), member(3), member(4)], 8, 12, (0, 1), {2: 0, 3: 1, 4: 0}),
+        ([member(2, 7, 11), ABLE, member(1)], 8, 12, (0,), {1: (0,), 2: (0,)}),
+        # Of two histories the more common one, or that of the lowest group.
+        ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: (1, 2)}),
+        ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: (0,)}),
+        # A joiner takes it from several, each from another one first.
+        ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
         # Who follows needs no source until it misses a step.
         ([ABLE, member(1, follows=8, followed=12)], 8, 12, (0,), {}),
-        ([ABLE, member(1, follows=7, followed=12)], 8, 12, (0,), {1: 0}),
-        ([ABLE, member(1, follows=8, followed=99)], 8, 12, (0,), {1: 0}),
+        ([ABLE, member(1, follows=7, followed=12)], 8, 12, (0,), {1: (0,)}),
+        ([ABLE, member(1, follows=8, followed=99)], 8, 12, (0,), {1: (0,)}),
         ([member(0), member(1)], NO_STATE, 0, (), {}),
         # The history that counts is that of all that asked, also of those that are left out.
-        ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: 1}),
+        ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
         # A joiner heals from one that it reaches, and a state is not left for a larger set.
-        ([member(0, 8, 12, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: 0}),
+        ([replace(ABLE, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: (0, 1)}),
         ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),
     ],
 )
@@ -58,6 +62,19 @@ def test_what_all_members_make_of_a_quorum(members, step, history, able, sources
     for told in (members, members[::-1]):
         quorum = read_quorum(3, told)
         assert (quorum.step, quorum.history, quorum.able, quorum.sources) == (step, history, able, sources)
+
+
+@given(st.integers(1, 70), st.integers(1, 70))
+def test_a_joiner_asks_a_few_groups_that_have_the_state_and_the_next_one_others(able, joiners):
+    having = [member(group, 8, 12) for group in range(able)]
+    sources = read_quorum(3, [*having, *(member(able + joiner) for joiner in range(joiners))]).sources
+    assert len(sources) == joiners
+    asked = Counter(group for lenders in sources.values() for group in lenders)
+    for lenders in sources.values():
+        assert len(lenders) == len(set(lenders)) == min(LENDERS, able)
+        assert set(lenders) <= set(range(able))
+    if LENDERS * joiners <= able - able % LENDERS:
+        assert max(asked.values()) == 1
 
 
 PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1]))

@@ -13,6 +13,10 @@ from typing import Annotated
 from everstep.run import typed
 
 NO_STATE = -1
+LENDERS = 4
+"""Groups that a joiner takes the state from, if there are as many. Each holds a copy of it in its hosts' memory
+meanwhile. Where all links are alike one or two fill the joiner's; the others are there in place of those that are busy,
+slow or gone."""
 TRIED = 2000
 """Branches that are tried for the largest set. Cuts that were drawn between 32 groups needed 210."""
 
@@ -95,7 +99,7 @@ class Quorum:
         step: the newest step whose state counts; NO_STATE when no member has any.
         history: of that state.
         able: groups that have it: they compute.
-        sources: joiner → the group that it takes the state from. Joiners that follow need none.
+        sources: joiner → the groups that it takes the state from, LENDERS at most. Joiners that follow need none.
         left_out: groups that asked as well and do not reach all members, or are not reached by them (`together`).
         cut: pairs of groups that do not reach each other, the lower id first.
     """
@@ -106,7 +110,7 @@ class Quorum:
     step: int
     history: int
     able: tuple[int, ...]
-    sources: dict[int, int]
+    sources: dict[int, tuple[int, ...]]
     left_out: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
 
@@ -174,7 +178,8 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
 
     The state that counts is the newest; where groups at that step went different ways, the way that most of them went,
     and of equally many that of the lowest group id. Members that do not reach each other are not connected
-    (`together`). All others that lack the state heal, each from one of those that have it, in turn.
+    (`together`). All others that lack the state heal, each from several of those that have it, and if there are enough
+    from other ones than the joiner before.
 
     Raises:
         ValueError: a group is there twice, or nobody is.
@@ -197,7 +202,12 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
         for member in ordered
         if able and member.group not in able and (member.follows, member.followed) != (step, history)
     ]
-    sources = {group: able[place % len(able)] for place, group in enumerate(needing)}
+    lenders = range(min(LENDERS, len(able)))
+    apart = max(1, len(able) // LENDERS)
+    sources = {
+        group: tuple(able[(place + apart * number) % len(able)] for number in lenders)
+        for place, group in enumerate(needing)
+    }
     return Quorum(quorum_id, ordered, key, step, history, able, sources, left_out, cut)
 
 

@@ -107,9 +107,10 @@ NOTHING = State(NO_STATE, 0)
 
 @dataclass(slots=True)
 class Healing:
-    """A state on its way here, from group `source`, and the commits made since. `full`: a commit could not be kept."""
+    """A state on its way here, from groups `sources`, and the commits made since. `full`: a commit could not be
+    kept."""
 
-    source: int
+    sources: tuple[int, ...]
     state: State
     fetch: Fetch
     commits: list[tuple[Commit, Any]] = field(default_factory=list)

@@ -103,7 +103,7 @@ class StepProtocol:
 
     def restored(self, step: int, history: int) -> None:
         """The caller loaded the state after `step` (0: a fresh start)."""
-        self._healing = None
+        self._give_up_healing()
         self._have(State(step, history), self._work.checksum())
 
     def apply(self, commit: Commit) -> None:
@@ -125,13 +125,13 @@ class StepProtocol:
         """Take the healed state and apply what was committed since."""
         self._door.close()
         self._healing = None
-        self._work.heal(healing.fetch.state())
+        self._work.heal(healing.fetch.state)
         self._have(healing.state, None)
         self._proven = False
         self._events.emit(
             "heal",
             healing.state.step + 1,
-            source_group=healing.source,
+            source_groups=healing.sources,
             history=f"{healing.state.history:x}",
             bytes=healing.fetch.nbytes,
             took_s=round(healing.fetch.took_s, 4),
@@ -222,7 +222,7 @@ class StepProtocol:
             asked_to_leave=self._files.asked_to_leave(),
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
             lost_peers=self._connected is not None and not self._sums.connected,
-            state_is_here=healing is not None and not healing.error and healing.fetch.state() is not None,
+            state_is_here=healing is not None and not healing.error and healing.fetch.state is not None,
             heal_failed=healing is not None and healing.error != "",
             slot_us=self._holding.pace.slot_us,
         )
@@ -240,8 +240,8 @@ class StepProtocol:
             return Turn.CAUGHT_UP
         if healing is not None and any(rank.heal_failed for rank in ranks):
             step, reason = healing.state.step + 1, healing.error
-            self._events.emit("heal_failed", step, source_group=healing.source, reason=reason)
-            self._healing = None
+            self._events.emit("heal_failed", step, source_groups=healing.sources, reason=reason)
+            self._give_up_healing()
         return None
 
     def meet(self, *, finishing: bool = False, brief: bool = False) -> Quorum | Turn | None:
@@ -254,18 +254,19 @@ class StepProtocol:
         """Compute on, or begin to heal; and open the state to those who heal from here."""
         quorum = attempt.quorum
         if self.group in quorum.able:
-            self._healing = None
+            self._give_up_healing()
             if self._holding.held.base != attempt.base:
                 self._holding.start(attempt.base)
         else:
             self._holding.drop()
         if self.group in quorum.sources:
             self._heal_from(quorum.sources[self.group], attempt)
-        if self.group in quorum.sources.values():
+        if any(self.group in lenders for lenders in quorum.sources.values()):
             self._door.serve(quorum.step, quorum.history, self._work.serve())
 
-    def _heal_from(self, source: int, attempt: Attempt) -> None:
+    def _heal_from(self, sources: tuple[int, ...], attempt: Attempt) -> None:
         quorum = attempt.quorum
+        self._give_up_healing()
         self._files.beat("heal", attempt.step)
         if self.step > NO_STATE:
             self._events.emit(
@@ -275,9 +276,14 @@ class StepProtocol:
                 for_step=quorum.step,
                 for_history=f"{quorum.history:x}",
             )
-        giver = quorum.member(source)
-        fetch = self._door.fetch(giver.doors[self.decisions.rank], quorum.step, quorum.history)
-        self._healing = Healing(source, attempt.base, fetch)
+        doors = [quorum.member(source).doors[self.decisions.rank] for source in sources]
+        fetch = self._door.fetch(doors, quorum.step, quorum.history, self._work.serve())
+        self._healing = Healing(sources, attempt.base, fetch)
+
+    def _give_up_healing(self) -> None:
+        if self._healing is not None:
+            self._healing.fetch.let_go()
+            self._healing = None
 
     def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
         """What `meet` returned, on ranks of this group that all met their peers of the other groups."""
@@ -361,8 +367,8 @@ class StepProtocol:
             self._events.emit("audit", self.step, checksum=f"{self._checksum:016x}", **told)
         if self.group in differing:
             raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
-        if self._healing is not None and self._healing.source in differing:
-            self._healing = None
+        if self._healing is not None and not differing.isdisjoint(self._healing.sources):
+            self._give_up_healing()
 
     def _tell_pace(self, attempt: Attempt) -> None:
         """Say when this group has become slow, and when it is not any more."""
