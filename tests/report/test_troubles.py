@@ -52,10 +52,12 @@ CAUSES = {
     "snapshots skipped": ("snapshots", skipped(SKIPPED), "none of the last 10 snapshots: the last one is not", CODED),
     "a host less": (
         "hosts", [CODED, ALONE], "survives the loss of no host; earlier ones survived 1. Bring back", CODED),
-    "a worker's state on a full disk": ("workers", [("workers_unprotected", {"reason": "the disk is full"})],
+    "a worker's state on a full disk": ("workers", [("workers_unprotected", {"reason": "the disk is full",
+                                                                           "risk": "group 1 dies"})],
                                         "If group 1 dies now, the run ends: the disk is full. Make room",
                                         ("workers_protected", {})),
-    "a worker's state on slow storage": ("workers", [("workers_unprotected", {"reason": "round 3 is not written"})],
+    "a worker's state on slow storage": ("workers", [("workers_unprotected", {"reason": "round 3 is not written",
+                                                                            "risk": "the host of group 1 is lost"})],
                                          "the run ends: round 3 is not written", ("workers_protected", {})),
     "a full checkpoint folder": (
         "checkpoint", [("checkpoint_failed", {"reason": "OSError: No space left on device", "folder": "/ckpt"})],

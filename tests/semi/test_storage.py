@@ -1,5 +1,5 @@
-"""A storage of workers' states that is slow or full: it is waited for, what that costs is said, and no run starts over
-in silence."""
+"""Workers' states outlive the group that made them in the memory of hosts; a storage that is slow or full matters once
+a host is lost. What is protected no longer is said, and no run starts over in silence."""
 
 import shutil
 import subprocess
@@ -11,10 +11,14 @@ from semi_runs import DEADLINE_S, SYNC_STEPS, semi_config, soon, worst
 QUICK = {"join_timeout_s": 3.0, "connect_timeout_s": 2.0, "reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0}
 
 
-def config(path, rounds, module="tiny_llama"):
+def config(path, rounds, module="tiny_llama", **snapshot):
     return semi_config(
-        path, job={"module": module}, training={"steps": rounds * SYNC_STEPS}, fault_tolerance=QUICK
-    )  # fmt: skip
+        path,
+        job={"module": module},
+        training={"steps": rounds * SYNC_STEPS},
+        fault_tolerance=QUICK,
+        snapshot=snapshot,
+    )
 
 
 def commits(run, after):
@@ -32,11 +36,12 @@ def small(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_group_that_dies_before_a_slow_storage_has_its_workers_ends_the_run(start, tmp_path, monkeypatch):
+def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_the_run(start, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW_WRITE", "3600")
-    run = start(config(tmp_path / "run.toml", 400, "slow_storage"))
+    run = start(config(tmp_path / "run.toml", 400, "slow_storage", segment_dir=str(tmp_path / "none")))
     told = soon(run, lambda: run.events("workers_unprotected"))[0]
     assert "the storage takes longer than a round" in told["reason"]
+    assert told["risk"] == f"group {told['group']} dies"
     soon(run, lambda: commits(run, after=5))
     killed = run.kill(1)
     assert run.wait(DEADLINE_S) == 1, run.said()
@@ -46,13 +51,19 @@ def test_a_group_that_dies_before_a_slow_storage_has_its_workers_ends_the_run(st
     assert {event["source"] for event in run.events("training_started", killed)} <= {"peer"}, "nobody starts over"
 
 
-def test_a_full_storage_is_told_of_and_costs_nothing_once_there_is_room(start, reference, tmp_path, small):
-    run = start(toml := config(tmp_path / "run.toml", 40))
-    assert "No space left" in soon(run, lambda: run.events("workers_unprotected"))[0]["reason"]
-    soon(run, lambda: "dies now, the run ends" in run.output.read_text())
+def test_a_group_that_dies_while_the_storage_is_full_costs_no_round(start, reference, tmp_path, small):
+    """Each group counts as a host of its own: the others have its workers from its keeper."""
+    run = start(toml := config(tmp_path / "run.toml", 40, failure_domain="group"))
+    told = soon(run, lambda: run.events("workers_unprotected"))[0]
+    assert "No space left" in told["reason"]
+    assert told["risk"] == f"the host of group {told['group']} is lost"
+    soon(run, lambda: "is lost now, the run ends" in run.output.read_text())
+    killed = run.kill(1)
+    moved = soon(run, lambda: run.events("worker_moved", killed, group=0))
+    soon(run, lambda: run.events("worker_moved", killed, group=1))
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
-    soon(run, lambda: len({event["group"] for event in run.events("workers_protected")}) == 2)
-    run.kill(1)
+    soon(run, lambda: run.events("workers_protected", killed, group=0))
     assert run.wait(DEADLINE_S) == 0, run.said()
+    assert {event["rounds_again"] for event in moved} == {0}
     assert worst(run, reference(toml), 40 * SYNC_STEPS) <= 1e-5
     shutil.rmtree(small, ignore_errors=True)

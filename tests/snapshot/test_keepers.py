@@ -11,6 +11,7 @@ from everstep.commands.snapshots import Snapshots, snapshots
 from everstep.run.directory import LaunchError
 from everstep.run.token import own_token
 from everstep.snapshot import copier, keeper, keepers, peers, segment
+from everstep.snapshot.worker_states import WorkerStates
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
 
@@ -112,3 +113,20 @@ def test_the_command_says_what_a_start_would_do(capsys):
     assert last == "a start would find nothing in memory"
     with pytest.raises(LaunchError, match="is no run directory"):
         snapshots(command, ())
+
+
+def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
+    """Only what has the name of one, and is a file: neither links nor the rest of the segment."""
+    state, name = b"7" * 3_000_000, "worker-3.rank-0.round-12.abc"
+    with Cluster(2) as run:
+        run.take(1, coded=False)
+        (run.segment(0).path / name).write_bytes(state)
+        (run.segment(0).path / name.replace("12", "13")).symlink_to(run.run_dir / "token")
+        here, there = (WorkerStates(run.run_dir, run.segment(group)) for group in (0, 1))
+        assert there.elsewhere(name, len(state))
+        assert there.fetch(name, len(state)) == state
+        assert here.fetch(name, len(state)) is None, "it is no other host's"
+        for other, size in ((name, 5), (name.replace("12", "13"), 64), ("bell", 0), ("../../etc/passwd", 1)):
+            there = WorkerStates(run.run_dir, run.segment(1))
+            assert not there.elsewhere(other, size)
+            assert there.fetch(other, size) is None

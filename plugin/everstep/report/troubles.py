@@ -101,7 +101,7 @@ ROWS: dict[str, Row] = {
     ),
     "workers_unprotected": Row(
         "workers",
-        "If group {group} dies now, the run ends: {cause}. Make room in the run directory's storage, or mend it.",
+        "If {risk} now, the run ends: {cause}. Make room in the run directory's storage, or mend it.",
         ends=("workers_protected",),
         who="{group}",
     ),

@@ -81,7 +81,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "heal_failed": (*_STEP, "reason"),
     "stranger_refused": ("count", "reason"),
     "worker_moved": (*_STEP, "worker", "rounds_again"),
-    "workers_unprotected": (*_STEP, "reason"),
+    "workers_unprotected": (*_STEP, "reason", "risk"),
     "checkpoint_saved": _STEP,
     "checkpoint_failed": (*_STEP, "reason"),
     "snapshot_skipped": (*_STEP, "reason"),

@@ -37,6 +37,7 @@ from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.worker_states import opened
 
 GONE_S = 20.0
 HEARTBEAT_S = 0.5
@@ -153,6 +154,9 @@ class Keeper:
                 # Not `spoken`: keepers that only code do not keep each other alive.
                 message = self._serve_buffer(channel, message)
                 continue
+            if operation == "worker":
+                message = self._serve_worker(channel, message)
+                continue
             if operation == "inventory":
                 channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
@@ -198,6 +202,12 @@ class Keeper:
                 return wire.serve_ranges(channel, _Served(reader, header))
             except SnapshotError as error:
                 raise wire.WireError(str(error)) from error
+
+    def _serve_worker(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Serve a worker's own state. Returns the first message that is about something else, None at the end."""
+        with opened(self.segment.path, str(message.get("name"))) as held:
+            channel.send_frame({"size": held and held.size})
+            return wire.serve_ranges(channel, held or wire.Pieces([]))
 
 
 class _Served:

@@ -101,7 +101,7 @@ class KeeperWatch(threading.Thread):
                 self._start()
                 self.looked.set()
                 while not self._over.wait(KEEPER_SILENT_S) and not self._segment.read_notes(self._rank).is_silent:
-                    pass
+                    self._segment.ring()  # there is a use for it, also where nothing is published
         finally:
             self.looked.set()
 

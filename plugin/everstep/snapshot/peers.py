@@ -184,26 +184,40 @@ def download(address: str, token: bytes, timeout: timedelta, header: Header, sin
 def reachable(
     places: Sequence[Place], token: bytes, limit: timedelta
 ) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
-    """The buffers of every keeper that answers, and why the others did not.
+    """The buffers of every keeper that answers, and why the others did not; see `ask_all`."""
+    held: dict[Place, list[Held]] = {}
+    answers, silent = ask_all(places, token, {"op": "inventory"}, limit)
+    # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
+    for place, answer in answers.items():
+        try:
+            held[place] = _listed(place.address, answer)
+        except wire.WireError as error:
+            silent[place] = str(error)
+    return held, silent
+
+
+def ask_all(
+    places: Sequence[Place], token: bytes, message: dict[str, Any], limit: timedelta
+) -> tuple[dict[Place, dict[str, Any]], dict[Place, str]]:
+    """What each keeper answers to a question, and why the others did not answer.
 
     All are asked at once, `ASKERS` at a time. Who has not answered after `limit` is silent.
     """
-    held: dict[Place, list[Held]] = {}
+    answers: dict[Place, dict[str, Any]] = {}
     silent: dict[Place, str] = {}
     if not places:
-        return held, silent
+        return answers, silent
     # Those that are off must not keep the threads from those that are on.
     patience = max(timedelta(seconds=0.5), limit / 3)
-    pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="inventory")
-    asked = {pool.submit(ask, place.address, token, {"op": "inventory"}, patience): place for place in places}
+    pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="ask-keepers")
+    asked = {pool.submit(ask, place.address, token, message, patience): place for place in places}
     done, late = concurrent.futures.wait(asked, limit.total_seconds())
-    # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
     for answer in done:
         try:
-            held[asked[answer]] = _listed(asked[answer].address, answer.result())
+            answers[asked[answer]] = answer.result()
         except wire.WireError as error:
             silent[asked[answer]] = str(error)
     for answer in late:
         silent[asked[answer]] = f"{asked[answer].address} was silent for {limit.total_seconds():g} s"
     pool.shutdown(wait=False, cancel_futures=True)
-    return held, silent
+    return answers, silent

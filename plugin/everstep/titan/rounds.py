@@ -4,9 +4,10 @@ To the protocol a worker's round is what a slot is: `compute(t, m)` is worker m'
 global parameters and the worker's own state, on its own slots; the reducer sums what the workers changed, and the
 commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
 
-A worker's own state stays with the group that carries the worker, and is written to the run directory while training
-goes on. A group that gets a worker which it did not carry takes the newest state from there and makes the rounds since
-again: of the last rounds each group still knows the global parameters (`round_state.Mark`).
+A worker's own state stays with the group that carries the worker, and is written to the host's memory, where a keeper
+serves it, and to the run directory while training goes on. A group that gets a worker which it did not carry takes the
+newest state from there and makes the rounds since again: of the last rounds each group still knows the global
+parameters (`round_state.Mark`).
 """
 
 import time
@@ -23,12 +24,17 @@ from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place, WorkerStore, folder_of
+from everstep.snapshot.keepers import end_keepers
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
 from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.round_state import RoundState
 from everstep.titan.slots import OPTIMIZER_SLOT
+from everstep.titan.snapshots import watch_keeper
 from everstep.titan.tally import RoundSums, flat
 from everstep.titan.work import TrainerWork
 
@@ -82,12 +88,17 @@ class Rounds(TrainerWork):
         super().__init__(trainer, state, slots.workers, reducer)
         if slots.number % self.shares:
             self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
+        place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
+        segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
+        failed = lambda why: self._events.emit("warning", text=f"workers' states are on storage alone: {why}")  # noqa: E731
+        self._keeper = watch_keeper(place.run_dir, place.host, settings, segment, self._events, failed)
         self.store = WorkerStore(
-            folder_of(trainer.place.run_dir),
+            folder_of(place.run_dir),
+            WorkerStates(place.run_dir, segment),
             rank=dist.get_rank(),
             whose=trainer.participation.whose,
             nbytes=state.own_bytes,
-            token=trainer.place.token,
+            token=place.token,
         )
         self._held: dict[int, Held] = {}
         self._refused: set[int] = set()
@@ -98,7 +109,8 @@ class Rounds(TrainerWork):
         self._changed = [torch.zeros_like(param) for param in slots.trainable]
         """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
         self._round_s = 0.0
-        self._is_protected = True
+        self._risk = ""
+        """What means, if it happens now, that the run ends."""
         self._counted_saved = self._counted_sent = 0
         self._loaded: dict[int, bytes] = {}
         """By worker its own state in a checkpoint that was just loaded."""
@@ -132,7 +144,7 @@ class Rounds(TrainerWork):
         if not known:
             self.store.hold(place, state)
             again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
-            if again:  # no storage has it: lost once more, it would be made out of one that is older still
+            if again:  # nobody has it: lost once more, it would be made out of one that is older still
                 self.store.begin_write(place, state)
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
         self._begin(place, state)
@@ -149,8 +161,8 @@ class Rounds(TrainerWork):
                 return place, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and of rounds "
-            f"{min(self.state.marks)} to {self.committed} none is in {self.store.folder}. Start the run "
-            "again, and it goes on from its last checkpoint"
+            f"{min(self.state.marks)} to {self.committed} none is in a host's memory or in {self.store.folder}. Start "
+            "the run again, and it goes on from its last checkpoint"
         )
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -294,17 +306,19 @@ class Rounds(TrainerWork):
 
     def _keep(self, round_: int) -> None:
         """After a commit: write the states of the workers that this group carries, and let go of those that it does not
-        carry any more, once they are on disk. Say when the loss of this group begins to mean that the run ends, and
-        when it no longer does."""
+        carry any more, once they are in files. Say when a loss begins to mean that the run ends, and when it no longer
+        does."""
         self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
         self._files.beat("keep", round_)
         # The other groups wait for this one as long as that, and no longer.
-        why = self.store.keep(round_, self._ft.join_timeout_s if self._is_protected else 0.0)
-        if self._is_protected and why:
-            self._events.emit("workers_unprotected", round_, reason=why)
-        elif not self._is_protected and not why:
+        why = self.store.keep(round_, 0.0 if self._risk else self._ft.join_timeout_s)
+        dies = "the host of group {} is lost" if self.store.has_memory else "group {} dies"
+        risk = dies.format(self._ft.group_id) if why else ""
+        if risk and risk != self._risk:
+            self._events.emit("workers_unprotected", round_, reason=why, risk=risk)
+        elif self._risk and not risk:
             self._events.emit("workers_protected", round_)
-        self._is_protected = not why
+        self._risk = risk
 
     # The state
 
@@ -347,7 +361,7 @@ class Rounds(TrainerWork):
 
     def serve(self) -> HealState:
         """Also the own states that are nowhere else but here yet."""
-        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.on_storage(place)]
+        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_file(place)]
         state = super().serve()
         state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
         state.blobs |= {f"own/{place.worker}": own for place, own in unkept}
@@ -360,6 +374,10 @@ class Rounds(TrainerWork):
             self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
 
     def close(self, *, leaves: bool) -> None:
-        """The newest states have to be on storage for those who take this group's workers over."""
+        """The newest states have to be in files for those who take this group's workers over."""
         self.store.settle(self._ft.join_timeout_s)
         super().close(leaves=leaves)
+        if self._keeper is not None:
+            self._keeper.end()
+            if not leaves:
+                end_keepers(self._trainer.place.run_dir)

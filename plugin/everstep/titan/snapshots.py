@@ -30,6 +30,34 @@ AGREED_SNAPSHOTS = "agreed_snapshots"
 """Where in a served state's meta a joiner finds what all groups know of their snapshots."""
 
 
+def watch_keeper(
+    run_dir: Path,
+    host: str,
+    settings: Snapshot,
+    segment: Segment,
+    events: EventLog,
+    failed: Callable[[str], object],
+) -> KeeperWatch | None:
+    """Have this host's keeper look after a group from now on; one rank of the group on each host does so. Training goes
+    on without a keeper.
+
+    Args:
+        host: what the keeper listens on.
+        segment: of the group.
+        failed: is told why there is none.
+    """
+    rank = int(os.environ["RANK"])
+
+    def start() -> None:
+        try:
+            place = start_keeper(run_dir, segment.group, host, settings, rank)
+            events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
+        except (SnapshotError, OSError) as error:
+            failed(str(error))
+
+    return KeeperWatch(segment, rank, start) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+
+
 class Snapshots:
     """Snapshots of one rank's training state.
 
@@ -53,23 +81,13 @@ class Snapshots:
         """Whether a snapshot of a restored state is on its way."""
         self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit)
-        self._keeper: KeeperWatch | None = None
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            self._keeper = KeeperWatch(self._segment, self._rank, self._start_keeper)
+        failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
+        self._keeper = watch_keeper(run_dir, host, settings, self._segment, events, failed)
 
     def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
         """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
         by_group = self._settings.failure_domain == "group"
         return location_of({}, f"group {group}") if by_group else location_of(environment, host)
-
-    def _start_keeper(self) -> None:
-        """Start this host's keeper of the group, or find it. Training goes on without one; an event says
-        so."""
-        try:
-            place = start_keeper(self._run_dir, self.group, self._address, self._settings, self._rank)
-            self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
-        except (SnapshotError, OSError) as error:
-            self._events.emit("snapshot_failed", reason=str(error))
 
     def settle(self) -> None:
         """After a start, wait until the state that was restored is coded, or for snapshot.coding_timeout_s."""
