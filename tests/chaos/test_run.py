@@ -136,18 +136,11 @@ def test_a_process_of_somebody_else_is_never_touched(run):
         stranger.wait()
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (("--every", "5", "--faults", "kill-wrker"), "there is no fault kill-wrker, did you mean kill-worker?"),
-        (("--every", "5", "--faults", "kill-all", "--spare-group", "0"), "some are spared"),
-    ],
-)
-def test_what_cannot_be_done_is_one_sentence(run, args, says):
-    chaos = run.chaos(*args)
+def test_a_fault_that_is_not_there_is_one_sentence(run):
+    chaos = run.chaos("--every", "5", "--faults", "kill-wrker")
     said, _ = chaos.communicate(timeout=120)
     assert chaos.returncode == 2
-    assert says in said
+    assert "there is no fault kill-wrker, did you mean kill-worker?" in said
     assert said.count("\n") == 1
 
 

@@ -61,19 +61,15 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("groups", "spared", "there", "hit", "candidates"),
+    ("groups", "there", "hit", "candidates"),
     [
-        (3, [], (0, 2), [], [0, 2]),
-        (3, [], (0, 2), [0], []),  # group 2 is the last that holds the state
-        (1, [], (0,), [], [0]),  # there is no other
-        (2, [0], (0, 1), [], [1]),  # the spared one counts as the one that is left
-        (2, [0], (0, 1), [1], []),
+        (3, (0, 2), [], [0, 2]),
+        (3, (0, 2), [0], []),  # group 2 is the last that holds the state
+        (1, (0,), [], [0]),  # there is no other
     ],
 )
-def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(
-    tmp_path, groups, spared, there, hit, candidates
-):
-    view = View(tmp_path, spared)
+def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
+    view = View(tmp_path)
     told = [("run_started", None, {"groups": groups})]
     told += [("workers_started", group, {"incarnation": 0, "pids": [2 + group]}) for group in there]
     told += [("commit", group, {"groups": list(there), "history": "1", "parent": "0"}) for group in there]

@@ -1,7 +1,6 @@
 """Campaign files: which fault at which committed step or time, so that a campaign can be repeated.
 
 seed = 7
-spare_groups = [0]
 [[fault]]
 name = "stop-worker"
 at_step = 12            # or at_s = 30.0, seconds after the first step
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos.fault import Fault
-from everstep.chaos.kinds import find
+from everstep.chaos.kinds import FAULTS, OF_SOME, require
 from everstep.config.errors import ConfigError
 from everstep.config.source import read_source
 from everstep.run import typed
@@ -27,7 +26,6 @@ class Campaign:
     fault: list[dict[str, Any]]
     """As written."""
     seed: int = 0
-    spare_groups: list[int] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list, init=False)
 
 
@@ -43,8 +41,12 @@ def read_campaign(path: Path) -> Campaign:
 
 
 def _fault(table: dict[str, Any], where: str) -> Fault:
-    (kind,) = find([typed.parse(str, table.get("name", ""), f"{where}, name")])
-    fault = typed.parse(kind, {key: value for key, value in table.items() if key != "name"}, f"{where} ({kind.name})")
+    name = typed.parse(str, table.get("name", ""), f"{where}, name")
+    require([name])
+    where = f"{where} ({name})"
+    if foreign := OF_SOME & table.keys() - FAULTS[name].has:
+        raise LaunchError(f"{where} has the unknown key {min(foreign)!r}.")
+    fault = typed.parse(Fault, table, where)
     if (fault.at_step is None) == (fault.at_s is None):
-        raise LaunchError(f"{where} ({kind.name}): give either at_step or at_s.")
+        raise LaunchError(f"{where}: give either at_step or at_s.")
     return fault

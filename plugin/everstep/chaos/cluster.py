@@ -62,7 +62,7 @@ class SlurmTarget(Target):
         return int(ids[str(proc.group)])
 
 
-def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
+def find_target(run_dir: Path) -> Target:
     """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, it is over, or it was submitted to a
     Slurm that cannot be reached from here; UnsafeError, as `require_run`."""
     run_dir = Path(run_dir).resolve()
@@ -70,7 +70,7 @@ def find_target(run_dir: Path, spared: Iterable[int] = ()) -> Target:
     if not (run_dir / "config.toml").is_file():
         raise LaunchError(f"the run in {run_dir} has not begun yet: wait for its first step.")
     submitted = "groups" in read_json(job_file(run_dir))
-    view = View(run_dir, spared, one_host=not submitted)
+    view = View(run_dir, one_host=not submitted)
     target: Target = SlurmTarget(view) if submitted else LocalTarget(view)
     view.catch_up()
     if not target.alive():

@@ -12,8 +12,8 @@ import tyro
 
 from everstep.chaos.campaign import Campaign, read_campaign
 from everstep.chaos.cluster import find_target
-from everstep.chaos.fault import Fault, why_never
-from everstep.chaos.kinds import FAULTS, find
+from everstep.chaos.fault import Fault
+from everstep.chaos.kinds import FAULTS, require, why_never
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import Target
@@ -43,9 +43,6 @@ class Plan:
     """Kinds for --every, with commas: kill-worker,stop-worker; "all": every kind that can be done to this run. Default:
     kill-group. See everstep chaos --list."""
 
-    spare_group: tuple[int, ...] | None = None
-    """Groups that nothing is done to."""
-
     campaign: Path | None = None
     """A TOML file that says which fault comes at which step or time."""
 
@@ -66,37 +63,29 @@ class Chaos(Plan):
     """Show every kind of fault and what it breaks, and end."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """A plan that was found to make sense, before there need be a run."""
-
-    schedule: Schedule
-    asked: list[Fault]
-    """What the run has to allow: every fault that was asked for by its name."""
-    spared: list[int]
-    for_s: float | None
-
-    def runner(self, target: Target) -> Runner:
-        """Raises LaunchError for a kind of fault that this run never allows."""
-        for fault in self.asked:
-            if reason := why_never(fault, target):
-                raise LaunchError(f"{reason}.")
-        return Runner(target, self.schedule)
-
-
-def settle(plan: Plan) -> Order:
-    """Raises LaunchError for what makes no sense."""
+def settle(plan: Plan) -> tuple[Schedule, list[Fault], float | None]:
+    """The schedule of a plan, the faults of it that the run has to allow, which were asked for by their names, and for
+    how many seconds to inject. Raises LaunchError for what makes no sense; there need not be a run yet."""
     campaign = read_campaign(plan.campaign) if plan.campaign else Campaign([])
     if plan.every is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
     if plan.every is not None and plan.every <= 0:
         raise LaunchError("--every must be more than 0 seconds.")
     names = plan.faults.split(",") if plan.faults else DEFAULT_FAULTS
-    faults = [kind() for kind in (FAULTS.values() if names == ["all"] else find(names))]
+    if names != ["all"]:
+        require(names)
+    faults = [Fault(name=name) for name in (FAULTS if names == ["all"] else names)]
     schedule = Schedule(campaign.faults, campaign.seed if plan.seed is None else plan.seed, plan.every, faults)
     asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
-    spared = campaign.spare_groups if plan.spare_group is None else [*plan.spare_group]
-    return Order(schedule, asked, spared, seconds(plan.for_) if plan.for_ else None)
+    return schedule, asked, seconds(plan.for_) if plan.for_ else None
+
+
+def runner_of(target: Target, schedule: Schedule, asked: list[Fault]) -> Runner:
+    """Raises LaunchError for a kind of fault that this run never allows."""
+    for fault in asked:
+        if reason := why_never(fault, target):
+            raise LaunchError(f"{reason}.")
+    return Runner(target, schedule)
 
 
 def chaos(command: Chaos, flags: Sequence[str]) -> int:
@@ -108,10 +97,10 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
         return 0
     if command.run_dir is None:
         raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
-    order = settle(command)
-    runner = order.runner(find_target(command.run_dir, order.spared))
+    schedule, asked, for_s = settle(command)
+    runner = runner_of(find_target(command.run_dir), schedule, asked)
     stops = collect_stops()
-    _, unmet = inject(runner, order.for_s, lambda: bool(stops))
+    _, unmet = inject(runner, for_s, lambda: bool(stops))
     return int(bool(unmet))
 
 

@@ -2,12 +2,12 @@
 
 import contextlib
 import difflib
+import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
-from typing import ClassVar
 
 from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
@@ -18,116 +18,81 @@ from everstep.run.token import read_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.segment import Segment, run_id
 
-
-@dataclass(kw_only=True)
-class KillWorker(Fault):
-    name = "kill-worker"
-    breaks = "SIGKILL to one worker of a group."
-    signum: ClassVar[Signals] = SIGKILL
-
-    rank: int | None = None
-    """Hit this rank. None: one that is drawn."""
-
-    def why_not(self, run: View) -> str | None:
-        if self.rank is not None and self.group is not None and self.rank >= len(run.workers(self.group)):
-            return f"group {self.group} has no rank {self.rank}"
-        return super().why_not(run)
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        group = self.victim(target.run, choose)
-        worker = choose.choice(target.run.workers(group)) if self.rank is None else target.run.workers(group)[self.rank]
-        return Injection(
-            procs=[worker],
-            signum=self.signum,
-            target_group=group,
-            fields={"target_rank": worker.rank},
-            lasts_s=self.duration_s if self.signum == SIGSTOP else 0.0,
-        )
+OF_SOME = frozenset(("rank", "count"))
+"""Fields of a fault that only some kinds have."""
 
 
-@dataclass(kw_only=True)
-class StopWorker(KillWorker):
-    name = "stop-worker"
-    breaks = "SIGSTOP to one worker for a while, or with duration_s = 0 for ever, as one that hangs."
-    signum = SIGSTOP
+@dataclass(frozen=True)
+class Kind:
+    """A way to break a run. Those whose names begin with `kill` count as kills: they take processes away that the group
+    then has to start again."""
 
-    duration_s: float = 4.0
-
-
-@dataclass(kw_only=True)
-class KillGroup(Fault):
-    name = "kill-group"
-    breaks = "SIGKILL to all workers of a group, or of `count` groups at once."
-
-    count: int = 1
-    """How many groups at once; more than one are drawn."""
-
-    def never(self, run: View) -> str | None:
-        return None if self.count in (1, *range(run.groups)) else f"it has {run.groups} groups, and one has to be left"
-
-    def why_not(self, run: View) -> str | None:
-        return self.why_no_group(run, self.count)
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        if self.count == 1:
-            return kill_workers(target, [self.victim(target.run, choose)])
-        return kill_workers(target, sorted(choose.sample(target.run.candidates(self.count), self.count)))
+    breaks: str
+    """What it does to the run, one sentence."""
+    plan: Callable[[Fault, Target, random.Random], Injection]
+    """Decides whom to hit, with draws from the last argument alone, so that a seed repeats it. Changes nothing. Only
+    called while `why_not` gives None."""
+    why_not: Callable[[Fault, View], str | None] = Fault.why_no_group
+    """Why it cannot be done to the run now; None: it can. Here: no group may be hit."""
+    never: Callable[[Fault, View], str | None] = lambda fault, run: None
+    """Why it can never be done to this run, because of its settings; None: it can, at times."""
+    on: frozenset[str] = frozenset({"local", "slurm"})
+    """Kinds of targets it can be done to."""
+    has: frozenset[str] = frozenset()
+    """Which of OF_SOME."""
 
 
-class KillAll(Fault):
-    name = "kill-all"
-    breaks = "SIGKILL to all workers of all groups at once: nobody holds the state any more."
-
-    def never(self, run: View) -> str | None:
-        return "it hits every group, and some are spared" if run.spared else None
-
-    def why_not(self, run: View) -> str | None:
-        return None if run.taking_part else "no group takes part"
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
+def _hit_worker(fault: Fault, target: Target, choose: random.Random, *, signum: Signals) -> Injection:
+    group = fault.victim(target.run, choose)
+    workers = target.run.workers(group)
+    worker = choose.choice(workers) if fault.rank is None else workers[fault.rank]
+    lasts_s = fault.duration_s if signum == SIGSTOP else 0.0
+    told = {"target_rank": worker.rank}
+    return Injection(procs=[worker], signum=signum, target_group=group, fields=told, lasts_s=lasts_s)
 
 
-class KillKeeper(Fault):
-    name = "kill-keeper"
-    breaks = "SIGKILL to the process that holds a group's snapshots. Its shared memory stays."
-
-    def why_not(self, run: View) -> str | None:
-        return None if self._groups(run) else "no keeper lives that may be hit"
-
-    def _groups(self, run: View) -> list[int]:
-        mine = run.group_ids if self.group is None else [self.group]
-        return [group for group in mine if group not in run.spared and run.keepers(group)]
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        group = choose.choice(self._groups(target.run))
-        # The group itself is not hit: it goes on taking part.
-        return Injection(procs=target.keepers(group), fields={"keeper_of": group})
+def _why_no_worker(fault: Fault, run: View) -> str | None:
+    if fault.rank is not None and fault.group is not None and fault.rank >= len(run.workers(fault.group)):
+        return f"group {fault.group} has no rank {fault.rank}"
+    return fault.why_no_group(run)
 
 
-class KillHost(Fault):
-    name = "kill-host"
-    breaks = "Workers and keeper of a group are killed, and the memory of its snapshots is lost: a host dies."
-    on = frozenset({"local"})
-
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        group = self.victim(target.run, choose)
-        return Injection(
-            procs=[*target.run.workers(group), *target.keepers(group)],
-            target_group=group,
-            segments=own_segments(target.run_dir, target.run.keepers(group)),
-        )
+def _kill_groups(fault: Fault, target: Target, choose: random.Random) -> Injection:
+    if fault.count == 1:
+        return kill_workers(target, [fault.victim(target.run, choose)])
+    return kill_workers(target, sorted(choose.sample(target.run.candidates(fault.count), fault.count)))
 
 
-class KillLighthouse(Fault):
-    name = "kill-lighthouse"
-    breaks = "SIGKILL to the lighthouse."
+def _never_groups(fault: Fault, run: View) -> str | None:
+    return None if fault.count in (1, *range(run.groups)) else f"it has {run.groups} groups, and one has to be left"
 
-    def why_not(self, run: View) -> str | None:
-        return None if run.lighthouse else "there is no lighthouse now"
 
-    def plan(self, target: Target, choose: random.Random) -> Injection:
-        return Injection(procs=[target.run.lighthouse] if target.run.lighthouse else [])
+def _kill_all(fault: Fault, target: Target, choose: random.Random) -> Injection:
+    return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
+
+
+def _with_keeper(fault: Fault, run: View) -> list[int]:
+    mine = run.group_ids if fault.group is None else [fault.group]
+    return [group for group in mine if run.keepers(group)]
+
+
+def _kill_keeper(fault: Fault, target: Target, choose: random.Random) -> Injection:
+    group = choose.choice(_with_keeper(fault, target.run))
+    # The group itself is not hit: it goes on taking part.
+    return Injection(procs=target.keepers(group), fields={"keeper_of": group})
+
+
+def _kill_host(fault: Fault, target: Target, choose: random.Random) -> Injection:
+    group = fault.victim(target.run, choose)
+    return Injection(
+        procs=[*target.run.workers(group), *target.keepers(group)],
+        target_group=group,
+        segments=own_segments(target.run_dir, target.run.keepers(group)),
+    )
+
+
+def _kill_lighthouse(fault: Fault, target: Target, choose: random.Random) -> Injection:
+    return Injection(procs=[target.run.lighthouse] if target.run.lighthouse else [])
 
 
 def kill_workers(target: Target, groups: list[int]) -> Injection:
@@ -150,26 +115,66 @@ def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
     return found
 
 
-FAULTS: dict[str, type[Fault]] = {
-    kind.name: kind
-    for kind in (
-        KillWorker,
-        KillGroup,
-        KillAll,
-        KillHost,
-        KillKeeper,
-        KillLighthouse,
-        StopWorker,
-    )
+FAULTS = {
+    "kill-worker": Kind(
+        "SIGKILL to one worker of a group.",
+        functools.partial(_hit_worker, signum=SIGKILL),
+        _why_no_worker,
+        has=frozenset({"rank"}),
+    ),
+    "kill-group": Kind(
+        "SIGKILL to all workers of a group, or of `count` groups at once.",
+        _kill_groups,
+        lambda fault, run: fault.why_no_group(run, fault.count),
+        _never_groups,
+        has=frozenset({"count"}),
+    ),
+    "kill-all": Kind(
+        "SIGKILL to all workers of all groups at once: nobody holds the state any more.",
+        _kill_all,
+        lambda fault, run: None if run.taking_part else "no group takes part",
+    ),
+    "kill-host": Kind(
+        "Workers and keeper of a group are killed, and the memory of its snapshots is lost: a host dies.",
+        _kill_host,
+        on=frozenset({"local"}),
+    ),
+    "kill-keeper": Kind(
+        "SIGKILL to the process that holds a group's snapshots. Its shared memory stays.",
+        _kill_keeper,
+        lambda fault, run: None if _with_keeper(fault, run) else "no keeper lives that may be hit",
+    ),
+    "kill-lighthouse": Kind(
+        "SIGKILL to the lighthouse.",
+        _kill_lighthouse,
+        lambda fault, run: None if run.lighthouse else "there is no lighthouse now",
+    ),
+    "stop-worker": Kind(
+        "SIGSTOP to one worker for a while, or with duration_s = 0 for ever, as one that hangs.",
+        functools.partial(_hit_worker, signum=SIGSTOP),
+        _why_no_worker,
+        has=frozenset({"rank"}),
+    ),
 }
 
 
-def find(names: Iterable[str]) -> list[type[Fault]]:
-    """The kinds of these names. Raises LaunchError with the nearest name for one that is unknown."""
-    found = []
+def require(names: Iterable[str]) -> None:
+    """Raises LaunchError for a name of no kind, with the nearest."""
     for name in names:
         if name not in FAULTS:
             near = difflib.get_close_matches(name, FAULTS, 1, cutoff=0.0)[0]
             raise LaunchError(f"there is no fault {name}, did you mean {near}? All: {', '.join(sorted(FAULTS))}.")
-        found.append(FAULTS[name])
-    return found
+
+
+def why_never(fault: Fault, target: Target) -> str | None:
+    """Why a fault can never be done to the target; None: it can, at times."""
+    kind = FAULTS[fault.name]
+    if target.kind not in kind.on:
+        return f"{fault.name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(kind.on))}"
+    reason = kind.never(fault, target.run)
+    return f"{fault.name} cannot be done to {target.run_dir}: {reason}" if reason else None
+
+
+def why_not(fault: Fault, target: Target) -> str | None:
+    """Why a fault cannot be done to the target now; None: it can."""
+    return why_never(fault, target) or FAULTS[fault.name].why_not(fault, target.run)

@@ -9,7 +9,7 @@ from signal import SIGCONT
 from typing import Any
 
 from everstep.chaos.fault import Fault
-from everstep.chaos.kinds import KillGroup
+from everstep.chaos.kinds import FAULTS
 from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import Proc, View
@@ -39,7 +39,7 @@ class Runner:
                 self._events.emit("fault_failed", fault=due[0].name, reason=str(error))
 
     def _inject(self, fault: Fault, choose: random.Random) -> None:
-        injection = fault.plan(self.target, choose)
+        injection = FAULTS[fault.name].plan(fault, self.target, choose)
         named = {"fault": fault.name, "target_group": injection.target_group}
         lasts: dict[str, Any] = {"lasts_s": injection.lasts_s} if injection.lasts_s else {}
         self.target.run.hit(injection.groups)
@@ -74,7 +74,7 @@ def kill_groups(run_dir: str, every_s: float, seed: int) -> None:
     the run is to stop."""
     view = View(Path(run_dir))
     view.catch_up()
-    runner = Runner(LocalTarget(view), Schedule((), seed, every_s, [KillGroup()]))
+    runner = Runner(LocalTarget(view), Schedule((), seed, every_s, [Fault(name="kill-group")]))
     drive(runner, lambda event: None, None, stop_file(Path(run_dir)).exists)
 
 

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from everstep.chaos.fault import Fault, why_not
+from everstep.chaos.fault import Fault
+from everstep.chaos.kinds import why_not
 from everstep.chaos.target import Target
 
 Due = tuple[Fault, random.Random]

@@ -15,7 +15,7 @@ from pathlib import Path
 import tyro
 
 from everstep.chaos.cluster import find_target
-from everstep.chaos.command import Plan, inject, settle
+from everstep.chaos.command import Plan, inject, runner_of, settle
 from everstep.chaos.target import Target
 from everstep.config.source import read_source
 from everstep.report.page import write_report
@@ -47,7 +47,7 @@ class Trial(Plan):
 
 def trial(command: Trial, flags: Sequence[str]) -> int:
     """Exit status 0: the promise was kept; 1: it was not, or faults of the campaign were not done."""
-    order = settle(command)
+    schedule, named, for_s = settle(command)
     read_source(command.config)  # says at once that there is none
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()
     if run_dir.exists():
@@ -55,8 +55,8 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
     stops = collect_stops()
     started = _start(command, run_dir, flags)
     try:
-        target = _await_run(started, run_dir, order.spared)
-        why, unmet = inject(order.runner(target), order.for_s, lambda: bool(stops))
+        target = _await_run(started, run_dir)
+        why, unmet = inject(runner_of(target, schedule, named), for_s, lambda: bool(stops))
         asked = why in ("time", "stopped")
         while started.poll() is None:
             if asked or stops:
@@ -92,12 +92,12 @@ def _start(command: Trial, run_dir: Path, flags: Sequence[str]) -> subprocess.Po
         )
 
 
-def _await_run(started: subprocess.Popen[bytes], run_dir: Path, spared: Sequence[int]) -> Target:
+def _await_run(started: subprocess.Popen[bytes], run_dir: Path) -> Target:
     while not (run_dir / "config.toml").exists() or holder_of(run_dir) is None:
         if started.poll() is not None:
             raise LaunchError((run_dir / "logs" / "launcher.log").read_text().strip() or "the run did not start.")
         time.sleep(POLL_S)
-    return find_target(run_dir, spared)
+    return find_target(run_dir)
 
 
 def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:

@@ -40,13 +40,11 @@ class Proc:
 class View:
     """The state of a run, kept up to date by `follow` (or `apply`, by who reads the events anyway).
 
-    `spared`: groups that nothing may be done to. `one_host`: all events are this machine's, so that monotonic clocks
-    can be compared, which no clock jump moves.
+    `one_host`: all events are this machine's, so that monotonic clocks can be compared, which no clock jump moves.
     """
 
-    def __init__(self, run_dir: Path, spared: Iterable[int] = (), one_host: bool = True):
+    def __init__(self, run_dir: Path, one_host: bool = True):
         self.run_dir = Path(run_dir)
-        self.spared = frozenset(spared)
         self.started: dict[str, Any] | None = None
         """The newest `run_started`; a run without a supervisor has none."""
         self.ended: dict[str, Any] | None = None
@@ -156,12 +154,12 @@ class View:
         return sorted(self._nodes.keys() | self._workers.keys())
 
     def candidates(self, lost: int = 1) -> list[int]:
-        """Groups of which `lost` may be hit at once: they take part, are not spared, and when all `lost` are gone
+        """Groups of which `lost` may be hit at once: they take part, and when all `lost` are gone
         another one still holds the state. In a run of one group there is no other, and it may be hit."""
         holders = len(self.taking_part)
         if self.groups > 1 and holders <= lost:
             return []
-        return sorted(self.taking_part - self.spared)
+        return sorted(self.taking_part)
 
     def workers(self, group: int) -> list[Proc]:
         """The group's newest workers by rank; none while it is being started again."""
