@@ -92,10 +92,10 @@ def test_keys_that_are_gone_are_named_at_once_with_line_and_successor_and_change
     for table, keys in tables.items():
         lines += [f"[{table}]"] if table != "model" else []  # which BASE ends in
         for key, went in keys.items():
-            lines.append(f"{key} = true")
+            lines.append(f"{key} = false")
             rows.append(f"  line {len(lines)}: [{table}] {key} → {went}")
     warnings = []
-    config = load("\n".join(lines), base="", check=False, allow_dropped=True, warnings=warnings)
+    config = load("\n".join(lines), base="", check=False, warnings=warnings)
     assert tomli.loads(resolved_toml(config)) == defaults()
     [warning] = warnings
     assert warning.splitlines()[1:] == rows
@@ -134,12 +134,8 @@ def test_a_llama3_file_of_01_loads_and_keeps_its_warmup_and_parallelism(load):
     assert "warmup_steps" not in warning
 
 
-def test_a_converter_that_would_be_dropped_is_refused_unless_that_is_allowed(load):
+def test_a_converter_that_would_be_dropped_is_refused(load):
     text = BASE + "[float8]\nenable_float8_linear = true\n"
     with pytest.raises(ConfigError) as caught:
         load(text, base="", check=False)
     assert "[float8] enable_float8_linear asks for float8" in str(caught.value)
-    assert "--allow-dropped" in str(caught.value)
-    warnings = []
-    load(text, base="", check=False, allow_dropped=True, warnings=warnings)
-    assert len(warnings) == 1

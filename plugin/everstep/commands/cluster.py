@@ -68,9 +68,6 @@ class Submit:
     page: bool = False
     """Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where."""
 
-    allow_dropped: bool = False
-    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
-
     dry_run: bool = False
     """Print the sbatch commands and do nothing."""
 
@@ -112,7 +109,6 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         flags=titan_flags,
         groups=command.groups,
         ranks=command.ranks_per_node * command.nodes_per_group,
-        allow_dropped=command.allow_dropped,
         here=False,
     )
     run_dir = (command.run_dir or default_run_dir(command.config, time.localtime())).resolve()

@@ -27,9 +27,6 @@ class Doctor:
     groups: int | None = None
     """Number of replica groups; the file's fault_tolerance.groups if not given."""
 
-    allow_dropped: bool = False
-    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
-
     nodes_per_group: int = 1
     """Nodes of each group."""
 
@@ -51,7 +48,6 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         flags=list(flags),
         groups=command.groups,
         ranks=command.ranks_per_group,
-        allow_dropped=command.allow_dropped,
         model=True,
     )
     try:

@@ -36,9 +36,6 @@ class Run:
     page: bool = False
     """Serve report.html while the run goes, on loopback; its address is shown."""
 
-    allow_dropped: bool = False
-    """Train without what a file of torchtitan 0.2 asks for and nothing here applies: a converter such as float8."""
-
     run_dir: Path | None = None
     """Where everything of the run is kept; an existing one of the same config is continued. Default:
     runs/<config>-<timestamp>."""
@@ -65,7 +62,6 @@ def run(command: Run, flags: Sequence[str]) -> int:
         groups=command.groups,
         ranks=command.ranks_per_group,
         flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
-        allow_dropped=command.allow_dropped,
     )
     settings = supervisor.RunSettings(order, command.page, command.chaos_every or 0.0)
     status = supervisor.run(settings, view.open_view())

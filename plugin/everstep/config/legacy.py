@@ -3,8 +3,7 @@
 torchtitan 0.3 reads no TOML; files written for 0.2 (and its 0.1 spellings) are still what people have. The
 tables below name every key of 0.2.2's `JobConfig`, of its torchft extension, and the older spellings of
 both, that today's grammar lacks: either where it moved, or why nothing reads it. Keys that kept section
-and name are not listed. A dropped key that would have changed the arithmetic is refused unless the caller
-allows it."""
+and name are not listed. A dropped key that would have changed the arithmetic is refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -112,12 +111,8 @@ GONE: dict[str, str] = {
 """0.2's key or table → where what it did is found today."""
 
 
-def translate(source: Source, *, allow_dropped: bool = False) -> str:
+def translate(source: Source) -> str:
     """Rewrite `source.table` from 0.2's keys to today's, in place.
-
-    Args:
-        source: the document.
-        allow_dropped: whether a file may ask for a converter (float8, mx) that this run will not apply.
 
     Returns:
         One message that names every key without a counterpart, which is removed, its line and what to use instead;
@@ -127,8 +122,7 @@ def translate(source: Source, *, allow_dropped: bool = False) -> str:
         ConfigError: a key is there twice, as 0.2's and as today's; or it asks for what is not supported.
     """
     dropped: list[tuple[int, str]] = []
-    if not allow_dropped:
-        _refuse_converters(source)
+    _refuse_converters(source)
     training = source.table.setdefault("training", {}) if "flavor" in _section(source, "model") else None
     if isinstance(training, dict):
         training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
@@ -164,7 +158,7 @@ def _refuse_converters(source: Source) -> None:
             raise source.error(
                 (section, key),
                 f"[{section}] {key} asks for {what}, which nothing here applies: start from {_CONVERTERS}; or remove "
-                "the key; or give --allow-dropped to train without it",
+                "the key, and train without it",
             )
 
 

@@ -41,8 +41,6 @@ class Order:
     """Of a group, on all of its nodes; 0: the fewest that the config can be computed on."""
     run_dir: str = ""
     """Where the config is settled; empty: it is judged, and nothing is written."""
-    allow_dropped: bool = False
-    """Whether a converter that a file of torchtitan 0.2 asks for may be left out."""
     here: bool = True
     """Whether this machine is one that trains; a login node need not have a GPU."""
     model: bool = False
@@ -128,7 +126,6 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
         order.flags,
         groups=order.groups,
         ranks=order.ranks,
-        allow_dropped=order.allow_dropped,
         warnings=warnings,
     )
     ranks = order.ranks or fewest_ranks(config.parallelism)

@@ -36,7 +36,6 @@ def load_config(
     groups: int | None = None,
     ranks: int = 0,
     check: bool = True,
-    allow_dropped: bool = False,
     warnings: list[str] | None = None,
 ) -> C:
     """The config that a TOML file describes.
@@ -52,14 +51,13 @@ def load_config(
         ranks: of a group, for the checks; 0: not known.
         check: whether to refuse combinations that cannot work. A caller that applies more settings to the
             result checks afterwards, with `check_config`.
-        allow_dropped: whether a converter that a file of 0.2 asks for may be left out.
         warnings: takes what the user should read; None: it goes to the log.
 
     Raises:
         ConfigError: file, line, key, and what to do.
     """
     source = read_source(FilePath(path))
-    config = config_from_source(source, config_class, allow_dropped=allow_dropped, warnings=warnings)
+    config = config_from_source(source, config_class, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
     if told := _replicas_as_groups(config, groups):
@@ -77,11 +75,9 @@ def parse_any() -> None:
     ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
 
 
-def config_from_source(
-    source: Source, config_class: type[C], *, allow_dropped: bool = False, warnings: list[str] | None = None
-) -> C:
+def config_from_source(source: Source, config_class: type[C], *, warnings: list[str] | None = None) -> C:
     """As `load_config`, for a document already parsed and without checks across sections."""
-    if dropped := translate(source, allow_dropped=allow_dropped):
+    if dropped := translate(source):
         _tell(dropped, warnings)
     job = Job()
     assign_table(job, _section(source, "job"), source, ("job",))
