@@ -21,9 +21,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from damage import damaged, planted
 from everstep.data import token_format
 from everstep.data.documents import Documents
-from everstep.data.inputs import InputError
 from everstep.data.pack import Pack, pack
-from everstep.data.token_format import TokenFileError, map_tokens, read_footer, verify
+from everstep.data.token_format import DataError, map_tokens, read_footer, verify
 from everstep.titan.data.encoders import encoder_for
 
 
@@ -191,7 +190,7 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
 )
 def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(DataError, match=sentence):
         pack(Pack((tmp_path / name,), out))
     assert not out.exists()
 
@@ -222,7 +221,7 @@ def fuzz_tokens(path, rounds, seed):
         text = planted(json.dumps(footer).encode(), chance)
         text = text if chance.random() < 0.9 else damaged(text, chance)
         target.write_bytes(damaged(data, chance, structure=900) if chance.random() < 0.5 else signed(body, text))
-        with contextlib.suppress(TokenFileError):
+        with contextlib.suppress(DataError):
             found = verify(target)
             assert all(map(np.array_equal, map_tokens(target, found), expected))
         # As a trainer opens it, which reads no checksums.

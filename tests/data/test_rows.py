@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from everstep.data.pack import Pack, pack
-from everstep.data.permutation import Permutation
+from everstep.data.permutation import permutation
 from everstep.titan.data.rows import Rows
 from everstep.titan.data.slots import SlotSource
 
@@ -18,7 +18,7 @@ from everstep.titan.data.slots import SlotSource
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
 def test_a_permutation_takes_every_index_to_one_of_its_own_and_each_epoch_to_another(size, seed, epoch):
     orders = [
-        list(map(Permutation(size, s, e), range(size))) for s, e in ((seed, epoch), (seed, epoch + 1), (~seed, 0))
+        list(map(permutation(size, s, e), range(size))) for s, e in ((seed, epoch), (seed, epoch + 1), (~seed, 0))
     ]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 30 or len({*map(tuple, orders)}) == 3

@@ -1,7 +1,10 @@
 """What may ask for a page or figures: few connections, each for a short time, under names of this machine."""
 
+import collections
 import http.client
+import os
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +16,11 @@ from watched import until
 
 
 def serving(listening, document):
-    serve.serve([serve.server(listening, {"/"}, "text/html", lambda: document)])
+    """For as long as these tests go."""
+    here, _ = os.pipe()
+    servers = [serve.server(listening, {"/"}, "text/html", lambda: document)]
+    looks = iter(lambda: serve.attend(servers, here, 0.5), True)
+    threading.Thread(target=collections.deque, args=(looks, 0), daemon=True).start()
 
 
 def is_closed(connection):

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from everstep.data.inputs import InputError
 from everstep.data.pack import Pack
 from everstep.data.pack import pack as make
-from everstep.data.token_format import verify
+from everstep.data.token_format import DataError, verify
 from everstep.titan.data.encoders import encoder_for
 
 __all__ = ["Pack", "pack"]
@@ -23,7 +22,7 @@ def pack(command: Pack, flags: Sequence[str]) -> int:
 
     try:
         if command.verify and command.inputs:
-            raise InputError("--verify checks --out and takes no input files.")
+            raise DataError("--verify checks --out and takes no input files.")
         footer = verify(command.out) if command.verify else make(command, lambda: encoder_for(command.tokenizer), say)
     except KeyboardInterrupt:
         say("Stopped. The same command goes on where it was.")

@@ -1,7 +1,7 @@
 """`everstep scale`: another number of groups for a run that goes on."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -9,7 +9,7 @@ import tyro
 from everstep.launch import slurm
 from everstep.launch.machine import sharing_complaint
 from everstep.launch.prepare import Order, Prepared, prepared, take_answer
-from everstep.run.directory import LaunchError, Wanted, config_file, groups_file, holder_of
+from everstep.run.directory import LaunchError, config_file, groups_file, holder_of
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 from everstep.run.token import require_run
@@ -43,7 +43,7 @@ def scale(command: Scale, flags: Sequence[str]) -> int:
         raise LaunchError(why)
     if found.identity != before.identity:
         raise LaunchError("this run's workers are its groups: set [semi_sync] workers in a new run to scale it.")
-    write_json(groups_file(run_dir), asdict(Wanted(groups)))
+    write_json(groups_file(run_dir), {"groups": groups})
     EventLog(run_dir, None, None, "scale").emit("scaled", count=groups)
     done = slurm.scale(run_dir, groups) if submitted else ""
     print("; ".join(filter(None, (f"{run_dir} is to have {groups} groups", done))))

@@ -7,15 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep.data.token_format import DataError
 from everstep.run.regular import open_regular
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 """By suffix, a reader of `datasets`."""
-
-
-class InputError(ValueError):
-    """Input that cannot be packed, in one sentence that names its file."""
 
 
 def _reader(path: Path) -> str | None:
@@ -25,15 +22,15 @@ def _reader(path: Path) -> str | None:
 def input_files(paths: Sequence[Path]) -> list[Path]:
     """The files of `paths`, in order; a directory stands for the text, JSONL and parquet files below it, sorted.
 
-    Raises InputError for a path that is not there and for nothing at all.
+    Raises DataError for a path that is not there and for nothing at all.
     """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise InputError(f"no input file {path}.")
+            raise DataError(f"no input file {path}.")
         files += sorted(file for file in path.rglob("*") if _reader(file)) if path.is_dir() else [path]
     if not files:
-        raise InputError(f"no input: name text, JSONL or parquet files, or directories of {', '.join(_READERS)}.")
+        raise DataError(f"no input: name text, JSONL or parquet files, or directories of {', '.join(_READERS)}.")
     return files
 
 
@@ -48,7 +45,7 @@ def identity(file: Path) -> dict[str, Any]:
 
 
 def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    """The text of each document, empty for one without. Raises InputError for a file that cannot be read, or that has
+    """The text of each document, empty for one without. Raises DataError for a file that cannot be read, or that has
     something else under `text_key`."""
     for file in files:
         reader = _reader(file) or "text"
@@ -57,16 +54,16 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
             for number, row in enumerate(_rows(file, reader), 1):
                 if key not in row:
                     there = ", ".join(map(repr, row))[:300]
-                    raise InputError(f"{file}: no key {key!r} (there: {there}). Name the text's: --text-key.")
+                    raise DataError(f"{file}: no key {key!r} (there: {there}). Name the text's: --text-key.")
                 text = "" if row[key] is None else row[key]
                 if not isinstance(text, str):
-                    raise InputError(f"{file}: document {number}: {key!r} holds {type(text).__name__}, not text.")
+                    raise DataError(f"{file}: document {number}: {key!r} holds {type(text).__name__}, not text.")
                 text.encode()
                 yield text
-        except (InputError, MemoryError):
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # each reader raises its own library's
-            raise InputError(f"{file}: not readable as {reader} ({str(error)[:200]!r}).") from error
+            raise DataError(f"{file}: not readable as {reader} ({str(error)[:200]!r}).") from error
 
 
 def _rows(file: Path, reader: str) -> Iterable[dict[str, Any]]:

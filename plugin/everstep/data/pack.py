@@ -22,8 +22,8 @@ import tyro
 
 from everstep.data import token_format
 from everstep.data.byte_ids import BYTES, Encoder
-from everstep.data.inputs import InputError, documents, identity, input_files
-from everstep.data.token_format import HEAD, Footer, TokenFileError
+from everstep.data.inputs import documents, identity, input_files
+from everstep.data.token_format import HEAD, DataError, Footer
 from everstep.run import typed
 from everstep.run.files import hold_alone, write_whole
 
@@ -66,7 +66,7 @@ def pack(
         tell: called with a sentence for each chunk.
         chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
     Raises:
-        InputError, TokenFileError, ValueError: in one sentence that names the file or the option.
+        DataError, ValueError: in one sentence that names the file or the option.
     """
     files, out = input_files(command.inputs), command.out
     encoder = encoder_of()
@@ -79,16 +79,16 @@ def pack(
     if out.exists():
         footer, _ = token_format.read_footer(out)
         if footer.source != source:
-            raise TokenFileError(
+            raise DataError(
                 f"{out} was made from other input or with another tokenizer: choose another --out, or delete it."
             )
         return footer
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
-        raise TokenFileError(f"{folder} is a link: remove it.")
+        raise DataError(f"{folder} is a link: remove it.")
     if not hold_alone(folder / "lock"):
-        raise TokenFileError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
+        raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
     texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
     for ids, read in _encoded(texts, encoder, chunk_tokens):
@@ -96,7 +96,7 @@ def pack(
         tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
     if not chunks.documents:
         shutil.rmtree(folder)
-        raise InputError(f"no document with text in {', '.join(map(str, command.inputs))}.")
+        raise DataError(f"no document with text in {', '.join(map(str, command.inputs))}.")
     footer = chunks.join(folder / "whole", encoder.vocab_size, source)
     token_format.verify(folder / "whole")
     os.replace(folder / "whole", out)
@@ -156,9 +156,7 @@ class _Chunks:
                 with np.load(self._path(number), allow_pickle=False) as found:
                     yield found[name]
             except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-                raise TokenFileError(
-                    f"{self._path(number)} is damaged ({error}): delete it to make it again."
-                ) from None
+                raise DataError(f"{self._path(number)} is damaged ({error}): delete it to make it again.") from None
 
     def join(self, path: Path, vocab_size: int, source: dict[str, Any]) -> Footer:
         """Writes the token file."""

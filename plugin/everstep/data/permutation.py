@@ -6,6 +6,7 @@ which keeps it a bijection of the range (cycle walking: Black and Rogaway, CT-RS
 is less than four times the range, so fewer than four passes are expected."""
 
 import hashlib
+from collections.abc import Callable
 
 _ROUNDS = 8
 _MASK_64 = (1 << 64) - 1
@@ -19,29 +20,28 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Permutation:
-    """A permutation of range(size), the same for the same (size, seed, epoch) everywhere."""
+def permutation(size: int, seed: int, epoch: int) -> Callable[[int], int]:
+    """A permutation of range(size), the same for the same arguments everywhere: where an index of that range goes.
+    Raises ValueError for an empty range."""
+    if size < 1:
+        raise ValueError(f"a permutation needs at least one element, got size {size}")
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    keys = [int.from_bytes(key[i : i + 8], "little") for i in range(0, len(key), 8)]
 
-    def __init__(self, size: int, seed: int, epoch: int):
-        if size < 1:
-            raise ValueError(f"a permutation needs at least one element, got size {size}")
-        self.size = size
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-        self._keys = [int.from_bytes(key[i : i + 8], "little") for i in range(0, len(key), 8)]
-
-    def __call__(self, index: int) -> int:
-        """Where `index` goes. Raises IndexError outside range(size)."""
-        if not 0 <= index < self.size:
-            raise IndexError(f"index {index} is outside 0 to {self.size - 1}")
-        index = self._network(index)
-        while index >= self.size:
-            index = self._network(index)
-        return index
-
-    def _network(self, value: int) -> int:
-        half, mask = self._half_bits, (1 << self._half_bits) - 1
+    def network(value: int) -> int:
         left, right = value >> half, value & mask
-        for key in self._keys:
+        for key in keys:
             left, right = right, left ^ (_mix((right + key) & _MASK_64) & mask)
         return left << half | right
+
+    def permuted(index: int) -> int:
+        if not 0 <= index < size:
+            raise IndexError(f"index {index} is outside 0 to {size - 1}")
+        index = network(index)
+        while index >= size:
+            index = network(index)
+        return index
+
+    return permuted

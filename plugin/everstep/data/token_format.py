@@ -30,8 +30,8 @@ _TAIL_MAGIC = b"evrtokns"
 _FOOTER_LIMIT = 1 << 30
 
 
-class TokenFileError(ValueError):
-    """A token file that cannot be used, in one sentence that names it."""
+class DataError(ValueError):
+    """A token file, or input for one, that cannot be used, in one sentence that names it."""
 
 
 @dataclass(kw_only=True)
@@ -75,44 +75,44 @@ def write_footer(file: BinaryIO, footer: Footer) -> None:
 
 
 def read_footer(path: Path) -> tuple[Footer, str]:
-    """The footer and its SHA-256. Raises TokenFileError unless the file is whole and of this format."""
+    """The footer and its SHA-256. Raises DataError unless the file is whole and of this format."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if file.read(len(HEAD)) != HEAD:
-                raise TokenFileError(f"{path} is no token file: make one with `everstep pack`.")
+                raise DataError(f"{path} is no token file: make one with `everstep pack`.")
             file.seek(max(0, size - _TAIL.size))
             length, digest, magic = _TAIL.unpack(file.read(_TAIL.size))
             file.seek(max(0, size - _TAIL.size - min(length, _FOOTER_LIMIT)))
             text = file.read(min(length, _FOOTER_LIMIT))
     except OSError as error:
-        raise TokenFileError(
+        raise DataError(
             f"no token file {path} ({error.strerror}): data.path needs what `everstep pack` makes."
         ) from None
     if magic != _TAIL_MAGIC or length > size:
-        raise TokenFileError(f"{path} is incomplete: it was cut off after it was made. Copy it again or pack it again.")
+        raise DataError(f"{path} is incomplete: it was cut off after it was made. Copy it again or pack it again.")
     if hashlib.sha256(text).digest() != digest:
-        raise TokenFileError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
+        raise DataError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
     try:
         footer = typed.parse(Footer, typed.loads(text, _FOOTER_LIMIT))
     except UnfitError as error:
-        raise TokenFileError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
+        raise DataError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
     if footer.starts_at + 8 * (footer.documents + 1) + length + _TAIL.size != size:
-        raise TokenFileError(f"{path} is incomplete: {size} bytes do not hold {footer.tokens} tokens. Copy it again.")
+        raise DataError(f"{path} is incomplete: {size} bytes do not hold {footer.tokens} tokens. Copy it again.")
     return footer, digest.hex()
 
 
 def in_bytes(path: Path) -> bool:
-    """Whether the file was packed byte by byte, without a tokenizer. Raises TokenFileError as `read_footer`."""
+    """Whether the file was packed byte by byte, without a tokenizer. Raises DataError as `read_footer`."""
     footer, _ = read_footer(path)
     return footer.source.get("tokenizer") == BYTES.identity
 
 
 def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
     """The file's tokens, shape [tokens], and document starts, uint64, shape [documents + 1]; memory-mapped,
-    read only. Raises TokenFileError for a file without tokens, which cannot be mapped."""
+    read only. Raises DataError for a file without tokens, which cannot be mapped."""
     if not footer.tokens:
-        raise TokenFileError(f"{path} has no tokens.")
+        raise DataError(f"{path} has no tokens.")
     tokens = np.memmap(path, np.dtype(footer.dtype).newbyteorder("<"), "r", len(HEAD), (footer.tokens,))
     starts = np.memmap(path, np.dtype("<u8"), "r", footer.starts_at, (footer.documents + 1,))
     return tokens, starts
@@ -120,7 +120,7 @@ def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
 
 def verify(path: Path) -> Footer:
     """Reads all of `path` and compares it with its checksums, and what its footer and its document starts say with the
-    tokens. Raises TokenFileError, naming the file and the first damaged place."""
+    tokens. Raises DataError, naming the file and the first damaged place."""
     footer, _ = read_footer(path)
     tokens, starts = map_tokens(path, footer)
     largest = begin = 0
@@ -138,5 +138,5 @@ def verify(path: Path) -> Footer:
     return footer
 
 
-def _damaged(path: Path, what: str) -> TokenFileError:
-    return TokenFileError(f"{path} is damaged: {what}. Copy it again or pack it again.")
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path} is damaged: {what}. Copy it again or pack it again.")

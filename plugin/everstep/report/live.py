@@ -11,7 +11,6 @@ import contextlib
 import functools
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.report.serve import serve, server
+from everstep.report.serve import attend, server
 from everstep.run import typed
 
 LOOK_S = 2.0
@@ -146,10 +145,9 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
         server(socket.socket(fileno=fd), {"/", f"/{name}", "/report.html"}, TYPES[name], lambda name=name: served[name])
         for name, fd in fds.items()
     ]
-    serve(servers)
     tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
     while not over:
-        over = bool(select.select([0], [], [], POLL_S)[0])
+        over = attend(servers, 0, POLL_S)
         new = [*tail.new(), *shortage]
         shortage.clear()
         said, earlier = [], []

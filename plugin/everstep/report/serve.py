@@ -7,7 +7,6 @@ machine, so that a web page that resolves its own name to this address (DNS rebi
 import ipaddress
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +14,10 @@ from typing import Any
 
 MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
-LOOK_S = 0.5
-"""How often to see which connections have taken too long."""
 
 
 def server(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> "Bounded":
-    """Serves one document of a content type under some paths on a listening socket, while `serve` goes."""
+    """Serves one document of a content type under some paths on a listening socket, in `attend`."""
     host = listening.getsockname()[0]
     names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -47,18 +44,18 @@ def server(listening: socket.socket, paths: Set[str], kind: str, document: Calla
     return Bounded(listening, Handler)
 
 
-def serve(servers: Sequence["Bounded"]) -> None:
-    """Serve in a thread, for as long as this process lives."""
-
-    def loop() -> None:
-        while True:
-            ready = select.select(servers, [], [], LOOK_S)[0]
-            for one in servers:
-                if one in ready:
-                    one.handle_request()
-                one.service_actions()
-
-    threading.Thread(target=loop, name="serve", daemon=True).start()
+def attend(servers: Sequence["Bounded"], closing: int, for_s: float) -> bool:
+    """Answer what is asked, for so long; whether the descriptor `closing` can be read, which ends it at once."""
+    until = time.monotonic() + for_s
+    while (left_s := until - time.monotonic()) > 0:
+        ready = select.select([closing, *servers], [], [], left_s)[0]
+        if closing in ready:
+            return True
+        for one in servers:
+            if one in ready:
+                one.handle_request()
+            one.service_actions()
+    return False
 
 
 def is_ours(host: str, names: set[str]) -> bool:

@@ -109,22 +109,15 @@ def stop_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "stop"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What `groups_file` holds."""
-
-    groups: Annotated[int, Within(1)]
-
-
 def groups_file(run_dir: Path) -> Path:
-    """Says how many groups a live run is to have, if that was changed: a `Wanted`. The next start removes it."""
+    """Says how many groups a live run is to have, if that was changed: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"
 
 
 def wanted_groups(run_dir: Path, groups: int) -> int:
     """How many groups a run is to have that was started with `groups`: 0 to this, less 1, are their ids."""
-    wanted = read_typed(Wanted, groups_file(run_dir))
-    return groups if wanted is None else wanted.groups
+    wanted = read_typed(dict[str, Annotated[int, Within(1)]], groups_file(run_dir)) or {}
+    return wanted.get("groups", groups)
 
 
 def ended_file(run_dir: Path) -> Path:

@@ -65,8 +65,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
-    # Reaps it should it end while we live; a keeper that outlives us is init's.
-    threading.Thread(target=process.wait, name="keeper-reaper", daemon=True).start()
+    # One that ends while we live is reaped when the next is started (`subprocess` does so); else it is init's.
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         place = find_keeper(run_dir, group, settings)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.config.errors import ConfigError, nearest
-from everstep.data.token_format import TokenFileError, in_bytes
+from everstep.data.token_format import DataError, in_bytes
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 from everstep.titan.data.rows import Rows
 from everstep.titan.data.streams import SlotStreams
@@ -45,7 +45,7 @@ def check_files(config: Any) -> None:
     source, path = config.data.source, Path(config.data.path)
     try:
         brings_its_own = source == "stdlib" or (source == "tokens" and in_bytes(path))
-    except TokenFileError as error:
+    except DataError as error:
         raise ConfigError(f"data.path: {error}") from error
     reads_folder = not brings_its_own and isinstance(config.tokenizer, HuggingFaceTokenizer.Config)
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):

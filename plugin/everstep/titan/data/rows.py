@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everstep.data.permutation import Permutation
+from everstep.data.permutation import permutation
 from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.data.texts import stdlib_text, token_file
 from everstep.titan.names import BaseDataLoader, BaseTokenizer
@@ -56,7 +56,7 @@ class Rows(SlotSource):
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
         self._rows_read = 0  # by all ranks together
-        self._permutation = lru_cache(maxsize=2)(partial(Permutation, self.rows, self._seed))  # by epoch
+        self._permutation = lru_cache(maxsize=2)(partial(permutation, self.rows, self._seed))  # by epoch
 
     def _batch(self, first_row: int) -> Batch:
         rows = []

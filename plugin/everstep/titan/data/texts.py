@@ -12,7 +12,7 @@ import numpy as np
 
 from everstep.data.byte_ids import VOCAB_SIZE, document_ids
 from everstep.data.documents import Documents
-from everstep.data.token_format import TokenFileError, map_tokens, read_footer
+from everstep.data.token_format import DataError, map_tokens, read_footer
 from everstep.titan.names import BaseTokenizer
 
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
@@ -37,7 +37,7 @@ def token_file(path: Path, tokenizer: BaseTokenizer) -> Text:
     footer, digest = read_footer(path)
     vocab_size = tokenizer.get_vocab_size()
     if footer.max_id >= vocab_size:
-        raise TokenFileError(
+        raise DataError(
             f"{path} has token ids up to {footer.max_id}, the tokenizer only {vocab_size} ids: it was "
             "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
         )
