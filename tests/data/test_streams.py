@@ -76,7 +76,7 @@ SLOTS, STEPS = 3, 14
 
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-    max_examples=12,
+    max_examples=4,
     deadline=None,
 )
 @pytest.mark.parametrize("dataset", ["map", "iterable"])

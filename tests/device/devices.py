@@ -31,10 +31,10 @@ def run(*argv: object, env: dict[str, str]) -> str:
 class LateRun(Watched):
     """An `everstep run` on the device. What its processes say of races and of waits is in the folder `log`."""
 
-    def __init__(self, config, run_dir, *args):
+    def __init__(self, config, run_dir, *args, **more):
         self.log = run_dir.parent / "log"
         self.log.mkdir(exist_ok=True)
-        super().__init__(config, run_dir, *args)
+        super().__init__(config, run_dir, *args, **more)
 
     def starts(self, argv, *, env, **options):
         return subprocess.Popen(argv, env={**env, **environment(self.log)}, **options)

@@ -18,6 +18,7 @@ from .devices import LateRun
 CLOSE = 1e-6
 """Of a loss, relative to that of the run on a CPU in which nothing failed."""
 ENDLESS = ("--steps", "1000000")
+PACE_S = 0.3
 ON_DEVICE = {"process_group": "nccl"}
 """For tests tests/device/late/column.py stands for NCCL."""
 EACH_STEP = {
@@ -39,10 +40,10 @@ def start(tmp_path):
     """Starts a run of `kind` in a directory of its own; ends it with the test."""
     runs = []
 
-    def _start(kind, name, *args, **sections):
+    def _start(kind, name, *args, pace_s=0.0, **sections):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name / "run.toml", **sections)
-        runs.append(kind(config, tmp_path / name / "run", *args))
+        runs.append(kind(config, tmp_path / name / "run", *args, pace_s=pace_s))
         return runs[-1]
 
     yield _start
@@ -54,6 +55,7 @@ def table(**sections):
     """Of a run without checkpoints; its snapshots are there to be taken from the device."""
     base = {
         "training": {"global_batch_size": 6},
+        "optimizer": {"implementation": "foreach"},  # a fused one is a kernel of the device's
         "checkpoint": {"enable": False},
         "snapshot": {"enable": True},
         "fault_tolerance": {"groups": 2},
@@ -86,7 +88,7 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
 
 
 def test_a_group_dies_and_heals_on_a_device(start):
-    late = start(LateRun, "late", *ENDLESS, **on_device(table()))
+    late = start(LateRun, "late", *ENDLESS, pace_s=PACE_S, **on_device(table()))
     late.wait_for_step((0, 1))
     killed = late.kill(1)
     started = late.wait_for("training_started", after=killed, group=1)
@@ -137,7 +139,7 @@ def test_a_shape_has_a_cpus_losses_under_kills(start, shape):
     ranks, sections = SHAPES[shape]
     sections = table(**sections)
     flags = ("--ranks-per-group", str(ranks))
-    late = start(LateRun, "late", *ENDLESS, *flags, **on_device(sections))
+    late = start(LateRun, "late", *ENDLESS, *flags, pace_s=PACE_S, **on_device(sections))
     after = None
     for number in range(4):
         late.wait_for_step((0, 1), after=after)
@@ -150,7 +152,7 @@ def test_a_shape_has_a_cpus_losses_under_kills(start, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_hundred_random_kills_and_stops_on_a_device(start, seed):
-    late = start(LateRun, "late", *ENDLESS, **on_device(table(fault_tolerance={"groups": 3})))
+    late = start(LateRun, "late", *ENDLESS, pace_s=PACE_S, **on_device(table(fault_tolerance={"groups": 3})))
     dice, after = random.Random(seed), None
     for _ in range(20):
         late.wait_for_step((0, 1, 2), after=after)

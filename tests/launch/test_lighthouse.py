@@ -1,7 +1,6 @@
 """The lighthouse of a cluster: published, kept up, started again when it dies or hangs, ended with its run."""
 
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -11,6 +10,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.address import publish_address, published_address
 from everstep.run.directory import stop_file
+from forked import Forked
 from launched import DEADLINE_S, alive, events_of, until
 
 
@@ -25,7 +25,7 @@ def start(tmp_path):
 
     def _start():
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        processes.append(subprocess.Popen([*command, "--host", "127.0.0.1"], env=environment))
+        processes.append(Forked([*command, "--host", "127.0.0.1"], env=environment))
         return processes[-1]
 
     yield _start

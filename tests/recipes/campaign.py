@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "run")]
 
 from everstep.titan import cpu  # noqa: E402
 
@@ -26,6 +26,7 @@ if not cpu.has_accelerator():
 import catalog  # noqa: E402
 from assets import write_assets  # noqa: E402
 from everstep.run.events import read_events  # noqa: E402
+from forked import ran  # noqa: E402
 
 LONGEST_S = 1200.0
 """For a run, on however slow a machine: then it loops."""
@@ -42,17 +43,14 @@ def _run(config, groups, ranks, folder, entry, kill=""):
     env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "hf"), "EVERSTEP_TEST_KILL": kill}
     env |= {"RUNNER_TEMP": str(place)}  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
     words = [sys.executable, *map(str, (HERE / "mid_step_kill.py", config, groups, ranks, folder, entry))]
-    process = subprocess.Popen(words, env=env, cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        said, _ = process.communicate(timeout=LONGEST_S)
+        done = ran(words, env=env, cwd=place, timeout=LONGEST_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return "", f"it had not ended after {LONGEST_S:g} s"
-    refused = [line.removeprefix("refused: ") for line in said.splitlines() if line.startswith("refused: ")]
+    refused = [line.removeprefix("refused: ") for line in done.stdout.splitlines() if line.startswith("refused: ")]
     if refused:
         return refused[0].replace(f"{config.parent}/", ""), ""
-    return "", "" if process.returncode == 0 else _why(folder) or f"ended with status {process.returncode}"
+    return "", "" if done.returncode == 0 else _why(folder) or f"ended with status {done.returncode}"
 
 
 def _in_groups(recipe, folder, steps, kill):

@@ -12,9 +12,9 @@ def start(tmp_path_factory):
     """
     runs = []
 
-    def _start(config, *args, run_dir=None):
+    def _start(config, *args, run_dir=None, pace_s=0.0):
         run_dir = run_dir or tmp_path_factory.mktemp(config.stem) / "run"
-        run = Watched(config, run_dir, *args)
+        run = Watched(config, run_dir, *args, pace_s=pace_s)
         runs.append(run)
         return run
 

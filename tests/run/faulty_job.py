@@ -1,6 +1,6 @@
-"""A user's own module for `[job] module`: small_job's model, or with `checked` torchtitan's debug Llama 3, on which the
-groups of EVERSTEP_TEST_SICK compute wrongly from step FIRST on: in slot SLOT, or in a share of all slots,
-EVERSTEP_TEST_SHARE, drawn each time. By EVERSTEP_TEST_FAULT:
+"""A user's own module for `[job] module`: small_job's model, on which the groups of EVERSTEP_TEST_SICK compute wrongly
+from step FIRST on: in slot SLOT, or in a share of all slots, EVERSTEP_TEST_SHARE, drawn each time. By
+EVERSTEP_TEST_FAULT:
 
     kernel    matrices are multiplied wrongly where the output projection is
     nan       likewise, by a NaN
@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.trainer import Trainer
 
 from everstep.attention import product
 from everstep.attention.findings import Deviation
@@ -26,7 +24,7 @@ from everstep.step.reduction import GradientReducer, local
 from everstep.titan.slots import Slots
 from small_job import debugmodel
 
-__all__ = ["checked", "debugmodel"]
+__all__ = ["debugmodel"]
 
 SLOT, FIRST, BIT, SUM_BIT = 0, 3, 10, 45
 FAULT, SHARE = os.environ.get("EVERSTEP_TEST_FAULT", ""), os.environ.get("EVERSTEP_TEST_SHARE", "")
@@ -99,7 +97,3 @@ def _finish_with_flip(reducer):
 
 
 Slots.compute, GradientReducer.finish = _compute_with_faults, _finish_with_flip
-
-
-def checked() -> Trainer.Config:
-    return llama3_debugmodel()

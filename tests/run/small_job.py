@@ -1,16 +1,28 @@
 """A user's own module for `[job] module`: torchtitan's debug Llama 3 with two layers, which most tests of runs train,
-and the same on their own dataset, a JSONL file."""
+and the same on their own dataset, a JSONL file.
+
+Most of what a start and a slot cost is left out: the standard library's text is that of one package, and the loss is
+computed in one piece. A slot takes EVERSTEP_TEST_PACE_S longer: groups that have nobody to wait for while another one
+starts again would make hundreds of steps meanwhile, all of which the run without failures has to make as well.
+"""
+
+import os
+import time
 
 from datasets import load_dataset
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
+from everstep.titan.data import texts
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 LAYERS = 2
+PACE_S = float(os.environ.get("EVERSTEP_TEST_PACE_S", "0"))
 
+texts.stdlib_sources = lambda root: sorted((root / "json").glob("*.py"))
 DATASETS["notes"] = DatasetConfig(
     path="given as dataset_path",
     loader=lambda path: load_dataset("json", data_files=path, split="train", streaming=True),
@@ -18,11 +30,24 @@ DATASETS["notes"] = DatasetConfig(
 )
 
 
+def _paced(forward):
+    def wait_and_compute(*args, **kwargs):
+        time.sleep(PACE_S)
+        return forward(*args, **kwargs)
+
+    return wait_and_compute
+
+
+if PACE_S:
+    Llama3Model.forward = _paced(Llama3Model.forward)
+
+
 def debugmodel() -> Trainer.Config:
     config = llama3_debugmodel()
     assert config.model_spec is not None
     model = config.model_spec.model
     model.layers = model.layers[:LAYERS]
+    config.loss.num_chunks = 1
     return config
 
 

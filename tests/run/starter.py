@@ -15,16 +15,55 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
 import types
 
 from everstep import cli
-from everstep.launch import forking
+from everstep.commands import replay
+from everstep.launch import forking, prepare
 from everstep.run.lifeline import die_with_parent
 
 LONGEST = 1 << 20
+
+
+def forked(does, stdout, stderr):
+    """The status of a fork that `does` it."""
+    pid = os.fork()
+    if pid == 0:
+        for number, stream in ((1, stdout), (2, stderr)):
+            os.dup2(stream.fileno(), number)
+        leave(does)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def answered(command, **how):
+    """As `subprocess.run` of the process that reads a config for a command."""
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as besides:
+        status = forked(lambda: prepare.main(json.loads(command[-1]), tells=True), said, besides)
+        said.seek(0)
+        besides.seek(0)
+        return subprocess.CompletedProcess(command, status, said.read(), besides.read())
+
+
+def trained(command, *, stdout, **how):
+    """As `subprocess.run` of the run that computes a step again."""
+    return subprocess.CompletedProcess(command, forked(lambda: run(command[1:]), stdout, stdout))
+
+
+def leave(does):
+    """End this process with the status that `does` gives."""
+    status = 1
+    try:
+        sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
+        status = does() or 0
+        atexit._run_exitfuncs()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def run(argv):
@@ -53,8 +92,8 @@ def run(argv):
 
 def become(request, streams, channel):
     """Turn this fork into the process that was asked for; never returns."""
-    status = 1
-    try:
+
+    def does():
         if request["session"]:
             os.setsid()
         channel.close()
@@ -69,13 +108,9 @@ def become(request, streams, channel):
         sys.path[:0] = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
         tempfile.tempdir = None
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
-        status = run(request["argv"]) or 0
-        atexit._run_exitfuncs()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return run(request["argv"])
+
+    leave(does)
 
 
 def main():
@@ -85,6 +120,8 @@ def main():
     forking.preload()
     for command in cli.COMMANDS.values():
         importlib.import_module(f"everstep.{command.place}")
+    replay.subprocess = types.SimpleNamespace(run=trained, DEVNULL=subprocess.DEVNULL)
+    prepare.subprocess = types.SimpleNamespace(run=answered, TimeoutExpired=subprocess.TimeoutExpired)
     gc.collect()
     gc.freeze()  # what forks share stays shared
     while True:

@@ -17,6 +17,7 @@ from forked import ran
 from watched import LOSS_TOLERANCE, Watched, assert_nothing_lost, environment, write_config
 
 ALL = (0, 1, 2)
+PACE_S = 0.1
 
 
 def refused(command):
@@ -42,7 +43,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(start, config):
-    return start(config)
+    return start(config, pace_s=PACE_S)
 
 
 def test_a_group_killed_in_the_first_step_is_missed_by_nobody(run):
@@ -108,7 +109,7 @@ def test_a_run_directory_is_not_taken_from_another_config(run, tmp_path):
 @pytest.fixture(scope="module")
 def resumed(run, config, start):
     """The run again, in its directory, with two groups, and with snapshots."""
-    return start(config, "--groups", "2", "--snapshot.enable", run_dir=run.run_dir)
+    return start(config, "--groups", "2", "--snapshot.enable", run_dir=run.run_dir, pace_s=PACE_S)
 
 
 def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(run, resumed):

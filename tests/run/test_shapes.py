@@ -11,6 +11,7 @@ from everstep.run.events import read_events
 from watched import assert_nothing_lost, write_config
 
 ENDLESS = ("--steps", "1000000")
+PACE_S = 0.1
 
 
 def stop(run):
@@ -31,7 +32,7 @@ def losses_match(run, start, config, *args):
 
 def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
     config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 6})
-    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS)
+    run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS, pace_s=PACE_S)
     run.wait_for_step((0, 1))
     killed = run.kill(0, ranks=slice(1, 2))
     died = run.wait_for("workers_died", after=killed, group=0)
@@ -54,7 +55,7 @@ def test_a_users_own_dataset_gives_the_same_batches_when_a_group_dies_and_a_spar
         training={"global_batch_size": 4},
         fault_tolerance={"spares": 1},
     )
-    run = start(config, "--groups", "3", *ENDLESS)
+    run = start(config, "--groups", "3", *ENDLESS, pace_s=PACE_S)
     at_work = set(run.wait_for_step((0, 1, 2))["owners"])
     [spare] = {0, 1, 2} - at_work
     killed = run.kill(min(at_work))
@@ -68,7 +69,7 @@ def test_a_users_own_dataset_gives_the_same_batches_when_a_group_dies_and_a_spar
 
 def test_shrinking_commits_what_is_left_of_a_step(start, tmp_path):
     config = write_config(tmp_path / "shrink.toml", fault_tolerance={"on_loss": "shrink"})
-    run = start(config, *ENDLESS)
+    run = start(config, *ENDLESS, pace_s=PACE_S)
     run.wait_for_step((0, 1, 2))
     os.kill(run.wait_for_phase(1, {"compute"}), signal.SIGKILL)
     run.wait_for_step((0, 1, 2))

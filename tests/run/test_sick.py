@@ -31,7 +31,7 @@ def with_fault(start, tmp_path, monkeypatch):
         monkeypatch.setenv("EVERSTEP_TEST_SHARE", share)
         config = write_config(
             tmp_path / f"{fault}-{groups}.toml",
-            job={"module": "faulty_job", "config": "checked"},
+            job={"module": "faulty_job", "config": "debugmodel"},
             training={"steps": STEPS, "global_batch_size": slots},
             attention_check={"enable": True, "frequency": 1.0} | check,
             fault_tolerance=PATIENT,

@@ -62,7 +62,7 @@ class Torchrun(Followed):
                 "--fault_tolerance.bind_host", "127.0.0.1", "--fault_tolerance.lighthouse", self.lighthouse,
                 *flags,
             ],
-            env=environment(), cwd=self.run_dir,
+            env=environment(EVERSTEP_TEST_PACE_S="0.5"), cwd=self.run_dir,
             stdout=(self.run_dir / f"torchrun-{group}.log").open("wb"), stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.processes.append(process)

@@ -32,7 +32,7 @@ BASE = {
         # In bfloat16, sums in another order flip roundings, and a batch of so few tokens shows each of them.
         "mixed_precision_param": "float32",
     },
-    "optimizer": {"lr": 8e-4, "implementation": "foreach"},
+    "optimizer": {"lr": 8e-4, "implementation": "fused"},
     # The curve does not depend on how many steps a run makes.
     "lr_scheduler": {"warmup_steps": 5, "total_steps": 10_000},
     "activation_checkpoint": {"mode": "none"},
@@ -163,7 +163,8 @@ class Followed:
 class Watched(Followed):
     starts = Forked
 
-    def __init__(self, config, run_dir, *args):
+    def __init__(self, config, run_dir, *args, pace_s=0.0):
+        """`pace_s`: by how much longer a slot of `small_job` takes."""
         super().__init__(run_dir)
         self.output = run_dir.with_suffix(".out")
         temporary = run_dir.parent / "tmp"
@@ -176,7 +177,12 @@ class Watched(Followed):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=run_dir.parent,
-                env=environment(TMPDIR=str(temporary), HF_HOME=str(temporary / "hf"), HF_HUB_OFFLINE="1"),
+                env=environment(
+                    TMPDIR=str(temporary),
+                    HF_HOME=str(temporary / "hf"),
+                    HF_HUB_OFFLINE="1",
+                    EVERSTEP_TEST_PACE_S=str(pace_s),
+                ),
                 start_new_session=True,
             )
 

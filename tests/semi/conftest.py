@@ -25,8 +25,8 @@ class Streams:
 def start(tmp_path):
     runs = []
 
-    def _start(config, *args, name="run"):
-        runs.append(Watched(config, tmp_path / name, *args))
+    def _start(config, *args, name="run", pace_s=0.0):
+        runs.append(Watched(config, tmp_path / name, *args, pace_s=pace_s))
         return runs[-1]
 
     yield _start

@@ -49,10 +49,10 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
     """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk."""
     sections, both = WAYS[way], (0, 1)
     sync_steps = sections.get("semi_sync", {}).get("sync_steps", SYNC_STEPS)
-    steps = 90 // sync_steps * sync_steps
+    steps = 48 // sync_steps * sync_steps
     more = {"training": {"steps": steps}, "checkpoint": {"interval": 2 * sync_steps}}
     config = semi_config(tmp_path / "run.toml", **sections | more)
-    run = start(config)
+    run = start(config, pace_s=0.1)
     for victim in both:
         soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
         soon(run, lambda victim=victim: computes(run, victim))

@@ -19,6 +19,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
+import small_job  # noqa: F401  the standard library's text is a short one
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 DIM, HEADS, VOCAB = 64, 4, 512
@@ -85,7 +86,7 @@ def _small(config: Trainer.Config) -> Trainer.Config:
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCAB, DIM
     model.norm.normalized_shape = DIM
     model.lm_head.in_features, model.lm_head.out_features = DIM, VOCAB
-    config.loss.loss_fn.global_vocab_size = VOCAB
+    config.loss.loss_fn.global_vocab_size, config.loss.num_chunks = VOCAB, 1
     return config
 
 

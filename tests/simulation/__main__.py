@@ -9,7 +9,7 @@ from functools import partial
 
 from simulation import mutants
 from simulation.faults import BREAKERS, KINDS
-from simulation.world import Outcome, Settings, kinds_of, simulate
+from simulation.world import VARIANTS, Outcome, Settings, kinds_of, simulate
 
 SHOWN = 5
 
@@ -25,7 +25,7 @@ def span(text: str) -> tuple[int, int]:
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
-    parser.add_argument("--seeds", type=span, default=(0, 1999), metavar="A-B", help="default: 0-1999")
+    parser.add_argument("--seeds", type=span, metavar="A-B", help="default: 0-1999, and those of the variants")
     parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="replica groups at the start")
     parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="ranks of each group")
     parser.add_argument("--faults", type=int, default=8, help="faults in each run")
@@ -49,11 +49,11 @@ def show(outcome: Outcome) -> None:
         print(f"{violation.at:10.4f}  VIOLATION  {violation.kind}: {violation.text}")
 
 
-def campaign(settings: Settings, seeds: tuple[int, int], jobs: int) -> bool:
+def campaign(settings: Settings, seeds: range, jobs: int) -> bool:
     """Run all seeds and print what came of them; whether none broke the promise."""
     begun, outcomes = time.monotonic(), []
     with ProcessPoolExecutor(jobs) as pool:
-        for outcome in pool.map(partial(simulate, settings=settings), range(seeds[0], seeds[1] + 1), chunksize=8):
+        for outcome in pool.map(partial(simulate, settings=settings), seeds, chunksize=8):
             outcomes.append(outcome)
             if outcome.violations:
                 print(f"seed {outcome.seed}:")
@@ -80,7 +80,14 @@ def main() -> int:
         outcome = simulate(options.trace, settings, trace=True)
         show(outcome)
         return 1 if outcome.violations else 0
-    return 0 if campaign(settings, options.seeds, options.jobs) else 1
+    if options.seeds is not None:
+        first, last = options.seeds
+        return 0 if campaign(settings, range(first, last + 1), options.jobs) else 1
+    kept = [campaign(settings, range(2000), options.jobs)]
+    for name, (seeds, variant) in VARIANTS.items():
+        print(f"{name}:")
+        kept.append(campaign(variant, seeds, options.jobs))
+    return 0 if all(kept) else 1
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ ROOMS = ("step", "quorum", "semi")
 SEED_S = 60
 """Of wall time: a run that takes longer does not end."""
 
-QUIET = ["tests/simulation/test_simulation.py", "-k", "not mixed and not narrow and not homes"]
+QUIET = ["tests/simulation/test_simulation.py", "-k", "not mixed and not variant"]
 TESTS = {
     "step/asking.py": QUIET,
     "step/decisions.py": ["tests/step/test_decisions.py"],

@@ -3,21 +3,26 @@ sees what it is there to see."""
 
 import itertools
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 import simulation.world
 from simulation.faults import KINDS, REFUSALS, Fault
-from simulation.world import HEARTBEAT_S, Outcome, Settings, World, draw_plan, simulate
+from simulation.world import HEARTBEAT_S, VARIANTS, Outcome, Settings, World, draw_plan, simulate
 
-
-def runs(seeds: range, settings: Settings) -> list[Outcome]:
-    with ProcessPoolExecutor(2) as pool:
-        return list(pool.map(partial(simulate, settings=settings), seeds, chunksize=16))
+SEEDS = (
+    *range(40),
+    355,  # four faults of two groups fall on one slot: nobody is left who can refuse it
+    976,  # a group that comes late has a step's second attempt for its first
+    1486,  # a host sees late that the run has ended
+    1822,  # a process ends, and the others are told
+)
+"""The first, and those that have found a mistake. `scripts/simulate` tries 2,000 and all of VARIANTS; CI does before it
+runs the tests."""
+FEW = 12
+"""Seeds of a variant."""
 
 
 def assert_promise_kept(outcomes: list[Outcome]) -> None:
@@ -25,48 +30,24 @@ def assert_promise_kept(outcomes: list[Outcome]) -> None:
     assert not broken, f"{len(broken)} of {len(outcomes)} seeds: {dict(list(broken.items())[:5])}"
 
 
-PART = 200
-"""Seeds of a part: 40 s of one core at most. CI runs 2,000 seeds with `scripts/simulate` besides."""
-
-
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(10, 20))])
-def test_mixed_faults_break_no_promise(part: int) -> None:
-    """In this process: whoever runs tests in several has them share the parts."""
-    outcomes = [simulate(seed) for seed in range(part * PART, (part + 1) * PART)]
+def test_mixed_faults_break_no_promise() -> None:
+    outcomes = [simulate(seed) for seed in SEEDS]
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert_promise_kept(outcomes)
     assert all(fell[kind] for kind in KINDS), fell
-    assert fell.total() > 5 * PART
-    assert sum(outcome.commits for outcome in outcomes) > 7 * PART
+    assert fell.total() > 5 * len(SEEDS)
+    assert sum(outcome.commits for outcome in outcomes) > 7 * len(SEEDS)
 
 
-def test_a_group_that_errs_in_one_slot_is_named_and_a_narrow_bound_names_nobody() -> None:
-    """With groups that die and sums that break meanwhile."""
-    outcomes = runs(range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats")))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_do_those_of_a_variant(variant: str) -> None:
+    seeds, settings = VARIANTS[variant]
+    outcomes = [simulate(seed, settings) for seed in seeds[:FEW]]
     assert_promise_kept(outcomes)
-    fell = sum((outcome.fell for outcome in outcomes), Counter())
-    assert all(fell[kind] >= 20 for kind in REFUSALS), fell
-    assert sum(outcome.unfit for outcome in outcomes) >= 20
-
-
-def test_a_group_alone_gives_no_slot_up_for_two_different_errors() -> None:
-    assert_promise_kept(runs(range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))))
-
-
-def test_neither_do_slots_that_have_homes() -> None:
-    assert_promise_kept(runs(range(5000, 5060), Settings(homes=True)))
-
-
-def test_neither_do_groups_that_stand_by() -> None:
-    assert_promise_kept(runs(range(6000, 6060), Settings(groups=(3, 5), spares=1)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(42))
-def test_a_million_faults_break_no_promise(part: int) -> None:
-    """About 24,500 faults in each part, one every 14 s of a run."""
-    seeds = range(40_000 + part * 200, 40_000 + (part + 1) * 200)
-    assert_promise_kept(runs(seeds, Settings(faults=200)))
+    if variant == "errors":  # a group that errs is named, and a bound that is too narrow names nobody
+        fell = sum((outcome.fell for outcome in outcomes), Counter())
+        assert all(fell[kind] for kind in REFUSALS), fell
+        assert any(outcome.unfit for outcome in outcomes)
 
 
 def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_attempt(

@@ -16,7 +16,7 @@ from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
-from simulation.faults import CLOSING, KINDS, Fault, break_it, place
+from simulation.faults import CLOSING, KINDS, REFUSALS, Fault, break_it, place
 from simulation.files import Shared
 from simulation.groups import Group, Life, Rank
 from simulation.judge import START, Judge, State, Violation
@@ -53,6 +53,15 @@ class Settings:
     """Whether slots have homes."""
     spares: int | None = None
     """Groups that stand by; None: one in a fifth of the runs of three groups and more."""
+
+
+VARIANTS = {
+    "errors": (range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
+    "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
+    "homes": (range(5000, 5060), Settings(homes=True)),
+    "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
+}
+"""Seeds and settings that `scripts/simulate` tries beside its own."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Cluster:
         self.home.chmod(0o755)  # munge wants to know who can write here
         for folder in ("state", *(f"spool/{node}" for node in NODES)):
             (self.home / folder).mkdir(parents=True)
-        self.environment = environment(SLURM_CONF=str(self.home / "slurm.conf"))
+        self.environment = environment(SLURM_CONF=str(self.home / "slurm.conf"), EVERSTEP_TEST_PACE_S="0.5")
 
     def start(self) -> None:
         conf = CONF.format(home=self.home, host=socket.gethostname(), ports=free_ports(5))

@@ -24,7 +24,8 @@ def enter(rank, port, token, results):
 def test_a_rank_without_the_runs_token_ends_the_start_with_a_sentence(monkeypatch, theirs, said):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     port = free_port()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "everstep.titan.group"])
     results = context.Queue()
     ranks = [
         context.Process(target=enter, args=(rank, port, token, results), daemon=True)
