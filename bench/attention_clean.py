@@ -12,6 +12,7 @@ import argparse
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from everstep.attention.section import AttentionCheck
 
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
 KERNELS = ("sdpa", "sdpa", "flash", "matrices", "explicit path")
+LENGTHS = (64, 100, 200)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -67,12 +69,12 @@ def sdpa(visible: Visible):
     return attend
 
 
-def case(seed: int) -> tuple[str, list[dict]]:
-    """One case: what it is, and what the checks find."""
+def case(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, list[dict]]:
+    """One case, of one of these lengths: what it is, and what the checks find."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     dtype, kernel, kv_heads = draw.choice(DTYPES), draw.choice(KERNELS), draw.choice((1, 2, 4, 8))
-    heads, head, length = kv_heads * draw.choice((1, 2, 4)), draw.choice((16, 64)), draw.choice((64, 100, 200))
+    heads, head, length = kv_heads * draw.choice((1, 2, 4)), draw.choice((16, 64)), draw.choice(lengths)
     documents = (torch.arange(length) // draw.choice((7, 40))).view(1, -1)
     masks = {
         "causal": Visible(),
@@ -120,10 +122,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of which each case has one")
     args = parser.parse_args()
     alarms: Counter[str] = Counter()
     for seed in range(args.seed, args.seed + args.cases):
-        what, findings = case(seed)
+        what, findings = case(seed, args.lengths)
         if findings:
             alarms[findings[0]["section"]] += 1
             said = ", ".join(f"{f['section']} {f['action']} {f['magnitude'] or f['kind']}" for f in findings)

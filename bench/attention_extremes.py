@@ -10,7 +10,7 @@ drawn here: only what is looked at in every slot counts, and the default's sampl
 is finite, and whether the elements of its sum are within `step.reduction.LARGEST`.
 
 What passes is counted by its harm, the largest change of a parameter's gradient, by its norm over a step of --tokens.
-Without that a step is one slot, where the checks look at rows of P as well. In steps of 65,536 tokens, one sequence of
+Without them a step is one slot, where the checks look at rows of P as well. In steps of 65,536 tokens, one sequence of
 8192 on eight devices, they do not: a row of one head that the kernel loses is one token's share of a gradient, so its
 harm falls as the root of the tokens. A model and its data serve several faults.
 """
@@ -124,8 +124,11 @@ class Model(nn.Module):
 class Campaign:
     """Faults in one dtype, and what became of them."""
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, compiled: bool = False, tokens: int = LENGTH) -> None:
+    def __init__(
+        self, dtype: torch.dtype, seed: int, *, compiled: bool = False, length: int = LENGTH, tokens: int = 0
+    ) -> None:
         torch.manual_seed(seed)
+        self.length, tokens = length, tokens or length
         self.draw = random.Random(seed)
         self.checks = Checks(AttentionCheck(enable=True, frequency=0.0), step_tokens=tokens)
         self.shot = self.checks.injector = OneShot()
@@ -136,7 +139,7 @@ class Campaign:
                 layer.compile(fullgraph=True)
         self.rest = [torch.zeros_like(p, dtype=torch.float64) for p in self.model.parameters()]
         """The gradients of a step's other slots."""
-        for _ in range(tokens // LENGTH - 1):
+        for _ in range(tokens // length - 1):
             for total, part in zip(self.rest, self.slot(*self.data())[0], strict=True):
                 total += part
         self.renew()
@@ -151,7 +154,7 @@ class Campaign:
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and labels of a slot."""
-        tokens = torch.randint(0, WORDS, (1, LENGTH))
+        tokens = torch.randint(0, WORDS, (1, self.length))
         return tokens, tokens.roll(-1, 1)
 
     def slot(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
@@ -159,7 +162,7 @@ class Campaign:
         self.model.zero_grad()
         self.checks.begin(1, 0)
         loss = self.model(tokens, labels)
-        (loss / LENGTH).backward()
+        (loss / self.length).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         dropped = bool(self.checks.refused()) or not loss.isfinite() or not all_within(LARGEST, gradients)
         self.checks.drain()
@@ -213,11 +216,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=LENGTH, help="of a step")
+    parser.add_argument("--length", type=int, default=LENGTH, help="of a sequence, which a slot is")
+    parser.add_argument("--tokens", type=int, default=0, help="of a step; 0: it is one slot")
     args = parser.parse_args()
     total: Counter[str] = Counter()
     for turn, (dtype, compiled) in enumerate(itertools.product((torch.float32, torch.bfloat16), (False, True))):
-        campaign = Campaign(dtype, args.seed + turn, compiled=compiled, tokens=args.tokens)
+        sizes = {"length": args.length, "tokens": args.tokens}
+        campaign = Campaign(dtype, args.seed + turn, compiled=compiled, **sizes)
         became: Counter[tuple[str, str]] = Counter()
         where: Counter[tuple[str, str]] = Counter()
         worst = 0.0
@@ -231,6 +236,8 @@ def main() -> None:
             if not dropped:
                 worst = max(worst, harm)
                 where[name, kind] += harm > HARMFUL
+            if fate == "harms the step":
+                print(f"    seed {args.seed + turn}, fault {number}: {name} {kind}: {harm:.2%}", flush=True)
         print(f"{dtype}, {'compiled' if compiled else 'eager'}: {dict(became)}; harmful where not seen: {dict(+where)}")
         print(f"    most of what passed harms its step by {worst:.2%}", flush=True)
     print(dict(total))

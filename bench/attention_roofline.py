@@ -261,8 +261,9 @@ class Holder(nn.Module):
         self.layers = nn.ModuleDict({"1": layer})
 
 
-def ran(name: str, section: AttentionCheck | None, *, in_graph: bool) -> Cost:
-    """One slot of one layer's attention, forward and backward; in_graph: as a compiled block calls it."""
+def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: int = guard.SMALL_STEP) -> Cost:
+    """One slot of one layer's attention, forward and backward, in a step of so many tokens; in_graph: as a compiled
+    block calls it."""
     spec = MODELS[name]()
     training = TrainingConfig(seq_len=LENGTH, local_batch_size=1, disable_cuda_graphs=True)
     config = Trainer.Config(model_spec=spec, training=training)
@@ -278,7 +279,7 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool) -> Cost:
     with torch.device("meta"):
         holder = Holder(spec.model.layers[0].build()).to(torch.bfloat16)
     with mock.patch.object(cpu, "has_attention_kernels", return_value=True):
-        checks = None if section is None else checked.attach([holder], section)
+        checks = None if section is None else checked.attach([holder], section, step_tokens=tokens)
     x = torch.empty(1, LENGTH, spec.model.dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.empty(1, LENGTH, device="meta", dtype=torch.int64)
     with (
@@ -343,6 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="the last line as JSON")
     parser.add_argument("--models", default=",".join(MODELS), help="some of the names that are printed")
+    parser.add_argument("--tokens", type=int, default=guard.SMALL_STEP, help="of a step")
     args = parser.parse_args()
     result = {}
     columns = ("kernels", "GB", "of block", "kernels", "GB", "of block", "rate", "of block")
@@ -352,10 +354,11 @@ def main() -> None:
         block = block_seconds(name)
         layers = len(MODELS[name]().model.layers)
         for in_graph in (False, True):
+            known = {"in_graph": in_graph, "tokens": args.tokens}
             without = ran(name, None, in_graph=in_graph)
-            always = ran(name, AttentionCheck(enable=True, frequency=0.0), in_graph=in_graph).less(without)
-            full = ran(name, AttentionCheck(enable=True, frequency=1.0), in_graph=in_graph).less(without)
-            timed = ran(name, AttentionCheck(enable=True), in_graph=in_graph).less(without)
+            always = ran(name, AttentionCheck(enable=True, frequency=0.0), **known).less(without)
+            full = ran(name, AttentionCheck(enable=True, frequency=1.0), **known).less(without)
+            timed = ran(name, AttentionCheck(enable=True), **known).less(without)
             rate = rate_of(block, always.seconds, timed.seconds - always.seconds, layers)
             default = always.seconds + rate * (timed.seconds - always.seconds)
             shares = [part / block for part in (always.seconds, full.seconds, default)]

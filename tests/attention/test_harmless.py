@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from attention_clean import case
+from attention_clean import case, sdpa
+from attention_inside import operands
+from everstep.attention import fused
 from everstep.attention.linear import linear
+from everstep.attention.masks import Visible
 from everstep.attention.product import row_deviation, tile_sums
 
 
@@ -15,6 +18,18 @@ def test_healthy_attention_raises_no_alarm(seeds):
     for seed in seeds:
         what, findings = case(seed)
         assert not findings, (seed, what)
+
+
+def test_long_rows_of_pytorchs_kernel_raise_no_alarm(bench):
+    """On a CPU it rounds dK after each block of queries of each of a group's heads."""
+    q, k, v, do = operands("normal", 2048, 4, 4, 128, torch.bfloat16, 0)
+
+    def compute(guard):
+        given = [x.requires_grad_() for x in (q, k, v)]
+        out, _ = fused.attention(sdpa(Visible()), *given, scale=None, guard=guard)
+        return torch.autograd.grad(out, given, do)
+
+    assert not bench.run(compute)[1]
 
 
 @pytest.mark.parametrize("smallness", [1e-18, 1e-22, 1e-24, 1e-38, 1e-42])

@@ -32,10 +32,10 @@ from .roundoff import accumulator, growth, norms, operand_roundoff, underflow, u
 ALIKE = 1 / 16
 """Rows, or scores, that differ by less than this share may be rounded alike in bf16."""
 
-COLUMN, COLUMN_NARROW = 6.5, 3.6
+COLUMN, COLUMN_NARROW, COLUMN_ONCE = 6.5, 3.6, 2.4
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
-possible: ten to fifteen standard deviations of what they are. The first also holds where a wide dtype is summed, and
-where a kernel rounds partial sums: those of a column that are alike are rounded alike."""
+possible: at least eight standard deviations of what they are. Where a wide dtype is summed, where partial sums are
+rounded to a narrow one, and where the whole sum is rounded once."""
 
 ISOTROPIC, ONE_WAY = 0.4, 2.4
 """The same for the norm over all columns of a head: where the rows point every way, which averages over columns, and
@@ -50,7 +50,7 @@ SUMS = 15
 OF_P, OF_O = 3.0, 8.0
 """By how many units of the kernel's dtype they may differ: of what P makes of V's rows, and of themselves."""
 
-PROBES, PROBED = 4, 3.2
+PROBES, PROBED = 4, 2.6
 """How many s there are, of signs without a pattern; the same factor for the norm of one column over all of them."""
 
 
@@ -127,13 +127,12 @@ def kernel_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
-    """How often dK and dV are rounded, where not once: for each query head of a group, and once more when those are
-    added up. PyTorch's CPU kernel adds up blocks of queries in the narrow dtype as well, twice as many as there are for
-    partial sums larger than their end."""
-    blocks = 1.0
+    """How often dK and dV are rounded, where not once. PyTorch's CPU kernel adds up blocks of queries in the narrow
+    dtype, one head of a group after the other: half of them on average. Other kernels round the parts of heads."""
+    blocks = 1
     if like.device.type == "cpu" and like.dtype != accumulator(like.dtype):
-        blocks = 2 * length / (256 if length >= 768 else 64 if length >= 192 else 32)
-    return max(1.0, blocks + 1) + (groups / 2 if groups > 1 else 0.0)
+        blocks = math.ceil(length / (256 if length >= 768 else 64 if length >= 192 else 32))
+    return blocks * (groups + 1) / 2 + (groups > 1)
 
 
 class _Rows:
@@ -261,14 +260,18 @@ def backward_deviation(
     most_v = (d_square.sqrt() + underflow(count * value_dim, dtype)) * math.sqrt(count)
     rounded_once = (1 - (stored - once) / unit).square()  # as P and dS are, however often sums of them
     through_p = rounded_once * _weighed(d_outs.squares, counted * share)
-    noise = _weighed(d_values.squares, _counted(d_values.alike).maximum(together)) + through_p + count * tiny
+    weight_dv = _counted(d_values.alike).maximum(together)
+    noise = _weighed(d_values.squares, weight_dv) + through_p + count * tiny
+    if groups > 1 and not wide_sums:  # heads whose parts of dV cancel: of each at least its sum, spread over all keys
+        of_heads = d_outs.wide.unflatten(2, (-1, groups)).sum(2).square().sum(2)
+        noise = noise + weight_dv.mean(-1, keepdim=True) * of_heads / keys
     shared = unit * of_same.abs() + summed * total.abs()
     parts = [
         _columns(
             d_values.wide.sum(2) - total,
             unit * _capped(noise, most_v * math.sqrt(keys)),
             torch.minimum(shared, most_v),
-            COLUMN_NARROW if wide_sums and dtype != acc else COLUMN,
+            COLUMN if dtype == acc else COLUMN_ONCE if wide_sums else COLUMN_NARROW,
             _of_norm(dv, common),
         ),
     ]
