@@ -64,7 +64,8 @@ class Submitted(Followed):
     def assert_as_without_failures(self):
         """Stop; the losses are those of a run without failures, nothing is lost, no group was in a quorum twice."""
         steps, against = self.stop(), self.run_dir.with_name("reference")
-        reference = Watched(self.config, against, "--groups", "1", "--steps", str(steps))
+        alone = ("--groups", "1", "--fault_tolerance.spares", "0", "--steps", str(steps))
+        reference = Watched(self.config, against, *alone)
         try:
             assert reference.wait(600) == 0
         finally:
@@ -275,6 +276,29 @@ def test_workers_groups_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
 @pytest.mark.slow
 def test_nothing_was_lost_in_all_of_that(shared):
     shared.assert_as_without_failures()
+
+
+@pytest.mark.slow
+def test_a_spare_takes_over_when_a_node_goes_down(submit):
+    """In the step that the node dies in. Its group is the spare once Slurm has started it elsewhere."""
+    run = submit(fault_tolerance={"spares": 1})
+    at_work = set(run.wait_for_step((0, 1, 2))["owners"])
+    [spare], dead = {0, 1, 2} - at_work, min(at_work)
+    left, node, killed = {0, 1, 2} - {dead}, run.node_of(dead), time.time()
+    run.cluster.kill_node(node)
+    try:
+        first = run.until(
+            lambda: [e for e in run.events("commit", killed, group=spare) if set(e["groups"]) == left], "a step without"
+        )[0]
+        assert set(first["owners"]) == left, "the spare computes in the first step that is made without the dead group"
+        up = run.wait_for("agent_up", after=killed, group=dead)
+        assert up["node"] != node
+        assert first["t"] < up["t"], "Slurm was not waited for"
+        started = run.wait_for("workers_started", after=up["t"], group=dead)
+        assert set(run.wait_for_step((0, 1, 2), after=started["t"])["owners"]) == left
+    finally:
+        run.cluster.start_node(node)
+    run.assert_as_without_failures()
 
 
 @pytest.mark.slow
