@@ -1,15 +1,19 @@
 """How long a quorum takes with many groups: one real lighthouse behind its gate, real members, no training.
 
-    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--plot docs/scale.svg]
+    python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--every-step] [--plot FILE]
 
-Each simulated group is a thread with the `Membership` of a real group: it asks for a quorum, "computes"
-for STEP seconds, and asks again. The latency is what a group waits from its request to the quorum. For each number of
-groups there are two series: nobody dies, and every second one group dies (its heartbeats end, as they do when its
-processes are killed) and a new incarnation joins DOWN_S later. The lighthouse is a process of its own, and
-GROUPS_PER_PROCESS groups share one. All of it shares this machine's cores; the groups of a real run have their own.
+Each simulated group is a thread with the `Membership` of a real group: it asks for a quorum, "computes" steps of STEP
+seconds, and asks again when some group dies or hears that another one waits; with --every-step, before each step. What
+the tally of a real step tells the groups, a number that all share tells them here. The latency is what a group waits
+from its request to the quorum. For each number of groups there are two series: nobody dies, and every second one group
+dies (its heartbeats end, as they do when its processes are killed) and a new incarnation joins DOWN_S later.
+
+The lighthouse is a process of its own, and GROUPS_PER_PROCESS groups share one. All of it shares this machine's cores;
+the groups of a real run have their own.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import random
@@ -22,6 +26,8 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from statistics import mean, quantiles
 
@@ -36,18 +42,20 @@ HEARTBEAT_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
 DOWN_S = 4.0
 WARM_UP_ROUNDS = 3
+LOOK_S = 0.05
 TIMEOUT = timedelta(seconds=20)
 TOKEN = bytes(range(32))
 
 
 @dataclass(frozen=True)
 class Series:
-    """Quorum latencies with one number of groups, in seconds; the lighthouse's share of one core and its bytes."""
+    """Quorum latencies with one number of groups, in seconds, NaN without any; how many requests of all groups there
+    were for each step; the lighthouse's share of one core and its bytes."""
 
     groups: int
     deaths_per_s: float
     quorums: int
-    waits: int
+    asks_per_step: float
     p50_s: float
     p99_s: float
     max_s: float
@@ -74,28 +82,63 @@ def request_of(group: int, life: str, number: int, step: int) -> Request:
     )
 
 
-class Group(threading.Thread):
-    """One simulated group. `waits` holds (step, members, seconds) of its quorums."""
+@dataclass(frozen=True)
+class Setting:
+    """What all groups have alike. `changes`: how often the membership was found to have changed."""
 
-    def __init__(self, group: int, lighthouse: str, step_s: float, end: float) -> None:
+    lighthouse: str
+    step_s: float
+    seconds: float
+    every_step: bool
+    changes: Synchronized
+    ready: Semaphore
+
+    def change(self) -> None:
+        with self.changes.get_lock():
+            self.changes.value += 1
+
+
+class Group(threading.Thread):
+    """One simulated group. `waits` holds (step, members, seconds) of its quorums, `steps` and `asks` count."""
+
+    def __init__(self, group: int, setting: Setting, end: float) -> None:
         super().__init__(name=f"group-{group}", daemon=True)
-        self.group, self._lighthouse, self._step_s, self._end = group, lighthouse, step_s, end
+        self.group, self._setting, self._end = group, setting, end
         self._doomed = threading.Event()
         self.waits: list[tuple[int, int, float]] = []
+        self.steps = self.asks = 0
 
     def die(self) -> None:
         self._doomed.set()
 
     def run(self) -> None:
-        step, number, incarnation = 0, 0, 0
-        membership = self._live(incarnation)
+        step, number, incarnation, seen = 0, 0, 0, -1
+        membership, setting = self._live(incarnation), self._setting
         while time.monotonic() < self._end:
+            if self._doomed.is_set():
+                self._doomed.clear()
+                membership.leave()
+                setting.change()
+                time.sleep(DOWN_S)
+                incarnation, seen = incarnation + 1, -1
+                membership = self._live(incarnation)
+            if membership.wanted and seen == setting.changes.value:
+                setting.change()
+            if seen == setting.changes.value and not setting.every_step:
+                self.steps += 1  # all make them together: `step` tells those that missed a quorum
+                until = time.monotonic() + setting.step_s
+                while seen == setting.changes.value and time.monotonic() < until:
+                    time.sleep(LOOK_S)  # closed connections break a step at once
+                continue
             number += 1
+            seen = setting.changes.value
+            self.asks += 1
             request = request_of(self.group, str(incarnation), number, step)
             asked = time.monotonic()
             try:
                 quorum = read_quorum(*membership.ask(request, TIMEOUT))
             except (QuorumUnavailable, ValueError):
+                seen = -1
                 continue
             waited = time.monotonic() - asked
             heals = quorum.step > step
@@ -103,61 +146,60 @@ class Group(threading.Thread):
             # A healing group waits for the others in the first place: its wait is no latency of the lighthouse.
             if not heals:
                 self.waits.append((step, len(quorum.groups), waited))
-            time.sleep(self._step_s)
-            if self._doomed.is_set():
-                self._doomed.clear()
-                membership.leave()
-                time.sleep(DOWN_S)
-                incarnation += 1
-                membership = self._live(incarnation)
+            self.steps += 1
+            time.sleep(setting.step_s)
 
     def _live(self, incarnation: int) -> Membership:
         return Membership(
             group=self.group,
             life=str(incarnation),
             token=TOKEN,
-            find_lighthouse=lambda: self._lighthouse,
+            find_lighthouse=lambda: self._setting.lighthouse,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         )
 
 
-def crowd(
-    groups: range, lighthouse: str, step_s: float, seconds: float, deaths_per_s: float, results: multiprocessing.Queue
-) -> None:
-    """The groups of one process; puts their waits into `results` and leaves them where they are."""
-    end = time.monotonic() + seconds
-    members = [Group(group, lighthouse, step_s, end) for group in groups]
+def crowd(groups: range, setting: Setting, deaths_per_s: float, results: multiprocessing.Queue) -> None:
+    """The groups of one process; puts their waits, and how many steps and requests there were once all had taken
+    WARM_UP_ROUNDS, into `results` and leaves them where they are."""
+    step_s, end = setting.step_s, time.monotonic() + setting.seconds
+    members = [Group(group, setting, end) for group in groups]
     for member in members:
         member.start()
     chooser = random.Random(groups.start)
-    time.sleep(WARM_UP_ROUNDS * step_s)
+    while any(member.steps < WARM_UP_ROUNDS for member in members):
+        time.sleep(step_s)
+    before = [sum(member.steps for member in members), sum(member.asks for member in members)]
+    setting.ready.release()
     while time.monotonic() < end:
         time.sleep(1.0 / deaths_per_s if deaths_per_s else step_s)
         if deaths_per_s:
             chooser.choice(members).die()
-    results.put([wait for member in members for wait in member.waits])
+    steps, asks = sum(member.steps for member in members), sum(member.asks for member in members)
+    results.put(([wait for member in members for wait in member.waits], steps - before[0], asks - before[1]))
 
 
-def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> Series:
+def measure(groups: int, options: argparse.Namespace, deaths_per_s: float) -> Series:
     """One series: quorums of `groups` groups for so many seconds."""
     lighthouse, address = start_lighthouse(groups)
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results, ready = context.Queue(), context.Semaphore(0)
+    changes = context.Value("i", 0)
+    setting = Setting(address, options.step, options.seconds, options.every_step, changes, ready)
     parts = [range(first, min(first + GROUPS_PER_PROCESS, groups)) for first in range(0, groups, GROUPS_PER_PROCESS)]
     crowds = [
         # Each process has its share of the deaths.
-        context.Process(
-            target=crowd, args=(part, address, step_s, seconds, deaths_per_s * len(part) / groups, results), daemon=True
-        )
+        context.Process(target=crowd, args=(part, setting, deaths_per_s * len(part) / groups, results), daemon=True)
         for part in parts
     ]
     try:
         for process in crowds:
             process.start()
-        time.sleep(WARM_UP_ROUNDS * step_s)
+        for _ in crowds:
+            ready.acquire()
         watched = psutil.Process(lighthouse.pid)
         begin, cpu_begin = time.monotonic(), sum(watched.cpu_times()[:2])
-        waits = [wait for _ in crowds for wait in results.get()]
+        found = [results.get() for _ in crowds]
         cpu = (sum(watched.cpu_times()[:2]) - cpu_begin) / (time.monotonic() - begin)
         rss = watched.memory_info().rss
     finally:
@@ -165,18 +207,18 @@ def measure(groups: int, step_s: float, seconds: float, deaths_per_s: float) -> 
             process.kill()
         lighthouse.kill()
         lighthouse.wait()
-    counted = [wait for wait in waits if wait[0] > WARM_UP_ROUNDS]
-    latencies = sorted(wait for _, _, wait in counted)
+    counted = [wait for waits, _, _ in found for wait in waits if wait[0] > WARM_UP_ROUNDS]
+    latencies = sorted(wait for _, _, wait in counted) or [math.nan, math.nan]
     cuts = quantiles(latencies, n=100, method="inclusive")
     return Series(
         groups=groups,
         deaths_per_s=deaths_per_s,
         quorums=len({step for step, _, _ in counted}),
-        waits=len(latencies),
+        asks_per_step=round(groups * sum(asks for _, _, asks in found) / sum(steps for _, steps, _ in found), 2),
         p50_s=round(cuts[49], 4),
         p99_s=round(cuts[98], 4),
         max_s=round(latencies[-1], 4),
-        members_mean=round(mean(members for _, members, _ in counted), 1),
+        members_mean=round(mean(members for _, members, _ in counted), 1) if counted else groups,
         lighthouse_cpu=round(cpu, 3),
         lighthouse_rss=rss,
     )
@@ -229,6 +271,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=45.0, help="length of a series")
     parser.add_argument("--step", type=float, default=1.0, help="seconds between quorums")
+    parser.add_argument("--every-step", action="store_true", help="ask before each step, as if somebody always waited")
     parser.add_argument("--plot", type=Path, help="where to write the SVG")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -236,13 +279,14 @@ def main() -> int:
     os.environ["RUST_LOG"] = "error"
     os.environ.setdefault("TOKIO_WORKER_THREADS", "1")  # a manager server has a runtime of its own: 256 of them here
     series = []
-    print("groups  deaths/s  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
+    print("groups  deaths/s  asks/step  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
     for groups in args.groups:
         for deaths_per_s in (0.0, 1.0):
-            found = measure(groups, args.step, args.seconds, deaths_per_s)
+            found = measure(groups, args, deaths_per_s)
             series.append(found)
             print(
-                f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.quorums:7d}  {found.members_mean:7.1f}"
+                f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.asks_per_step:9.2f}  {found.quorums:7d}"
+                f"  {found.members_mean:7.1f}"
                 f"  {found.p50_s:6.3f}  {found.p99_s:6.3f}  {found.max_s:6.3f}"
                 f"  {found.lighthouse_cpu:14.2f}  {found.lighthouse_rss >> 20:3d}",
                 flush=True,

@@ -1,8 +1,11 @@
-"""Who comes back while the others make a step that is longer than the join timeout leaves none of them out."""
+"""Who comes back while the others make a step that is longer than the join timeout leaves none of them out; and groups
+that make step after step hear that somebody waits for them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+
+import pytest
 
 from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.membership import Membership
@@ -11,33 +14,72 @@ from quorum.test_gate import LIFE, SOON, a_request
 
 TOKEN = bytes(32)
 JOIN_S = 0.5
+BEATS_S = 1.0
+"""In which each group has beaten, and the gate looked."""
 
 
-def test_one_of_those_that_make_the_step_lets_all_ask():
-    gate = Gate(TOKEN, ("127.0.0.1", 0), Rules(1, JOIN_S, 2.0, groups=3), lambda count, last: None)
-    members = [
-        Membership(
-            group=group,
-            life=LIFE,
-            token=TOKEN,
-            find_lighthouse=lambda: f"http://{gate.address}",
-            heartbeat_timeout_s=2.0,
-        )
-        for group in range(3)
-    ]
+def a_gate(groups, port=0):
+    return Gate(TOKEN, ("127.0.0.1", port), Rules(1, JOIN_S, 2.0, groups=groups), lambda count, last: None)
 
-    def asks(group, number, step):
-        asked = replace(a_request(group, number), step=step)
-        return [found.group for found in members[group].ask(asked, SOON)[1]]
 
+def a_member(group, at):
+    """`at`: a list of one gate, which may become another one."""
+    return Membership(
+        group=group,
+        life=LIFE,
+        token=TOKEN,
+        find_lighthouse=lambda: f"http://{at[0].address}",
+        heartbeat_timeout_s=2.0,
+    )
+
+
+def asks(member, group, number, step):
+    return [found.group for found in member.ask(replace(a_request(group, number), step=step), SOON)[1]]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_one_of_those_that_make_the_step_lets_all_ask(anew):
+    """Also at a gate that was started since their quorum was formed."""
+    at = [a_gate(3)]
+    members = [a_member(group, at) for group in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        first = [pool.submit(asks, group, 1, 0 if group < 2 else NO_STATE) for group in range(3)]
+        first = [
+            pool.submit(asks, member, group, 1, 0 if group < 2 else NO_STATE) for group, member in enumerate(members)
+        ]
         assert [one.result() for one in first] == [[0, 1, 2]] * 3
-        joiner = pool.submit(asks, 2, 2, NO_STATE)
-        time.sleep(2 * JOIN_S)  # its time at the lighthouse would count, and leave out the one that asks last
-        maker = pool.submit(asks, 0, 2, 1)
+        if anew:
+            at[0].close()
+            at[0] = a_gate(3)
+        time.sleep(BEATS_S)
+        assert not any(member.wanted for member in members), "nobody comes or goes"
+        joiner = pool.submit(asks, members[2], 2, 2, NO_STATE)
+        time.sleep(max(2 * JOIN_S, BEATS_S))  # its time at the lighthouse would count, and leave out the last
+        assert [member.wanted for member in members] == [True, True, False]
+        maker = pool.submit(asks, members[0], 0, 2, 1)
         time.sleep(JOIN_S / 3)
-        assert asks(1, 2, 1) == joiner.result() == maker.result() == [0, 1, 2]
+        assert asks(members[1], 1, 2, 1) == joiner.result() == maker.result() == [0, 1, 2]
+        assert not any(member.wanted for member in members)
     for member in members:
         member.leave()
-    gate.close()
+    at[0].close()
+
+
+def test_groups_that_make_steps_apart_hear_of_each_other():
+    """Each has a quorum of its own, as after a cut between them; then they beat at the same gate."""
+    places = [[a_gate(1)], [a_gate(1)]]
+    members = [a_member(group, at) for group, at in enumerate(places)]
+    for group, member in enumerate(members):
+        assert asks(member, group, 1, 1) == [group]
+    places[0][0].close()
+    places[0][0] = places[1][0]
+    time.sleep(2 * BEATS_S)
+    assert [member.wanted for member in members] == [True, True]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(asks, members[0], 0, 2, 1)
+        time.sleep(JOIN_S)
+        assert asks(members[1], 1, 2, 1) == waits.result() == [0, 1]
+    time.sleep(2 * BEATS_S)
+    assert [member.wanted for member in members] == [False, False]
+    for member in members:
+        member.leave()
+    places[1][0].close()

@@ -93,6 +93,15 @@ def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
+def _kill_at_vote(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """One rank dies between its next tally and the commit."""
+    if not _spare(world, life):
+        return False
+    rank.dies_at_vote = True
+    world.disturbed(world.scheduler.now + 5.0)
+    return True
+
+
 def _kill_group(world: World, life: Life, rank: Rank, size: float) -> bool:
     if not _spare(world, life):
         return False
@@ -237,6 +246,15 @@ def _join(world: World, life: Life, rank: Rank, size: float) -> bool:
     if len(world.groups) > world.plan.groups + 1 or world.finishing():
         return False
     world.add_group(max(world.groups) + 1)
+    return True
+
+
+def _join_at_vote(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group that comes asks just when others vote."""
+    number = max(world.groups) + 1
+    if not _join(world, life, rank, size):
+        return False
+    world.groups[number].asks_at_vote = True
     return True
 
 
@@ -480,11 +498,14 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "fs-lag": _lag,
     "sick": _sick,
     "narrow": _narrow,
+    "vote": _kill_at_vote,
+    "join-vote": _join_at_vote,
 }
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
 """In which nobody falls silent: the connections of all that die are closed."""
 REFUSALS = ("refuse", "sick", "narrow")
-KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow"))
+AT_VOTE = ("vote", "join-vote")
+KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", *AT_VOTE))
 """What falls where nothing else is asked for."""
 WEIGHTS = {
     "flip": 2.0,

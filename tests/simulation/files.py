@@ -39,6 +39,11 @@ class SimFiles:
         now = self._world.scheduler.now
         life = self._rank.life
         self._rank.beaten = now
+        if phase == "vote":
+            self._world.votes += 1
+            self._world.voted.fire(self._world.scheduler)
+            if self._rank.dies_at_vote:
+                self._rank.process.die_after = 1
         if self._rank.number == 0:
             life.group.beat.write(now, (now, phase, step))
             if step > 0:
@@ -92,7 +97,11 @@ class SimEvents:
         self._world.scheduler.check()
         if kind == "quorum" and fields["attempt"] > 1:
             self._world.retried.add(step or 0)
+        life = self._rank.life
+        if kind == "quorum":
+            life.able = [group for group in fields["groups"] if group not in fields["joiners"]]
         if kind == "attempt":
+            life.committed = fields["committed"]
             if fields["committed"] and self._rank.number == 0:
                 self._world.judge_commit(self._rank, step or 0, fields["took_s"])
             truly, self._rank.work.recomputed = self._rank.work.recomputed, set()

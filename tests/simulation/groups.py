@@ -43,6 +43,7 @@ class Group:
         self.lives: list[Life] = []
         self.wanted = True
         """Whether its agent starts it again."""
+        self.asks_at_vote = False
         self.suspicious = self.named = False
         """Whether a fault changed its parameters, so that an audit may name it; whether one did that might know."""
         self.started: Shared[Life | None] = Shared(None)
@@ -75,7 +76,18 @@ class Life:
         self.accused = False
         """Whether an audit named it: it ends."""
         self.met: list[Member] = []
-        """The members of the last quorum that it was told of."""
+        """All that asked for the last quorum that it asked for."""
+        self.able: list[int] = []
+        """The groups that have the state in the attempt that it is in, as the rows say."""
+        self.committed = False
+        """Whether its last attempt did, and it has not asked since."""
+        self.in_vain = 0
+        """Quorums in a row that it asked for though nothing had changed."""
+        self.asks_since = NEVER
+        self.asks_at_vote = group.asks_at_vote
+        """Whether it asks first when another group votes."""
+        self.passed_by: set[int] = set()
+        """Steps that were committed without it while it asked."""
         self.proven = False
         """Whether an audit found its parameters equal to the others' since it took over a state."""
         self.stayed = self.audits_passed = 0
@@ -165,6 +177,7 @@ class Rank:
         self.process.on_death += [life.rank_died, partial(world.network.process_died, self.process)]
         self.beaten = self.looked = world.scheduler.now
         self.leave_at = NEVER
+        self.dies_at_vote = False
         self.voice: Voice | None = None
         self.sums: Any = None
         self.door: Any = None
@@ -215,6 +228,8 @@ class Rank:
             end = Driver(protocol, self.work, host, timedelta(seconds=3600)).run()
         except GroupBroken as broken:
             world.note(self.name, "group broken", None, {"reason": str(broken)})
+            if "is not at decision" in str(broken):
+                world.judge.violate("collectives paired", f"{self.name}: {broken}")
             world.scheduler.call_in(0.0, self.process.kill)
             return
         except Exception as error:  # noqa: BLE001 whatever it is, it is a fault of the protocol

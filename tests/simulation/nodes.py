@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 TOKEN = bytes(range(32))
 PORT = 29510
+VOTE_S = 5.0
+"""For how long one that is to ask just when others vote waits for that."""
+NEVER = float("inf")
 
 
 class LighthouseNode:
@@ -64,7 +67,7 @@ class Voice:
     """Membership, with what the judge wants to know of it."""
 
     def __init__(self, world: World, rank: Rank) -> None:
-        self._life = rank.life
+        self._world, self._life = world, rank.life
         self._membership = real.membership.Membership(
             group=rank.life.group.id,
             life=rank.life.name,
@@ -74,7 +77,19 @@ class Voice:
         )
         self.leave: Callable[[], None] = self._membership.leave
 
+    @property
+    def wanted(self) -> bool:
+        return self._membership.wanted
+
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
-        number, members = self._membership.ask(request, timeout)
-        self._life.met = members
+        life, world = self._life, self._world
+        if life.asks_at_vote:
+            life.asks_at_vote, votes = False, world.votes
+            world.scheduler.wait(world.voted, lambda: world.votes > votes, VOTE_S)
+        life.asks_since = world.scheduler.now
+        try:
+            number, members = self._membership.ask(request, timeout)
+        finally:
+            life.asks_since = NEVER
+        world.judge_question(life, request, members)
         return number, members

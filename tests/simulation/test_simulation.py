@@ -15,6 +15,7 @@ from simulation.world import HEARTBEAT_S, VARIANTS, Outcome, Settings, World, dr
 SEEDS = (
     *range(40),
     355,  # four faults of two groups fall on one slot: nobody is left who can refuse it
+    877,  # two groups are cut apart, and then from the lighthouse, which would have them meet again
     976,  # a group that comes late has a step's second attempt for its first
     1486,  # a host sees late that the run has ended
     1822,  # a process ends, and the others are told
@@ -69,13 +70,13 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
-def run_of(kind: str, *, size: float = 0.9, **more: Any) -> tuple[Outcome, World]:
-    """A quiet run of three groups that meets one fault after 12 s. `more`: of its plan."""
+def run_of(kind: str, *, size: float = 0.9, at: float = 13.0, **more: Any) -> tuple[Outcome, World]:
+    """A quiet run of three groups that meets one fault. `more`: of its plan."""
     plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
     waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
     options = replace(plan.lighthouse, join_timeout_s=2.0)
-    plan = replace(plan, lighthouse=options, faults=(Fault(13.0, kind, 2, 0, size),), **quick | waits | more)
+    plan = replace(plan, lighthouse=options, faults=(Fault(at, kind, 2, 0, size),), **quick | waits | more)
     world = World(0, plan, trace=True)
     return world.run(), world
 
@@ -111,6 +112,32 @@ def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(
     assert longest_pause_s(outcome) < bound_s + 2.0
 
 
+@pytest.mark.parametrize("kind", ["lh-out", "lh-freeze", "lh-move", "lh-dark"])
+def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(kind: str) -> None:
+    """For ten seconds and more; nobody comes or goes meanwhile."""
+    outcome, world = run_of(kind)
+    assert not outcome.violations
+    assert world.fell == {kind: 1}
+    assert longest_pause_s(outcome) < 2.0, "steps of 1.4 s"
+    assert all("committed=True" in text for _, _, what, step, text in outcome.trace if what == "attempt" and step > 3)
+
+
+def test_a_group_that_comes_waits_for_the_step_and_a_beat() -> None:
+    outcome, _ = run_of("join")
+    assert not outcome.violations
+    [waited_s, *_] = [
+        float(text.split("wait_s=")[1]) for _, who, what, _, text in outcome.trace if (who, what) == ("3.0/0", "quorum")
+    ]
+    assert waited_s < 0.5 + 1.5
+
+
+def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt() -> None:
+    outcome, world = run_of("leave")
+    assert not outcome.violations
+    assert world.fell == {"leave": 1}
+    assert all("committed=True" in text for _, _, what, _, text in outcome.trace if what == "attempt")
+
+
 def longest_pause_s(outcome: Outcome) -> float:
     """Between commits of the two groups that no fault hits."""
     times = [at for at, who, what, _, _ in outcome.trace if what == "applied" and who in ("0.0/0", "1.0/0")]
@@ -119,8 +146,9 @@ def longest_pause_s(outcome: Outcome) -> float:
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
-    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare."""
-    outcome, world = run_of("stop-group", reduce_s=20.0, spares=spares)
+    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due
+    in that step, for which they would wait."""
+    outcome, world = run_of("stop-group", at=14.0, reduce_s=20.0, spares=spares)
     assert not outcome.violations
     assert world.fell == {"stop-group": 1}
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0

@@ -150,8 +150,7 @@ class SimWork:
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         self._same("not finite", step, tuple(slots))
-        newest = max(member.step for member in self.rank.life.met)
-        if self._world.mostly_fit([member.group for member in self.rank.life.met if member.step == newest]):
+        if self._world.mostly_fit(self.rank.life.able):
             text = f"{self.rank.name} gives slots {list(slots)} of step {step} up"
             self._world.judge.violate("not finite anywhere", text)
         self._given_nothing |= {(step, slot) for slot in slots}

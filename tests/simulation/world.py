@@ -11,19 +11,19 @@ from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 from everstep.quorum.errors import GroupBroken
-from everstep.quorum.request import read_quorum
+from everstep.quorum.request import Member, Request, name_of, read_quorum
 from everstep.step.driver import End
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
-from simulation.faults import CLOSING, KINDS, REFUSALS, Fault, break_it, place
+from simulation.faults import AT_VOTE, CLOSING, KINDS, REFUSALS, Fault, break_it, place
 from simulation.files import Shared
 from simulation.groups import Group, Life, Rank
 from simulation.judge import START, Judge, State, Violation
 from simulation.lighthouse import Options
 from simulation.network import Network
 from simulation.nodes import LighthouseNode
-from simulation.scheduler import Process, Scheduler
+from simulation.scheduler import Process, Scheduler, Signal
 from simulation.trainer import SimWork
 
 LOOK_S = 5.0
@@ -34,7 +34,9 @@ FAILURES = 3
 """Attempts of one group that may fail for each fault, and without any."""
 STUCK = 4
 """So many times its bound without a commit a run counts as stuck."""
-STAYS, AUDITS, HEALS, MISSES = 3, 3, 4, 3
+STAYS, AUDITS, HEALS, MISSES, IN_VAIN = 3, 3, 4, 3, 2
+CALM_S = 5.0
+"""After a fault, for a quorum that nobody needs: who beats has been told what there was to tell."""
 AGAIN = 1.5
 """Commits of a step that there is already, for each fault."""
 MOST_EVENTS = 2_000_000
@@ -60,6 +62,7 @@ VARIANTS = {
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
+    "votes": (range(7000, 7060), Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "part"))),
 }
 """Seeds and settings that `scripts/simulate` tries beside its own."""
 
@@ -221,6 +224,8 @@ class World:
         self.longest = (0.0, 0.0, 0.0)
         self._waits_for_state = False
         """Whether some group found, since the last commit, that one which is in no quorum may have a state."""
+        self.votes, self.voted = 0, Signal()
+        """Beats of ranks that vote."""
         self.sessions = self._starting = 0
         self.stuck = False
         self.move_lighthouse()
@@ -267,7 +272,7 @@ class World:
         for group in self.groups.values():
             life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                voters = [self.groups[number].life for number in read_quorum(0, life.met).able]
+                voters = [self.groups[number].life for number in life.able]
                 most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
                 # Of those that no audit has found sound since they took over a state, it may name the wrong ones; nor
                 # can it tell which of two is ill.
@@ -366,6 +371,29 @@ class World:
                 if len(life.missed) > MISSES:
                     text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
                     self.judge.violate("left out", text)
+
+        for life in self.lives():
+            if life.asks_since > self.scheduler.now or life.group.id in commit.groups:
+                life.passed_by.clear()
+            elif quiet_s > self.bound_s() and self.network.is_open():
+                life.passed_by.add(commit.step)
+                if len(life.passed_by) > MISSES:
+                    text = f"{life.name} asks since {life.asks_since:.1f}, steps {sorted(life.passed_by)} are made"
+                    self.judge.violate("not let in", text)
+
+    def judge_question(self, life: Life, request: Request, members: list[Member]) -> None:
+        """Where nothing breaks and nobody comes, goes or heals, a group that made a step with most of the others asks
+        nobody for the next."""
+        quorum, before = read_quorum(0, members), {member.name for member in life.met}
+        lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
+        alive = {name_of(other.group.id, other.name) for other in lives}
+        calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
+        stands = alive == before == {member.name for member in members} and len(quorum.able) == len(members)
+        most = 2 * len(members) > self.plan.groups
+        in_vain = calm and stands and most and life.committed and not request.finishing
+        life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
+        if life.in_vain > IN_VAIN:
+            self.judge.violate("asks in vain", f"{life.name} after step {request.step}, of {sorted(alive)}")
 
     def _judge_commits(self) -> None:
         """Each step is committed once; a fault may have it committed once more."""

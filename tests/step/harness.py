@@ -89,7 +89,7 @@ class Run:
     def __init__(self, run_dir: Path, context, **lighthouse: float | str) -> None:
         self.run_dir = run_dir
         self.port, self.host = 0, lighthouse.get("host", "127.0.0.1")
-        self.timeouts = lighthouse
+        self.timeouts, self.asked = lighthouse, context.Value("i", 0)
         self._context = context
         self.members: list[Rank] = []
         self.start_lighthouse()
@@ -97,7 +97,10 @@ class Run:
     def start_lighthouse(self) -> None:
         connection, theirs = self._context.Pipe()
         self.lighthouse = self._context.Process(
-            target=member.lighthouse, args=(self.port, theirs), kwargs=self.timeouts, daemon=True
+            target=member.lighthouse,
+            args=(self.port, theirs),
+            kwargs=self.timeouts | {"asked": self.asked},
+            daemon=True,
         )
         self.lighthouse.start()
         assert connection.poll(DEADLINE_S)

@@ -5,6 +5,7 @@ torchft's lighthouse are the real ones.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -77,6 +78,37 @@ def test_no_death_costs_a_heartbeat_timeout(tmp_path, context):
     assert_goes_on(groups[:2])
     assert time.monotonic() - begin < timeout_s - 5
     run.close()
+
+
+def test_groups_that_make_step_after_step_ask_once_and_a_joiner_waits_for_a_step_and_a_beat(run):
+    """Its request tells them, by the answer to a beat."""
+    groups = together(run, 3, 2, slot_s=0.3)
+    time.sleep(1.0)  # those that came after the first quorum have asked
+    before = run.asked.value
+    assert_goes_on(groups)
+    assert run.asked.value == before
+    joiner = run.ranks(3, 2, **SHORT | {"slot_s": 0.3})
+    assert_goes_on([*groups, joiner])
+    [waited_s, *_] = [event["wait_s"] for event in run.events("quorum") if event["group"] == 3]
+    assert waited_s < 0.5 + 0.3 + 0.5, "a beat, a step, and what a quorum takes here"
+    time.sleep(1.0)
+    before = run.asked.value
+    assert_goes_on([*groups, joiner])
+    assert run.asked.value == before
+
+
+def test_a_lighthouse_that_dies_while_groups_make_steps_costs_nothing_until_one_comes_or_goes(run):
+    groups = together(run, 3, 1)
+    assert_goes_on(groups)
+    run.kill_lighthouse()
+    killed = time.monotonic()
+    assert_goes_on(groups)
+    times = sorted(commit["time"] for commit in groups[0][0].commits.values() if commit["time"] > killed - 0.5)
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 0.5, "steps of 0.1 s"
+    assert all(event["committed"] for event in run.events("attempt"))
+    groups[2][0].kill()
+    run.start_lighthouse()
+    assert_goes_on(groups[:2])
 
 
 def test_a_group_that_stands_still_costs_the_others_no_time_out_of_a_sum(run):

@@ -4,22 +4,26 @@ torchft's lighthouse takes every replica in, and forms no quorum while a strange
 come. So it listens on loopback, and the gate listens where groups reach it. The gate speaks `everstep.wire`: nobody who
 does not prove to hold the run's token is heard. Each request is one message and is answered by one:
 
-    {"replica": ID}                                      {}
+    {"replica": ID, "makes": WORD}                       {"wanted": whether it should ask for a quorum}
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
-ID is the group's name and TEXT what it says of itself (`everstep.quorum.request`: `name_of`, `encode`). A request
-without a quorum is answered by {"failed": why}; the connection stays. What groups say stays at the gate: torchft's
-lighthouse names all members in each of its answers, and would copy it once for each pair of members. So do heartbeats:
-the gate tells the lighthouse who lives, and stops at once for a group whose connections have closed, however long the
-heartbeat timeout is.
+ID is the group's name, TEXT what it says of itself and WORD in which quorum it makes steps (`everstep.quorum.request`:
+`name_of`, `encode`, `Quorum.makers`). A request without a quorum is answered by {"failed": why}; the connection stays.
+What groups say stays at the gate: torchft's lighthouse names all members in each of its answers, and would copy it once
+for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, and stops at once for a group whose
+connections have closed, however long the heartbeat timeout is.
+
+Groups make step after step in one quorum. The answer to a heartbeat tells them to ask for the next one: another group
+waits for it, or makes steps in another quorum, because a broken network has let them go apart. Each heartbeat says in
+which quorum a group makes steps, so that a gate that was started later knows as much.
 
 The lighthouse makes a new quorum as soon as all members of the last one ask, and else when more than half of the groups
 ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that comes
 back while the others make a step has waited for longer than that when they ask again. With it and the first of them
 there is a majority, and a quorum without the others, who ask a millisecond later: of three groups one is then left out
 of each step, another one each time, and heals. The same would happen with a member of the last quorum that makes no
-step, because it has no state or cannot be reached: it asks again at once. So groups that make no step wait at the gate,
-where their time does not count, until one asks that does, or none of those is heard any more.
+step, because it has no state or cannot be reached: it asks again at once. So groups wait at the gate, where their time
+does not count, until one asks that makes steps, or none of those is heard any more.
 """
 
 import math
@@ -129,8 +133,14 @@ class Gate:
         self._new: set[str] = set()
         """Groups that beat since nobody was heard."""
         self._asking: dict[str, _Waiting] = {}
-        self._makers: frozenset[str] = frozenset()
-        """Members of the last quorum that make its step; empty once one of them has asked again."""
+        self._makes: dict[str, str] = {}
+        """By replica, in which quorum it makes steps; empty for none."""
+        self._waits: dict[str, _Waiting] = {}
+        """By replica, its request while there is no quorum for it."""
+        self._apart = False
+        """Whether groups make steps in different quorums."""
+        self._makers = ""
+        """In which quorum those make steps that the others wait for; empty for any, while none was formed here."""
         self._beating: Counter[str] = Counter()
         """By replica, the connections on which it beats."""
         self._held = 0
@@ -182,7 +192,10 @@ class Gate:
                     beats = asked.replica
                     self._beats_on(beats, 1)
                 self._hear(asked.replica)
-                channel.send_frame({} if request is None else self._quorum(asked, _Waiting(request, channel)))
+                if request is None:
+                    channel.send_frame({"wanted": self._is_wanted(asked)})
+                else:
+                    channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
         finally:
             if beats:
                 self._beats_on(beats, -1)
@@ -206,6 +219,12 @@ class Gate:
             if len(self._new) >= self._groups:  # the lighthouse is told of all of them first
                 self._asks_from = min(self._asks_from, now + 2 * self._every_s)
 
+    def _is_wanted(self, beat: Asked) -> bool:
+        """Whether a group that beats should ask for a quorum."""
+        with self._changed:
+            self._makes[beat.replica] = beat.makes
+            return self._apart or any(other != beat.replica and self._is_heard(other) for other in self._waits)
+
     def _is_heard(self, replica: str) -> bool:
         patience_s = self._timeout_s if replica in self._beating else min(2 * self._every_s, self._timeout_s)
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
@@ -223,7 +242,9 @@ class Gate:
             if (now := time.monotonic()) - self._beaten > late_s:
                 self._believed_from = now + late_s
             self._beaten = now
-            for replica in self._counting().values():
+            counting = self._counting().values()
+            self._apart = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
+            for replica in counting:
                 if replica in self._beating:
                     self._beat(replica)
 
@@ -238,8 +259,20 @@ class Gate:
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
             return {"failed": "another start of this group counts now"}
+        with self._changed:
+            self._waits[asked.replica] = waiting
+            if self._makes.get(asked.replica):
+                self._changed.notify_all()
+        try:
+            return self._answer(asked, waiting)
+        finally:
+            with self._changed:
+                if self._waits.get(asked.replica) is waiting:
+                    del self._waits[asked.replica]
+
+    def _answer(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         until = time.monotonic() + asked.timeout_s
-        if not self._wait_for_turn(asked.replica, until) or waiting.channel.hung_up():
+        if not self._wait_for_turn(until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
         with self._changed:
             self._asking[asked.replica] = waiting
@@ -258,12 +291,9 @@ class Gate:
                 return {"failed": "there is a newer quorum already"}
             return self._newest[1]
 
-    def _wait_for_turn(self, replica: str, until: float) -> bool:
+    def _wait_for_turn(self, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
         with self._changed:
-            if replica in self._makers:
-                self._makers = frozenset()
-                self._changed.notify_all()
             gives_turn = self._held > 0 and self._may_pass()
             self._held += 1
             while (now := time.monotonic()) < until and (now < self._asks_from or not self._may_pass()):
@@ -274,8 +304,9 @@ class Gate:
         return time.monotonic() < until
 
     def _may_pass(self) -> bool:
-        """Whether those that make no step may ask."""
-        return not any(map(self._is_heard, self._makers))
+        """Whether those that make no step may ask: one of those that do has, or none of them is heard."""
+        making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
+        return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
         """The answer to all members of a new quorum."""
@@ -285,6 +316,7 @@ class Gate:
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._asking = {replica: asking for replica, asking in self._asking.items() if replica in self._heard}
+        self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
         members = {replica: self._asking.get(replica) for replica in replicas}
         if None in members.values():
             return _failed("the lighthouse names a replica that did not ask at its gate")
@@ -302,7 +334,9 @@ class Gate:
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
-        self._makers = frozenset(name for name, waiting in found.items() if waiting.request.group in read.able)
+        self._makers, able = read.makers(), set(read.able)
+        self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
+        self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from everstep import wire
 from everstep.quorum.errors import QuorumUnavailable
-from everstep.quorum.request import Member, Request, decode, encode, name_of
+from everstep.quorum.request import Member, Request, decode, encode, name_of, read_quorum
 from everstep.run import typed
 
 PURPOSE = "lighthouse"
@@ -29,11 +29,13 @@ ASK_AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class Asked:
-    """A member lives, and with `said`, what it says of itself, asks for the next quorum."""
+    """A member lives and makes the steps of a quorum (`Quorum.makers`; empty: of none); or with `said`, what it says of
+    itself, it asks for the next one."""
 
     replica: str
     said: str = ""
     timeout_s: Annotated[float, typed.Within(0.001, 86400.0)] = 1.0
+    makes: str = ""
 
 
 class Line:
@@ -103,6 +105,9 @@ class Membership:
         patience = timedelta(seconds=heartbeat_timeout_s / 2)
         self._asking, self._beating = Line(token, patience), Line(token, patience)
         self._patience = patience
+        self.wanted = False
+        """Whether somebody else waits for a quorum, or makes steps apart from this group, as the last beat was told."""
+        self._makes = ""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
         self._beats.start()
@@ -134,23 +139,28 @@ class Membership:
             if not isinstance(members, list) or not isinstance(answer["quorum_id"], int):
                 raise ValueError("a quorum of another form")
             found = answer["quorum_id"], [decode(member) for member in members]
+            quorum = read_quorum(*found)
+            if request not in found[1]:
+                raise ValueError("the quorum is for another request of this group")
         except (wire.WireError, KeyError, ValueError) as error:
             raise QuorumUnavailable(str(error).partition("\n")[0][:300]) from error
         if self._published() != address:
             # The others ask the one that is published now. A quorum of this one would be of those that do not know yet.
             raise QuorumUnavailable("the lighthouse has moved")
+        self.wanted, self._makes = False, quorum.makers() if request.group in quorum.able else ""
         return found
 
     def _keep_beating(self) -> None:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
-        heard, beat = time.monotonic(), asdict(Asked(self._replica))
+        heard = time.monotonic()
         while not self._left.wait(self._every_s):
             address = self._published()
             try:
-                self._beating.ask(address, beat, self._patience)
+                beat = asdict(Asked(self._replica, makes=self._makes))
+                self.wanted = self._beating.ask(address, beat, self._patience).get("wanted") is True
                 heard = time.monotonic()
-            except wire.WireError:  # what is not heard now is said again
-                pass
+            except wire.WireError:  # what is not heard now is said again; nobody waits at a lighthouse that is away
+                self.wanted = False
             if self._asking.address not in ("", address) or time.monotonic() - heard > self._timeout_s:
                 self._asking.end()
 

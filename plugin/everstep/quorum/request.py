@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 from everstep.run import typed
@@ -129,6 +129,17 @@ class Quorum:
         """The process group that all members are in already, and nobody else; empty if there is none."""
         keys = {member.connected for member in self.members}
         return keys.pop() if len(keys) == 1 else ""
+
+    def moved_on(self, step: int, history: int, able: tuple[int, ...]) -> "Quorum":
+        """What its members make of it after they committed a step and nobody wants another one: `able` made the step
+        and have its state, and all others follow."""
+        return replace(self, step=step, history=history, able=able, sources={})
+
+    def makers(self) -> str:
+        """A word for those that make its steps, the same in each quorum of theirs; empty if nobody has a state."""
+        able = set(self.able)
+        names = "/".join(member.name for member in self.members if member.group in able)
+        return hashlib.blake2b(names.encode(), digest_size=8).hexdigest() if names else ""
 
     def rank(self, group: int) -> int:
         return self.groups.index(group)

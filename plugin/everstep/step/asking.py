@@ -11,12 +11,15 @@ from everstep.step.attempt import Group, Host, State, Turn
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import Timeouts
 
+OVER = None, Turn.FENCED, Turn.TOO_LATE
+"""Which turn ends this start of a group; None if it goes on."""
+
 
 class Answer(NamedTuple):
-    """What rank 0 tells the others: which turn ends this start of the group, empty if it goes on; why there is no
-    quorum, empty if there is one; its id and members (`request.encode`)."""
+    """What rank 0 tells the others: a place in OVER; why there is no quorum, empty if there is one; its id and members
+    (`request.encode`)."""
 
-    over: str
+    over: int
     reason: str
     id: int
     members: list[str]
@@ -89,7 +92,7 @@ class Asker:
             waited_s = round(self._host.clock.now() - begun, 3)
             events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
         if answer.over:
-            return Turn[answer.over]
+            return OVER[answer.over]
         if answer.reason:
             return None
         self._met = tuple(map(decode, answer.members))
@@ -107,35 +110,37 @@ class Asker:
 
     def _ask_lighthouse(self, membership: Membership, request: Request, brief: bool) -> Answer:
         """Rank 0's question and its answer."""
-        quorum_id, members, reason = 0, list[str](), ""
-        over, timeouts = self._over(request.step), self._timeouts
-        if over:
+        quorum_id, members, reason, timeouts = 0, list[str](), "", self._timeouts
+        if over := self.over(request.step):
             return Answer(over, reason, quorum_id, members)
         try:
             patience = min(timeouts.quorum, timeouts.join) if brief else timeouts.quorum
             quorum_id, found = membership.ask(request, patience)
-            read_quorum(quorum_id, found)
-            if request not in found:
-                raise QuorumUnavailable("the quorum is for another request of this group")
             members = [encode(member) for member in found]
-        except (QuorumUnavailable, ValueError) as error:
+        except QuorumUnavailable as error:
             reason = str(error)
         # Meanwhile another rank may have stood still for longer than the run went on.
-        return Answer(self._over(request.step), reason, quorum_id, members)
+        return Answer(self.over(request.step), reason, quorum_id, members)
 
-    def _over(self, step: int) -> str:
-        """Which turn says that this start of the group, with the state after `step`, is not to go on; empty if it is.
+    def is_wanted(self) -> bool:
+        """Whether this rank has heard that somebody else wants a quorum."""
+        return self._group.membership is not None and self._group.membership.wanted
+
+    def over(self, step: int) -> int:
+        """The place in OVER for this start of the group with the state after `step`; on rank 0, which speaks for all.
 
         It is too late if the others ended the run, while this group was busy, with a later state. A group that left
         alone has ended nothing for those that were not asked to.
         """
         files = self._host.files
+        if self._decisions.rank:
+            return OVER.index(None)
         if files.fenced():
-            return Turn.FENCED.name
+            return OVER.index(Turn.FENCED)
         finished = files.finished_step()
         if finished == self._finished_before or step >= finished:
-            return ""
-        return Turn.TOO_LATE.name if files.asked_to_leave() or files.ended_for_all() else ""
+            return OVER.index(None)
+        return OVER.index(Turn.TOO_LATE if files.asked_to_leave() or files.ended_for_all() else None)
 
     def _tell_left_out(self, quorum: Quorum) -> None:
         """When others are left out than before, the first of those that are not says so."""

@@ -82,10 +82,12 @@ class Turn(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What one rank brings to an attempt. All but step, history and `slot_us` (`ledger.Row`) are flags, 0 or 1."""
+    """What one rank brings to an attempt. All but step, history, `over` (`Asker.over`) and `slot_us` (`ledger.Row`) are
+    flags, 0 or 1."""
 
     step: int
     history: int
+    over: int
     asked_to_leave: int
     gives_up: int
     lost_peers: int
@@ -141,12 +143,18 @@ class Attempt:
     number: int
     begun: float
     quorum: Quorum
+    is_asked: bool
+    """Whether the lighthouse was asked for it, and it is not the last one moved on."""
+    computes: bool
+    """Whether this group has the state that the step is made on."""
     waited_s: float
     rows: list[ledger.Row] = field(default_factory=list)
     plan: ledger.Plan = ledger.NO_PLAN
     exhausted: bool = False
     refused: bool = False
     """Whether this group refused a slot that it computed."""
+    wanted: bool = False
+    """Whether somebody wants a quorum before the next step."""
     compute_s: float = 0.0
     reduce_s: float = 0.0
 

@@ -21,6 +21,7 @@ from everstep.step.interfaces import SlotSums
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
 SLOT_SETS = 5  # of a row
+FLAGS = 4  # of a tally
 
 ASK_AFTER = 2
 """Refusals of a slot by one group in one step after which another group computes it."""
@@ -371,6 +372,7 @@ class Tally:
         leaving: groups that stop after this step.
         exhausted: groups that found no more data.
         refused: groups whose checks refused what is in the sum of the gradients.
+        wanting: ranks of this column that want a quorum before the next step. Each column has others.
         bits: for each audited slot those that its owner has and those that its auditor has, 0 for none.
     """
 
@@ -380,6 +382,7 @@ class Tally:
     leaving: int
     exhausted: int
     refused: int
+    wanting: int = 0
     bits: tuple[int, ...] = ()
 
     @staticmethod
@@ -391,32 +394,34 @@ class Tally:
         leaving: bool,
         exhausted: bool,
         refused: bool,
+        wanting: bool = False,
         bits: Sequence[int] = (),
     ) -> "Tally":
         """One group's, with these slots in its sum."""
         coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
         owners = tuple(count * (group + 1) for count in coverage)
-        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), tuple(bits))
+        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), int(wanting), tuple(bits))
 
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
-        flags = [self.leaving, self.exhausted, self.refused, *self.bits]
+        flags = [self.leaving, self.exhausted, self.refused, self.wanting, *self.bits]
         counts = torch.tensor([*self.coverage, *self.owners, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
     def decode(vector: torch.Tensor, slots: int, audited: int = 0) -> "Tally":
         """The inverse of `encode`, for S = `slots`, so many of which are audited."""
-        size = 2 * slots + 3 + 2 * audited
+        size = 2 * slots + FLAGS + 2 * audited
         counts, tokens, loss, extra = vector.split([size, slots, slots, len(vector) - size - 2 * slots])
         coverage, owners, flags, bits = (
-            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, slots, 3, 2 * audited])
+            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, slots, FLAGS, 2 * audited])
         )
-        leaving, exhausted, refused = flags
-        return Tally(coverage, owners, SlotSums(tokens, loss, extra, frozenset()), leaving, exhausted, refused, bits)
+        leaving, exhausted, refused, wanting = flags
+        sums = SlotSums(tokens, loss, extra, frozenset())
+        return Tally(coverage, owners, sums, leaving, exhausted, refused, wanting, bits)
 
     def digest(self) -> int:
-        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sum."""
+        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sums."""
         whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused, self.bits)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 

@@ -3,14 +3,15 @@
 An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whole group (`everstep.step.decisions`):
 
 1. begin: all ranks are at the same step of the same history; who is asked to leave; whether the healed state is here.
-2. quorum: rank 0 asks the lighthouse, the others learn from it who the members are. From that alone follows who has
-   the state that counts, and who takes it over from whom (`everstep.quorum.request`).
+2. quorum: that of the last attempt, if it committed and nobody wants another one. Else rank 0 asks the lighthouse, the
+   others learn from it who the members are. From that alone follows who has the state that counts, and who takes it
+   over from whom (`everstep.quorum.request`).
 3. connect: a process group between the members, built anew if they changed or the last one broke.
 4. rows: who holds and refused what, in which quorum, at which step of which history. Then the plan (`ledger.plan`).
 5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients
    (`everstep.step.holding`).
-6. tally: how often each slot is in the sum, tokens, losses. All ranks that saw the same tally, with every slot in it
-   exactly once and none refused, commit; if not, the next attempt keeps what is held: a retry.
+6. tally: how often each slot is in the sum, tokens, losses, who wants a quorum. All ranks that saw the same tally, with
+   every slot in it exactly once and none refused, commit; if not, the next attempt keeps what is held: a retry.
 
 A group that has no state yet never makes others wait: it takes part in the sums with zeros and keeps the summed
 gradients of each step, until the state is there that the first of them belongs to; then it applies them one after the
@@ -27,7 +28,7 @@ from everstep.quorum.errors import GroupBroken, SumsBroken
 from everstep.quorum.process_group import Place
 from everstep.quorum.request import NO_STATE, Quorum
 from everstep.step import ledger
-from everstep.step.asking import Asker
+from everstep.step.asking import OVER, Asker
 from everstep.step.attempt import (
     NOTHING,
     Attempt,
@@ -86,6 +87,10 @@ class StepProtocol:
         self._healing: Healing | None = None
         self._connected: Quorum | None = None
         """The quorum of the process group that this rank is in."""
+        self._next: Quorum | None = None
+        """The quorum of the next attempt, for which nobody is asked: that of the last one, moved on by its commit."""
+        self._most = rules.dealing.groups
+        """Groups of the run: so many at its start, or so many as were members together since."""
         self._tries = 0
         self._slot_us = 0
         """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
@@ -154,8 +159,9 @@ class StepProtocol:
         self._tries += 1
         if turn := self._begin():
             return turn
-        begun = self._clock.now()
-        met = self.meet()
+        begun, stands = self._clock.now(), self._next
+        met = stands or self.meet()
+        self._next = None
         if isinstance(met, Turn):
             return met
         if met is None:
@@ -168,7 +174,9 @@ class StepProtocol:
             self._disconnect()
             self._progress = self._clock.now()  # the others go on, and have named this group
             return Turn.LEFT if self.leaving else Turn.RETRY
-        attempt = Attempt(self._tries, begun, met, self._clock.now() - begun)
+        computes = self.state == State(met.step, met.history)
+        self._most = max(self._most, len(met.members))
+        attempt = Attempt(self._tries, begun, met, met is not stands, computes, self._clock.now() - begun)
         self._take_sides(attempt)
         held = self._holding.held
         held_before = sorted(held.slots.difference(held.computed))
@@ -219,6 +227,7 @@ class StepProtocol:
         mine = Beginning(
             step=self.state.step,
             history=self.state.history,
+            over=self._asker.over(self.state.step),
             asked_to_leave=self._files.asked_to_leave(),
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
             lost_peers=self._connected is not None and not self._sums.connected,
@@ -231,6 +240,8 @@ class StepProtocol:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
+        if over := OVER[ranks[0].over]:
+            return over
         self.leaving = any(rank.asked_to_leave for rank in ranks)
         self._slot_us = max(rank.slot_us for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
@@ -246,6 +257,9 @@ class StepProtocol:
 
     def meet(self, *, finishing: bool = False, brief: bool = False) -> Quorum | Turn | None:
         """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
+        if self._next is not None and len(self._next.able) < len(self._next.members):
+            self._disconnect()  # those that follow do not know that it was the last step
+        self._next = None
         connected = self._connected.key if self._connected is not None else ""
         follows = self._healing.follows if self._healing is not None else NOTHING
         return self._asker.ask(self.state, follows, finishing=finishing, connected=connected, brief=brief)
@@ -253,7 +267,7 @@ class StepProtocol:
     def _take_sides(self, attempt: Attempt) -> None:
         """Compute on, or begin to heal; and open the state to those who heal from here."""
         quorum = attempt.quorum
-        if self.group in quorum.able:
+        if attempt.computes:
             self._give_up_healing()
             if self._holding.held.base != attempt.base:
                 self._holding.start(attempt.base)
@@ -301,7 +315,8 @@ class StepProtocol:
     def _connect(self, quorum: Quorum) -> None:
         """Build the process group anew if need be."""
         known = self._connected
-        if known is not None and quorum.connected_in() == known.key and quorum.groups == known.groups:
+        stays = known is not None and quorum.connected_in() == known.key and quorum.groups == known.groups
+        if known is quorum or stays:
             return
         self._disconnect()
         self._files.beat("connect", quorum.step + 1)
@@ -313,7 +328,7 @@ class StepProtocol:
     def _exchange_rows(self, attempt: Attempt) -> None:
         """Learn what the groups hold and plan."""
         quorum, rules = attempt.quorum, self._rules
-        mine = self._row(quorum)
+        mine = self._row(attempt)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, attempt))
         attempt.plan = ledger.plan(rows, rules.slots, rules.dealing, rules.audited(attempt.step))
         self._events.emit(
@@ -332,8 +347,8 @@ class StepProtocol:
         if self.group in attempt.plan.drops:
             self._holding.drop()
 
-    def _row(self, quorum: Quorum) -> ledger.Row:
-        computes, held = self.group in quorum.able, self._holding.held
+    def _row(self, attempt: Attempt) -> ledger.Row:
+        quorum, computes, held = attempt.quorum, attempt.computes, self._holding.held
         # A group that nobody else can confirm looks twice: its first finding may have been of another error.
         looks = 1 if len(quorum.able) > 1 else ledger.ASK_AFTER
         return ledger.Row(
@@ -352,7 +367,9 @@ class StepProtocol:
         )
 
     def _gather_rows(self, mine: ledger.Row, attempt: Attempt) -> list[ledger.Row]:
-        slots, late = self._rules.slots, self._late(attempt)
+        slots, timeouts = self._rules.slots, self._rules.timeouts
+        # Where nobody was asked, one that is busy is waited for here, and as long as in a quorum.
+        late = self._late(attempt) if attempt.is_asked else min(timeouts.reduce, timeouts.join)
         rows = [ledger.Row.decode(row, slots) for row in self._sums.gather(mine.encode(slots), late)]
         if objection := ledger.objection(rows, attempt.quorum):
             raise SumsBroken(objection)
@@ -361,7 +378,7 @@ class StepProtocol:
     def _heed_audit(self, attempt: Attempt) -> None:
         """Draw this group's conclusions from the checksums in the rows. Raises GroupBroken: most groups have others."""
         differing = ledger.differing_groups(attempt.rows)
-        if self._checksum is not None and self.group in attempt.quorum.able:
+        if self._checksum is not None and attempt.computes:
             self._proven = self.group not in differing
             told = {"agreed": not differing, "differing": sorted(differing)}
             self._events.emit("audit", self.step, checksum=f"{self._checksum:016x}", **told)
@@ -427,6 +444,7 @@ class StepProtocol:
             leaving=self.leaving,
             exhausted=attempt.exhausted,
             refused=attempt.refused,
+            wanting=self.leaving or self._wants_quorum(attempt),
             bits=self._holding.bits(attempt.plan),
         )
         tally: ledger.Tally | None = None
@@ -445,15 +463,24 @@ class StepProtocol:
         attempt.reduce_s = self._clock.now() - begun
         self._files.beat("vote", step)
         digest = tally.digest() if tally is not None else 0
-        votes = self.decisions.gather("vote", [int(tally is not None and not reason), digest])
-        same = len({digest for _, digest in votes}) == 1
+        wanting = tally.wanting if tally is not None else 0
+        votes = self.decisions.gather("vote", [int(tally is not None and not reason), digest, wanting])
+        same = len({digest for _, digest, _ in votes}) == 1
+        attempt.wanted = any(wanting for _, _, wanting in votes)
         if tally is not None and same:
             self._holding.heed_bits(attempt, tally)
-        if tally is None or not same or not all(yes for yes, _ in votes):
+        if tally is None or not same or not all(yes for yes, _, _ in votes):
             if not same or reason != OTHER_BITS:  # else all groups know it, and nothing is wrong between them
                 self._disconnect()
             raise AttemptFailed(reason or "another rank of this group did not see the same sum")
         return tally
+
+    def _wants_quorum(self, attempt: Attempt) -> bool:
+        """Whether this rank wants one before the next step: somebody waits for it, its state comes from nowhere, or so
+        many groups are away that as many may make the same steps."""
+        healing = self._healing
+        is_fed = attempt.computes or (healing is not None and not healing.error)
+        return self._asker.is_wanted() or not is_fed or 2 * len(attempt.quorum.members) <= self._most
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
@@ -468,16 +495,19 @@ class StepProtocol:
         self._waits.take(attempt.reduce_s, 1)
         owners = tuple(tally.owner(slot) for slot in range(self._rules.slots))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
+        history, able = ledger.extend(quorum.history, attempt.step, quorum.key), tuple(sorted(attempt.plan.shares))
+        if not attempt.wanted:
+            self._connected = self._next = quorum.moved_on(attempt.step, history, able)
         return Commit(
             step=attempt.step,
-            history=ledger.extend(quorum.history, attempt.step, quorum.key),
+            history=history,
             parent=quorum.history,
             tokens=tally.sums.tokens,
             loss=tally.sums.loss,
             extra=tally.sums.extra,
             owners=owners,
             groups=quorum.groups,
-            able=tuple(sorted(attempt.plan.shares)),
+            able=able,
             once=all(count == 1 for count in tally.coverage),
             saver=min(attempt.plan.shares),
             all_leave=tally.leaving == len(quorum.members),
@@ -498,4 +528,4 @@ class StepProtocol:
 
     def _disconnect(self) -> None:
         self._sums.abort()
-        self._connected = None
+        self._connected = self._next = None
