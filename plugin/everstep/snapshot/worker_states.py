@@ -13,6 +13,7 @@ from everstep import wire
 from everstep.run.regular import open_regular
 from everstep.run.token import read_token
 from everstep.snapshot import peers
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.segment import Segment
 
 NAME = re.compile(r"worker-\d{1,9}\.rank-\d{1,9}\.round-\d{1,18}\.[0-9a-f]{1,16}")
@@ -47,6 +48,8 @@ class WorkerStates:
 
     def __init__(self, run_dir: Path, segment: Segment) -> None:
         self.folder = segment.path
+        with contextlib.suppress(SnapshotError):  # nothing is kept there then; whoever starts the keeper says why
+            segment.create()
         self._run_dir, self._token = run_dir, read_token(run_dir)
         self._holder: dict[str, str] = {}
         """By name of a state the keeper that has it."""
