@@ -53,16 +53,18 @@ class WorkerStates:
         self._run_dir, self._token = run_dir, read_token(run_dir)
         self._holder: dict[str, str] = {}
         """By name of a state the keeper that has it."""
-        self._looked = 0.0
+        self._looked = "", 0.0
+        """For which state, and when."""
 
     def elsewhere(self, name: str, size: int) -> bool:
-        if name not in self._holder and time.monotonic() - self._looked > LOOK_S:
+        looked_for, looked_mono = self._looked
+        if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
             places = {place.address: place for place in peers.read_places(self._run_dir)}
             others = [place for place in places.values() if place.segment != str(self.folder)]
             answers, _ = peers.ask_all(others, self._token, {"op": "worker", "name": name}, timedelta(seconds=LOOK_S))
             found = [place.address for place, answer in answers.items() if answer.get("size") == size]
             self._holder = dict.fromkeys([name], found[0]) if found else {}
-            self._looked = time.monotonic()
+            self._looked = name, time.monotonic()
         return name in self._holder
 
     def fetch(self, name: str, size: int) -> bytes | None:
