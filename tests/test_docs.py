@@ -8,7 +8,7 @@ import pytest
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
 from everstep.report.account import Account, read
-from everstep.report.metrics import figures
+from everstep.report.metrics import Figures
 from everstep.report.score import figures_of
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +54,6 @@ def test_every_figure_is_explained():
     assert fields == named(fields, text_of("docs/report.md"))
     metrics = {
         family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-        for family in figures(Account(), 1, 1)
+        for family in Figures(Account(), 1, 1).collect()
     }
     assert metrics == named(metrics, text_of("docs/monitoring.md"))

@@ -182,7 +182,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 
 
 def test_dashboard_and_alerts_name_figures_that_exist():
-    families = metrics.figures(Account(), 1, 1)
+    families = metrics.Figures(Account(), 1, 1).collect()
     known = {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
     def mentioned(text):

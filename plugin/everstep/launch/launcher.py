@@ -12,7 +12,6 @@ group: it is named, and tried again after a pause.
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from everstep.launch.forking import preload
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.scarce import LONGEST_S, backoff_s, is_scarce, patiently
+from everstep.launch.scarce import Pause, is_scarce, patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
@@ -65,8 +64,7 @@ class Launcher:
         self.page = ""
         """Its address."""
         self._run_dir, self._show = run_dir, show
-        self._failed: dict[str, tuple[int, float]] = {}
-        """Parts of a turn for which there was no room: how often in a row, and when to try again (monotonic)."""
+        self._pauses: dict[str, Pause] = {}
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
@@ -129,18 +127,16 @@ class Launcher:
 
     def _try(self, name: str, job: Job, log: EventLog) -> None:
         """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while."""
-        failures, again_mono = self._failed.get(name, (0, 0.0))
-        if time.monotonic() < again_mono:
-            return
-        try:
-            job()
-            self._failed.pop(name, None)
-        except OSError as error:
-            if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
-                raise
-            again_s = backoff_s(failures + 1, LONGEST_S)
-            self._failed[name] = failures + 1, time.monotonic() + again_s
-            log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
+        pause = self._pauses.setdefault(name, Pause())
+        if pause.is_over:
+            try:
+                job()
+                pause.worked()
+            except OSError as error:
+                if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
+                    raise
+                again_s = pause.failed()
+                log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
 
     def _give_up_together(self) -> None:
         """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has

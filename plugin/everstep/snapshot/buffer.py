@@ -40,12 +40,8 @@ ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
 class SnapshotError(RuntimeError):
-    """A buffer that cannot be made, written, believed or coded, or a keeper that cannot be started; the message says
-    which and why. `group`: because of which group a snapshot was not coded, -1 for none; None: this one's own."""
-
-    def __init__(self, message: str, group: int | None = None) -> None:
-        super().__init__(message)
-        self.group = group
+    """A buffer that cannot be made, written or believed, or a keeper that cannot be started; the message says which and
+    why."""
 
 
 def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
@@ -198,8 +194,6 @@ class BufferReader:
         with open_regular(path) as file:
             self._fd = os.dup(file.fileno())
         self._buffer = memoryview(b"")
-        self.size = 0
-        """Of payload and table, as `wire.Bytes`, for who serves them."""
 
     def close(self) -> None:
         os.close(self._fd)

@@ -44,6 +44,14 @@ ASK_AGAIN_S = 0.05
 log = logging.getLogger("everstep.keeper")
 
 
+class CodingError(RuntimeError):
+    """A snapshot that was not coded, why, and because of which group, or of NOBODY."""
+
+    def __init__(self, message: str, group: int) -> None:
+        super().__init__(message)
+        self.group = group
+
+
 class _Waits:
     """What the time until a deadline was spent on: once it is over it is so for all, also for who was quick."""
 
@@ -61,12 +69,12 @@ class _Waits:
             for group in groups:
                 self._spent_s[group] += time.monotonic() - began
 
-    def failed(self, group: int, why: str) -> SnapshotError:
+    def failed(self, group: int, why: str) -> CodingError:
         """Because of this group, or when the time is over because of the one that took most of it."""
         if time.monotonic() < self.deadline:
-            return SnapshotError(f"the part of group {group} did not come: {why}", group)
+            return CodingError(f"the part of group {group} did not come: {why}", group)
         slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
-        return SnapshotError(f"the part of group {slowest} did not come in time ({why})", slowest)
+        return CodingError(f"the part of group {slowest} did not come in time ({why})", slowest)
 
 
 class Watch:
@@ -110,8 +118,10 @@ class Watch:
             reason = self._damage(newest)
             if newest.parity and not reason:
                 self._code(newest, deadline)
+        except CodingError as error:
+            reason, waits_for = str(error), error.group
         except SnapshotError as error:
-            reason, waits_for = str(error), waits_for if error.group is None else error.group
+            reason = str(error)
         except Exception as error:
             log.exception("group %d, rank %d", self._segment.group, self.rank)
             reason = f"the keeper failed: {type(error).__name__}: {error}"
@@ -129,7 +139,7 @@ class Watch:
         return "it is not there any more"
 
     def _code(self, own: Header, deadline: float) -> None:
-        """Make and publish this member's piece of the code. Raises SnapshotError."""
+        """Make and publish this member's piece of the code. Raises CodingError or SnapshotError."""
         code = Code(own.parity_group, own.parity)
         for _, piece in self._segment.held("parity", self.rank):
             if piece.identity == own.identity and own.root in piece.roots:
@@ -177,7 +187,7 @@ class Watch:
                 if time.monotonic() >= waits.deadline:
                     raise waits.failed(member, why)
             if self._over.is_set() or self._is_old(own):
-                raise SnapshotError("a newer step was published meanwhile", NOBODY)
+                raise CodingError("a newer step was published meanwhile", NOBODY)
             with waits.on(*(late := [member for member in absent if member not in found])):
                 self._over.wait(ASK_AGAIN_S if late else 0.0)
         return found
@@ -245,7 +255,7 @@ class _Giver:
         except wire.WireError as error:
             raise self._waits.failed(self.header.group, str(error)) from error
         if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
-            raise SnapshotError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
+            raise CodingError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
 
 
 def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:

@@ -199,8 +199,7 @@ class Keeper:
         with contextlib.closing(reader):
             channel.send_frame({"header": header.to_json()})
             try:
-                reader.size = header.payload_bytes + table_bytes(header.payload_bytes)
-                return wire.serve_ranges(channel, reader)
+                return wire.serve_ranges(channel, _Served(reader, header))
             except SnapshotError as error:
                 raise wire.WireError(str(error)) from error
 
@@ -209,6 +208,14 @@ class Keeper:
         with opened(self.segment.path, str(message.get("name"))) as held:
             channel.send_frame({"size": held and held.size})
             return wire.serve_ranges(channel, held or wire.Pieces([]))
+
+
+class _Served:
+    """A buffer's payload and table as `wire.Bytes`."""
+
+    def __init__(self, reader: BufferReader, header: Header) -> None:
+        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
+        self.views = reader.views
 
 
 OOM_SCORE_ADJ = -500

@@ -5,7 +5,6 @@ import time
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
@@ -31,8 +30,14 @@ GIVE_UP_STARTS = 4.0
 """How long a group goes on that commits nothing, in `startup_timeout_s`: the others may be starting."""
 
 
-HOST_CLOCK: Any = SimpleNamespace(now=time.monotonic, sleep=time.sleep)
-"""This host's monotonic clock; an `everstep.step.interfaces.Clock`."""
+class HostClock:
+    """This host's monotonic clock; implements `everstep.step.interfaces.Clock`."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Participation:
@@ -100,7 +105,7 @@ class Participation:
             pause=timedelta(seconds=ft.heartbeat_timeout_s),
             give_up=give_up,
         )
-        host = Host(HOST_CLOCK, place.files, place.events)
+        host = Host(HostClock(), place.files, place.events)
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(
