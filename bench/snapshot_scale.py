@@ -96,18 +96,17 @@ def _flat(rank: int, nbytes: int) -> tuple[Layout, np.ndarray]:
 def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
     """A group's part as its copier would publish it."""
     layout, flat = _flat(rank, nbytes)
-    members, mine = tuple(range(groups)), parity_group(groups, group)
-    part = part_bounds(layout.size, groups, group)
+    mine, part = parity_group(groups, group), part_bounds(layout.size, groups, group)
     about = {"run": run, "step": STEP, "history": 1, "start": "", "group": group, "rank": rank}
     own = pack_own({"step": STEP}, {}, **about, state_bytes=layout.size, part=list(part))
     described = json.dumps(layout.to_json(), separators=(",", ":")).encode()
     size = part[1] - part[0]
     payload = np.concatenate([flat[part[0] : part[1]], np.frombuffer(own + described, dtype=np.uint8)])
     header = Header(
-        run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, history=1, members=members, parity=1,
-        parity_group=mine, topology=layout.topology(rank, ranks), state_bytes=layout.size, part=part,
-        sequence=1, payload_bytes=len(payload), last_section=size + len(own),
-        root=root_of(chunk_digests(payload.data)),
+        run=run, kind="data", group=group, rank=rank, ranks=ranks, step=STEP, history=1,
+        shared_by=((0, groups - 1),), parity=1, parity_group=mine, topology=layout.topology(rank, ranks),
+        state_bytes=layout.size, part=part,
+        sequence=1, payload_bytes=len(payload), last_section=size + len(own), root=root_of(chunk_digests(payload.data)),
     )  # fmt: skip
     return header, payload
 

@@ -209,7 +209,7 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
     other = _body(data)
     if body is None or other is None:
         return [path]
-    names = ["run", "kind", "group", "rank", "step", "members", "history"]
+    names = ["run", "kind", "group", "rank", "step", "shared_by", "history"]
     names += chance.sample(["part", "sequence", "start", "code", "parity_group", "roots"], 3)
     path.write_bytes(_packed({**other, **{name: body[name] for name in names if name in body}}) + data[HEADER_BYTES:])
     return [path]

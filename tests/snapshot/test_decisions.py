@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from everstep.snapshot.header import Header
+from everstep.snapshot.header import Header, pairs_of
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import decide
 
@@ -12,7 +12,7 @@ from everstep.snapshot.sources import decide
 def buffer(group, step, kind="data", rank=0, history=1, members=(0, 1, 2), parity=1, **changes) -> Held:
     fields: Any = {
         "run": "r", "kind": kind, "group": group, "rank": rank, "ranks": 1, "step": step, "history": history,
-        "members": members, "parity": parity, "parity_group": members, "topology": "t", "state_bytes": 900,
+        "shared_by": pairs_of(members), "parity": parity, "parity_group": members, "topology": "t", "state_bytes": 900,
         "part": (300 * group, 300 * group + 300), "last_section": 300, "payload_bytes": 400, "sequence": step,
         "root": f"root-{group}",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 T = TypeVar("T")
 
 LONGEST_TEXT = 1 << 20
-LARGEST_INT = 1 << 63
+LARGEST_INT, LARGEST_WORD = 1 << 63, 1 << 64
 
 
 class UnfitError(ValueError):
@@ -30,6 +30,14 @@ class UnfitError(ValueError):
     """
 
     wanted, value, where = "", None, ""
+
+    def __str__(self) -> str:
+        where, what = self.where.lstrip("."), str(self.args[0])
+        return where + what if what.startswith(":") else f"{where} {what}".strip()
+
+    def lies_in(self, place: str) -> None:
+        """The value lies at this place in a larger one, which does not fit therefore."""
+        self.where = (place + self.where)[:200]
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def _finite(text: str) -> float:
 
 
 def _moderate(text: str) -> int:
-    if len(text) > 20 or not -LARGEST_INT <= (value := int(text)) < 2 * LARGEST_INT:
+    if len(text) > 20 or not -LARGEST_INT <= (value := int(text)) < LARGEST_WORD:
         raise UnfitError(f"the number {text[:40]} is too large")
     return value
 
@@ -90,12 +98,16 @@ def parse(kind: type[T], value: Any, where: str = "") -> T:
     Raises:
         UnfitError: it does not fit; begins with `where` and the place inside.
     """
-    return _converter(kind)(value, where)
+    try:
+        return _converter(kind)(value)
+    except UnfitError as error:
+        error.lies_in(where)
+        raise
 
 
-def _unfit(where: str, wanted: str, value: Any) -> UnfitError:
-    error = UnfitError(f"{where + ' ' if where else ''}should be {wanted}, is {ascii(value)[:60]}")
-    error.where, error.wanted, error.value = where, wanted, value
+def _unfit(wanted: str, value: Any) -> UnfitError:
+    error = UnfitError(f"should be {wanted}, is {ascii(value)[:60]}")
+    error.wanted, error.value = wanted, value
     return error
 
 
@@ -117,7 +129,8 @@ def words(kind: Any) -> str:
     return _PLAIN[kind][0] if kind in _PLAIN else f"a {getattr(kind, '__name__', kind)}"
 
 
-Converter = Callable[[Any, str], Any]
+Converter = Callable[[Any], Any]
+"""Raises UnfitError, of which those that are further out say where they had the value from: most values fit."""
 
 
 @functools.cache
@@ -133,7 +146,7 @@ def _converter(kind: Any) -> Converter:
         return _list(_converter(arguments[0]))
     if origin is tuple and arguments[-1] is Ellipsis:
         each = _list(_converter(arguments[0]))
-        return lambda value, where: tuple(each(value, where))
+        return lambda value: tuple(each(value))
     if origin is tuple:
         return _tuple([_converter(member) for member in arguments])
     if origin is dict:
@@ -143,12 +156,12 @@ def _converter(kind: Any) -> Converter:
     if kind is float:
         return _float
     if kind is Number:
-        return lambda value, where: value if type(value) is float else _float(value, where)
+        return lambda value: value if type(value) is float else _float(value)
     return _plain(words(kind), _PLAIN[kind][1] if kind in _PLAIN else lambda value: False)
 
 
 _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("an integer", lambda value: type(value) is int and -LARGEST_INT <= value < 2 * LARGEST_INT),
+    int: ("an integer", lambda value: type(value) is int and -LARGEST_INT <= value < LARGEST_WORD),
     bool: ("true or false", lambda value: type(value) is bool),
     str: ("a string", lambda value: type(value) is str and len(value) <= LONGEST_TEXT),
     types.NoneType: ("null", lambda value: value is None),
@@ -163,9 +176,9 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any) -> Any:
         if not fits(value):
-            raise _unfit(where, wanted, value)
+            raise _unfit(wanted, value)
         return value
 
     return convert
@@ -174,55 +187,63 @@ def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
 _str, _object, _array = (_plain(*_PLAIN[kind]) for kind in (str, dict, list))
 
 
-def _float(value: Any, where: str) -> float:
+def _float(value: Any) -> float:
     if type(value) is int and abs(value) < 1 << 63:
         value = float(value)
     if type(value) is not float or not math.isfinite(value):
-        raise _unfit(where, "a number", value)
+        raise _unfit("a number", value)
     return value
 
 
 def _bounded(inner: Converter, marks: list[Within]) -> Converter:
-    def convert(value: Any, where: str) -> Any:
-        found = inner(value, where)
-        size = found if isinstance(found, int | float) else len(found)
-        for mark in marks:
-            if not mark.least <= size <= mark.most:
-                raise _unfit(where, f"from {mark.least} to {mark.most}", value)
+    least, most = max(mark.least for mark in marks), min(mark.most for mark in marks)
+
+    def convert(value: Any) -> Any:
+        found = inner(value)
+        size = len(found) if hasattr(found, "__len__") else found
+        if not least <= size <= most:
+            raise _unfit(f"from {least} to {most}", value)
         return found
 
     return convert
 
 
 def _either(members: list[Converter], names: str) -> Converter:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any) -> Any:
         for member in members:
             try:
-                return member(value, where)
+                return member(value)
             except UnfitError:
                 continue
-        raise _unfit(where, names, value)
+        raise _unfit(names, value)
 
     return convert
 
 
 def _list(member: Converter) -> Converter:
-    return lambda value, where: [member(item, f"{where}[{i}]") for i, item in enumerate(_array(value, where))]
+    return lambda value: [_inside(i, member, item) for i, item in enumerate(_array(value))]
 
 
 def _tuple(members: list[Converter]) -> Converter:
-    def convert(value: Any, where: str) -> tuple[Any, ...]:
-        if len(_array(value, where)) != len(members):
-            raise _unfit(where, f"an array of {len(members)}", value)
-        return tuple(member(item, f"{where}[{i}]") for i, (member, item) in enumerate(zip(members, value, strict=True)))
+    def convert(value: Any) -> tuple[Any, ...]:
+        if len(_array(value)) != len(members):
+            raise _unfit(f"an array of {len(members)}", value)
+        return tuple(_inside(i, member, item) for i, (member, item) in enumerate(zip(members, value, strict=True)))
 
     return convert
 
 
 def _dict(member: Converter) -> Converter:
-    return lambda value, where: {
-        _str(key, where): member(item, f"{where}.{key}"[:200]) for key, item in _object(value, where).items()
-    }
+    return lambda value: {_str(key): _inside(key, member, item) for key, item in _object(value).items()}
+
+
+def _inside(place: int | str, member: Converter, item: Any) -> Any:
+    """What lies there in a larger value."""
+    try:
+        return member(item)
+    except UnfitError as error:
+        error.lies_in(f"[{place}]" if isinstance(place, int) else f".{place}")
+        raise
 
 
 def _dataclass(kind: type) -> Converter:
@@ -235,15 +256,15 @@ def _dataclass(kind: type) -> Converter:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
-    def convert(value: Any, where: str) -> Any:
-        if unknown := _object(value, where).keys() - fields.keys():
-            raise UnfitError(f"{where} has the unknown key {ascii(min(unknown, key=str))[:60]}".strip())
+    def convert(value: Any) -> Any:
+        if unknown := _object(value).keys() - fields.keys():
+            raise UnfitError(f"has the unknown key {ascii(min(unknown, key=str))[:60]}")
         if missing := needed - value.keys():
-            raise UnfitError(f"{where} has no {min(missing)}".strip())
-        given = {name: converters[name](item, f"{where}.{name}".lstrip(".")) for name, item in value.items()}
+            raise UnfitError(f"has no {min(missing)}")
+        given = {name: _inside(name, converters[name], item) for name, item in value.items()}
         try:
             return kind(**given)
         except ValueError as error:  # of its own __post_init__
-            raise UnfitError(f"{where}: {error}") from error
+            raise UnfitError(f": {error}") from error
 
     return convert

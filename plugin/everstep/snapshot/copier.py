@@ -17,7 +17,7 @@ import torch
 from everstep.quorum.streams import Event, Streams, streams_of
 from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
 from everstep.snapshot.buffer import BufferWriter
-from everstep.snapshot.header import Header, Moment
+from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, Plan, State
 from everstep.snapshot.restore import pack_own, whose
 from everstep.snapshot.section import Snapshot
@@ -234,7 +234,7 @@ class Copier:
             step=step,
             history=history,
             start=start,
-            members=members,
+            shared_by=pairs_of(members),
             parity=domains.rows(parity_group),
             parity_group=parity_group,
             topology=plan.topology,

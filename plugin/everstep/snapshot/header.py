@@ -4,12 +4,10 @@ A reader believes nothing of a file's name. It demands the run, kind, group, ran
 looks for, and a header that is consistent in itself; `checked` refuses every other before it is used.
 """
 
-import bisect
 import functools
-import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import xxhash
@@ -17,7 +15,7 @@ import xxhash
 from everstep.run import typed
 from everstep.run.typed import Count
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 Kind = Literal["data", "parity"]
 Moment = tuple[int, int, str]
 """Step, history and start of a snapshot: the same in all groups that took it together."""
@@ -43,8 +41,9 @@ class Header:
     another when the step is committed again after the run went back."""
     start: str = ""
     """Of a snapshot that was taken of a restored state: names the start that restored it. "": of a commit."""
-    members: tuple[int, ...]
-    """The groups that share this snapshot, in ascending order."""
+    shared_by: tuple[tuple[Count, Count], ...]
+    """The groups that share this snapshot, in ascending order: first and last of those that follow each other, so that
+    a thousand are one pair."""
     parity: Count
     """Parity shards per stripe: members of the parity group that may be lost. 0 for a snapshot that is not coded."""
     parity_group: tuple[int, ...]
@@ -70,7 +69,7 @@ class Header:
     @functools.cached_property
     def identity(self) -> str:
         """What parts of one state of one rank column share, and no other two states."""
-        named = [self.run, self.step, self.history, self.start, _ranges(self.members), self.rank, self.ranks]
+        named = [self.run, self.step, self.history, self.start, self.shared_by, self.rank, self.ranks]
         body = json.dumps([*named, self.topology, self.state_bytes])
         return xxhash.xxh3_128_hexdigest(body.encode())
 
@@ -80,13 +79,17 @@ class Header:
         return f"{self.kind} {self.group} {self.rank} {self.root}"
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The groups that share this snapshot, in ascending order."""
+        return tuple(sorted(_members(self.shared_by)))
+
+    @property
     def moment(self) -> "Moment":
         """What state of the run this is of."""
         return self.step, self.history, self.start
 
     def to_json(self) -> dict[str, Any]:
-        # Not `asdict`, which would copy every number of a thousand members.
-        return {**{name: getattr(self, name) for name in _FIELDS}, "members": _ranges(self.members)}
+        return {name: getattr(self, name) for name in _FIELDS}  # not `asdict`: a start writes many thousand
 
     @classmethod
     def from_json(cls, body: Any) -> "Header":
@@ -94,20 +97,16 @@ class Header:
         version = body.get("schema") if isinstance(body, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"a header of schema version {version}, not {SCHEMA_VERSION}")
-        # A start of a thousand groups reads many thousand headers, most of the same members.
-        members = _members(json.dumps(body.get("members")))
-        return replace(typed.parse(cls, {**body, "members": ()}, "a header:"), members=members).checked()
+        return typed.parse(cls, body, "a header:").checked()
 
     def checked(self) -> "Header":
         """This header, if it can be true. Raises ValueError otherwise."""
-        if self.schema != SCHEMA_VERSION or not self.rank < self.ranks or not _among((self.group,), self.members):
-            raise ValueError(f"rank {self.rank} of {self.ranks}, group {self.group} of {len(self.members)} members")
-        if not (
-            all(a < b for a, b in itertools.pairwise(self.parity_group))
-            and self.group in self.parity_group
-            and _among(self.parity_group, self.members)
-            and self.parity < len(self.parity_group)
-        ):
+        members = _members(self.shared_by)
+        if self.schema != SCHEMA_VERSION or not self.rank < self.ranks or self.group not in members:
+            raise ValueError(f"rank {self.rank} of {self.ranks}, group {self.group} of {len(members)} members")
+        together = set(self.parity_group)
+        ascending = self.parity_group == tuple(sorted(together))
+        if not (ascending and self.group in together and together <= members and self.parity < len(together)):
             raise ValueError(f"parity {self.parity} over the groups {self.parity_group}")
         if self.kind == "parity" and not (self.parity >= 1 and len(self.roots) == len(self.parity_group)):
             raise ValueError(f"parity over {len(self.roots)} payloads of the groups {self.parity_group}")
@@ -120,35 +119,28 @@ class Header:
 _FIELDS = tuple(field.name for field in fields(Header))
 
 
-def _among(groups: tuple[int, ...], ascending: tuple[int, ...]) -> bool:
-    places = ((group, bisect.bisect_left(ascending, group)) for group in groups)
-    return all(place < len(ascending) and ascending[place] == group for group, place in places)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranges(members: tuple[int, ...]) -> list[list[int]]:
-    """Ascending numbers as [first, last] pairs: a thousand groups are one pair."""
-    found: list[list[int]] = []
+def pairs_of(members: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as `Header.shared_by`."""
+    found: list[tuple[int, int]] = []
     for member in members:
-        if found and found[-1][1] == member - 1:
-            found[-1][1] = member
-        else:
-            found.append([member, member])
-    return found
+        first = found.pop()[0] if found and found[-1][1] == member - 1 else member
+        found.append((first, member))
+    return tuple(found)
 
 
 MEMBERS_LIMIT = 100_000
 
 
 @functools.lru_cache(maxsize=4096)
-def _members(text: str) -> tuple[int, ...]:
-    """The inverse of `_ranges`, from JSON. The same tuple for the same text: a restart reads thousands of headers."""
+def _members(pairs: tuple[tuple[int, int], ...]) -> frozenset[int]:
+    """The inverse of `pairs_of`. Raises ValueError, also for what that never makes. A start of a thousand groups reads
+    many thousand headers, most of the same members."""
     members: list[int] = []
-    for first, last in typed.parse(list[tuple[Count, Count]], json.loads(text), "members:"):
-        if not first <= last < MEMBERS_LIMIT or (members and first <= members[-1]):
+    for first, last in pairs:
+        if not first <= last < MEMBERS_LIMIT or (members and first <= members[-1] + 1):
             raise ValueError(f"members {first} to {last}")
         members += range(first, last + 1)
-    return tuple(members)
+    return frozenset(members)
 
 
 def coverage_error(headers: Sequence[Header]) -> str:

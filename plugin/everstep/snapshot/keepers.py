@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from everstep import wire
+from everstep.run.events import EventLog
 from everstep.run.regular import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot import peers
@@ -108,6 +109,34 @@ class KeeperWatch(threading.Thread):
         """No keeper is started from now on, but for one that has not come up in 10 s."""
         self._over.set()
         self.join(10.0)
+
+
+def watch_keeper(
+    run_dir: Path,
+    host: str,
+    settings: Snapshot,
+    segment: Segment,
+    events: EventLog,
+    failed: Callable[[str], object],
+) -> KeeperWatch | None:
+    """Have this host's keeper look after a group from now on; one rank of the group on each host does so. Training goes
+    on without a keeper.
+
+    Args:
+        host: what the keeper listens on.
+        segment: of the group.
+        failed: is told why there is none.
+    """
+    rank = int(os.environ["RANK"])
+
+    def start() -> None:
+        try:
+            place = start_keeper(run_dir, segment.group, host, settings, rank)
+            events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
+        except (SnapshotError, OSError) as error:
+            failed(str(error))
+
+    return KeeperWatch(segment, rank, start) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:

@@ -128,7 +128,7 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list
     for buffer in held:
         header = buffer.header
         if header.run == run:
-            found[header.moment, header.members, header.ranks].append(buffer)
+            found[header.moment, header.shared_by, header.ranks].append(buffer)
         else:
             strange[f"step {header.step} of group {header.group} belongs to another run ({header.run})"] = None
     reasons += strange

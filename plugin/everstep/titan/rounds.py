@@ -24,7 +24,7 @@ from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place, WorkerStore, folder_of
-from everstep.snapshot.keepers import end_keepers
+from everstep.snapshot.keepers import end_keepers, watch_keeper
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
@@ -34,7 +34,6 @@ from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
 from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.round_state import RoundState
 from everstep.titan.slots import OPTIMIZER_SLOT
-from everstep.titan.snapshots import watch_keeper
 from everstep.titan.tally import RoundSums, flat
 from everstep.titan.work import TrainerWork
 

@@ -15,9 +15,8 @@ from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
-from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.keepers import KeeperWatch, end_keepers, start_keeper
+from everstep.snapshot.keepers import end_keepers, watch_keeper
 from everstep.snapshot.layout import Layout, Shard, State
 from everstep.snapshot.parity import location_of
 from everstep.snapshot.recovery import recover
@@ -28,34 +27,6 @@ from everstep.titan.group import gather_json, least_in_group
 
 AGREED_SNAPSHOTS = "agreed_snapshots"
 """Where in a served state's meta a joiner finds what all groups know of their snapshots."""
-
-
-def watch_keeper(
-    run_dir: Path,
-    host: str,
-    settings: Snapshot,
-    segment: Segment,
-    events: EventLog,
-    failed: Callable[[str], object],
-) -> KeeperWatch | None:
-    """Have this host's keeper look after a group from now on; one rank of the group on each host does so. Training goes
-    on without a keeper.
-
-    Args:
-        host: what the keeper listens on.
-        segment: of the group.
-        failed: is told why there is none.
-    """
-    rank = int(os.environ["RANK"])
-
-    def start() -> None:
-        try:
-            place = start_keeper(run_dir, segment.group, host, settings, rank)
-            events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
-        except (SnapshotError, OSError) as error:
-            failed(str(error))
-
-    return KeeperWatch(segment, rank, start) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
 
 class Snapshots:
