@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everstep.quorum.errors import SumsBroken
 from everstep.step import exact
 from everstep.step.reduction import GradientReducer
 
@@ -132,6 +133,36 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert not reducer.finite()
     reducer.forget()
     assert reducer.own_finite()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("last", [2, 4])
+def test_a_gradient_that_is_added_to_once_more_than_before_is_computed_again(last, broken):
+    """In an attempt's last slot or before, and if the sums are broken by then: no part of it is lost, and once is
+    enough."""
+    found = []
+    for attempts in (1, 2):
+        params, sums = parameters(), Groups()
+        reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+        if broken and attempts == 1:
+            sums.start = failing
+        for _ in range(attempts):
+            reducer.forget()
+            reducer.begin(sums, WAIT)
+            for slot in range(last + 1):
+                reducer.begin_slot(last=slot == last)
+                backward(params, slot)
+                if slot == 2:
+                    (params[2] * 3.0).sum().backward()
+                reducer.end_slot()
+            found.append(reducer.own_finite())
+    assert found == [False, False, True]
+    reducer.finish()
+    assert reducer.finite()
+
+
+def failing(tensor, timeout):
+    raise SumsBroken("a member is gone")
 
 
 def empty(count):

@@ -12,7 +12,6 @@ larger by a factor that moves it off the middle, away from zero, and changes no 
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -36,22 +35,25 @@ def most_of_slot(slots: int) -> float:
     return min(_ROOM / 2, 2.0 ** math.floor(math.log2(_ROOM / slots)))
 
 
-def nan_beyond(most: float, extremes: Sequence[torch.Tensor]) -> torch.Tensor:
+def nan_beyond(most: float, extremes: torch.Tensor) -> torch.Tensor:
     """NaN if one of these numbers is above `most`, or NaN; else 0."""
-    return torch.where((torch.stack(list(extremes)).abs() <= most).all(), 0.0, torch.nan)
+    return torch.where((extremes.abs() <= most).all(), 0.0, torch.nan)
 
 
-def add(into: torch.Tensor, values: torch.Tensor) -> None:
+def add(into: torch.Tensor, values: torch.Tensor, *, first: bool = False) -> None:
     """Add floats to a sum over slots.
 
     Args:
         into: float64, with the offset.
         values: bfloat16 or float32, in the shape of `into`; exact if none is above `most_of_slot`.
+        first: nothing was added yet, whatever `into` has.
     """
-    if values.device.type != "cpu" or not (into.is_contiguous() and values.is_contiguous()):
-        into.add_(values, alpha=_OFF_THE_MIDDLE)
-        return
-    for piece, part in zip(into.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True):
+    pieces = [(into, values)]
+    if values.device.type == "cpu" and into.is_contiguous() and values.is_contiguous():
+        pieces = list(zip(into.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True))
+    for piece, part in pieces:
+        if first:
+            piece.fill_(OFFSET)
         piece.add_(part, alpha=_OFF_THE_MIDDLE)
 
 

@@ -132,9 +132,9 @@ class Holding:
             except OutOfData:
                 attempt.exhausted = True
                 break
+            self._reducer.end_slot()
             if slot in attempt.plan.audited:
                 held.bits[slot] = self._work.bits(slot)
-            self._reducer.end_slot()
             held.slots.add(slot)
             held.computed.append(slot)
             held.recomputed |= held.lost & {slot}
@@ -149,7 +149,7 @@ class Holding:
             again = slot in attempt.plan.doubted
             if auditor == self._group and (again or slot not in self.held.bits):
                 self._files.beat("compute", attempt.step)
-                self._reducer.begin_slot(last=False)
+                self._reducer.begin_audit()
                 try:
                     self.held.bits[slot] = self._work.audit(attempt.step, slot)
                 except OutOfData:

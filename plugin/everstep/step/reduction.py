@@ -5,18 +5,20 @@ into flat buckets in the order in which backward reaches them, last layer first;
 last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
 those that compute nothing in this attempt as well.
 
-With exact sums (`everstep.step.exact`) a slot's gradients leave `param.grad` when the slot ends: what the group holds
-is an exact sum. In an attempt's last slot they are added to it when they are there, and fill the bucket.
+With exact sums (`everstep.step.exact`) what the group holds is an exact sum. In each slot gradients are added to it,
+and leave `param.grad`, as soon as they are there: they are in the processor's cache then, and the next ones take their
+memory.
 
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
-How often is counted in each slot, and a gradient is taken to be there when it was added to as often as before.
+How often is counted in each slot, and a gradient is taken to be there when it was added to as often as in any slot
+before, or the slot ends.
 
 On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
 a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
 until the sum has ended, as a kernel may still write to it.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -38,6 +40,10 @@ BUCKET_BYTES = 32 << 20
 
 LARGEST_PART = LARGEST / 1000
 """Of an element of one group's part: a sum over up to 1,000 groups that is beyond LARGEST has a part beyond this."""
+
+
+Seen = Callable[[torch.Tensor, torch.Tensor], None]
+"""What is told of a slot's gradients: a parameter, and this rank's part of its gradient."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,78 +76,103 @@ class _Bucket:
     Args:
         params: see above.
         most: of an element of a slot's gradient, where sums are exact; else None.
+        in_place: whether gradients of the next slot are added to zeros in the same memory, where sums are exact.
     """
 
-    def __init__(self, params: list[torch.Tensor], most: float | None) -> None:
-        self.params, self._most = params, most
+    def __init__(self, params: list[torch.Tensor], most: float | None, *, in_place: bool) -> None:
+        self.params, self._most, self._in_place = params, most, in_place
         self.memory = self._new_memory()
         self.held = None if most is None else self._new_memory()
-        """Where sums are exact: of the slots that have ended, with the offset of `exact`."""
+        """Where sums are exact: of the gradients that were taken, with the offset of `exact`."""
+        self._empty = [True] * len(params)
+        """Of which of them nothing is held: what the memory has is of an earlier step."""
+        first = local(params[0])
+        self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
+        """Where sums are exact: the least and the largest element of each gradient of the slot in progress."""
         self.filled = [False] * len(params)
+        """Which gradients were taken in this attempt; with exact sums, in the slot in progress."""
         self.additions = [0] * len(params)
         """How often each gradient was added to in the slot in progress."""
-        self.usual = [0] * len(params)
-        """The same of the slot before."""
+        self.most_additions = [0] * len(params)
+        """The same of the slot in which it was most often."""
         self.sum: Any = None
         self.filled_on: dict[Hashable, Event | None] = {}
         """The streams it was filled from in this attempt, and where in their work."""
-        self.forget()
 
     def begin(self) -> None:
-        """An attempt begins: what the parameters have is not where it sums."""
-        self.filled = [False] * len(self.params)
+        """An attempt begins. With exact sums all is taken already."""
+        self.filled = [self.held is not None] * len(self.params)
         self.filled_on.clear()
         self.sum = None
+
+    def begin_slot(self) -> None:
+        """The gradients of a slot come next."""
+        self.filled = [False] * len(self.params)
+        self.additions = [0] * len(self.params)
+        self.filled_on.clear()
+        if self.held is not None:
+            self._extremes.zero_()
 
     def _new_memory(self) -> _Memory:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
-    def fill(self, index: int) -> None:
-        """Take what is held of a gradient into the memory that is summed. With exact sums it is held from here on."""
-        grad = self.params[index].grad
+    def fill(self, index: int, see: Seen) -> None:
+        """Take what is held of a gradient into the memory that is summed; with exact sums, what a slot made of it into
+        what is held."""
+        param = self.params[index]
+        grad = None if param.grad is None else local(param.grad)
         if self.held is not None:
-            self._add([index], self.held)
-            torch.sub(self.held.views[index], exact.OFFSET, out=self.memory.views[index])
+            if grad is not None:
+                self._take(index, grad, see)
         elif grad is None:
             self.memory.views[index].zero_()
         else:
-            self.memory.views[index].copy_(local(grad))
+            self.memory.views[index].copy_(grad)
         self.filled[index] = True
 
-    def _add(self, places: Iterable[int], held: _Memory) -> None:
-        """Add what a slot made of some gradients to their exact sums. If it has no place there, one becomes NaN."""
-        grads = ((held.views[at], self.params[at].grad) for at in places)
-        some = [(into, local(grad)) for into, grad in grads if grad is not None and into.numel()]
-        extremes: list[torch.Tensor] = []
-        for into, values in some:
-            extremes += torch.aminmax(values)
-            exact.add(into, values)
-        if some and self._most is not None:
-            some[0][0].view(-1)[0].add_(exact.nan_beyond(self._most, extremes))
-
-    def hold(self, *, in_place: bool) -> None:
-        """A slot has ended: its gradients become part of what is held. Only where sums are exact. `in_place`: the next
-        slot's are added to zeros in the same memory."""
+    def _take(self, index: int, grad: torch.Tensor, see: Seen) -> None:
         assert self.held is not None
-        self._add((at for at, filled in enumerate(self.filled) if not filled), self.held)
-        for param in self.params:
-            if not in_place:
-                param.grad = None
-            elif param.grad is not None:
-                local(param.grad).zero_()
+        param = self.params[index]
+        see(param, grad)
+        if grad.numel():
+            torch.aminmax(grad, out=self._extremes[index].unbind())
+            exact.add(self.held.views[index], grad, first=self._empty[index])
+            self._empty[index] = False
+        if self._in_place:
+            grad.zero_()
+        else:
+            param.grad = None
+
+    def own(self) -> torch.Tensor:
+        """The flat memory of what is held, where sums are exact."""
+        assert self.held is not None
+        for index, empty in enumerate(self._empty):
+            if empty:
+                self.held.views[index].fill_(exact.OFFSET)
+        self._empty = [False] * len(self.params)
+        return self.held.flat
+
+    def refuse_extremes(self) -> None:
+        """All gradients of a slot were taken: if one has no place in an exact sum, a sum becomes NaN."""
+        if self._most is not None:
+            self.own()[0].add_(exact.nan_beyond(self._most, self._extremes))
+
+    def complete(self) -> None:
+        """All gradients were taken: the memory that is summed is."""
+        if self.held is not None:
+            self.refuse_extremes()
+            torch.sub(self.own(), exact.OFFSET, out=self.memory.flat)
 
     def forget(self) -> None:
         """Nothing is held."""
-        if self.held is not None:
-            self.held.flat.fill_(exact.OFFSET)
+        self._empty = [True] * len(self.params)
 
     def give(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients."""
-        self.memory.flat.mul_(scale)
         for param, view in zip(self.params, self.memory.views, strict=True):
             if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            local(param.grad).copy_(view)
+                param.grad = torch.empty_like(param)
+            local(param.grad).copy_(view.mul_(scale))
 
     def give_up(self) -> torch.Tensor:
         """Go on in other memory, as a sum may still write to this one."""
@@ -161,6 +192,7 @@ class GradientReducer:
         exact_slots: make sums that have the same bits in every order, of up to so many slots; 0: ordinary sums.
         fragments: places of parameters among `params`; in turn each step sums those of one fragment. Empty: each sums
             all.
+        see: with exact sums, is called once in a slot for each gradient.
     """
 
     def __init__(
@@ -172,14 +204,17 @@ class GradientReducer:
         hooks: bool = True,
         exact_slots: int = 0,
         fragments: Sequence[Sequence[int]] = (),
+        see: Seen = lambda param, grad: None,
     ) -> None:
         self._streams = streams or Streams()
-        self._is_exact, self._hooks = exact_slots > 0, hooks
+        self._is_exact, self._see = exact_slots > 0, see
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
         every: list[torch.Tensor] = list(params)
         parts = [[every[at] for at in places] for places in fragments] or [every]
         as_sums = torch.float64 if self._is_exact else None
-        self._fragments = [[_Bucket(part, most) for part in _split(some, bucket_bytes, as_sums)] for some in parts]
+        self._fragments = [
+            [_Bucket(part, most, in_place=not hooks) for part in _split(some, bucket_bytes, as_sums)] for some in parts
+        ]
         self._now = 0
         """Which of them is summed."""
         self._given_up: list[tuple[Any, torch.Tensor]] = []
@@ -210,13 +245,18 @@ class GradientReducer:
             bucket.begin()
 
     def begin_slot(self, *, last: bool) -> None:
-        """The gradients of a slot come next. In an attempt's last slot each bucket's sum starts as soon as its
-        gradients are there, if an earlier slot has told how often each is added to."""
+        """The gradients of a slot come next. They are taken as soon as they are there, if an earlier slot has told how
+        often each is added to: with exact sums in each slot, else in an attempt's `last`. There each bucket's sum
+        starts once its gradients are."""
         self._last = last
-        self._armed = self._last and self._counted
-        self._began_on, self._began = self._streams.current(), self._streams.record()
+        self._armed = self._counted and (last or self._is_exact)
         for bucket in self._buckets:
-            bucket.additions = [0] * len(bucket.params)
+            bucket.begin_slot()
+        self._began_on, self._began = self._streams.current(), self._streams.record()
+
+    def begin_audit(self) -> None:
+        """The gradients that come next are nobody's: nothing is taken."""
+        self._last = self._armed = False
 
     def start(self) -> None:
         """The attempt's gradients are all there, though its last slot is not done: begin to sum them. Does nothing in
@@ -229,17 +269,17 @@ class GradientReducer:
         for bucket in self._buckets:
             early = any(
                 filled and now > before
-                for filled, now, before in zip(bucket.filled, bucket.additions, bucket.usual, strict=True)
+                for filled, now, before in zip(bucket.filled, bucket.additions, bucket.most_additions, strict=True)
             )
-            if self._armed and early and self._error is None:
-                self._error = SumsBroken("a gradient was added to more often than in earlier slots")
-                if bucket.held is not None:
-                    bucket.held.flat[0] = torch.nan  # a part of the slot is held without the rest: to be computed again
-            bucket.usual = bucket.additions
+            bucket.most_additions = list(map(max, bucket.additions, bucket.most_additions))
             if self._is_exact:
+                self._fill_rest(bucket)
                 self._wait_for_fills(bucket)
-                with torch.no_grad():
-                    bucket.hold(in_place=not self._hooks)
+                bucket.refuse_extremes()
+            if self._armed and early:
+                self._error = self._error or SumsBroken("a gradient was added to more often than in earlier slots")
+                if self._is_exact:
+                    bucket.own()[0] = torch.nan  # a part of the slot was rounded without the rest: computed again
         self._counted, self._armed = True, False
 
     def forget(self) -> None:
@@ -272,7 +312,7 @@ class GradientReducer:
     def own_finite(self) -> bool:
         """Whether this group's own part is, by so much that sums of such parts are `finite`. A host synchronisation."""
         if self._is_exact:
-            return all_within(exact.MOST, (bucket.held.flat for bucket in self._buckets if bucket.held is not None))
+            return all_within(exact.MOST, (bucket.own() for bucket in self._buckets))
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all_within(LARGEST_PART, own)
 
@@ -295,9 +335,8 @@ class GradientReducer:
 
     def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
-        if self._armed and bucket.additions[index] == bucket.usual[index]:
-            with torch.no_grad():
-                self._fill(bucket, index)
+        if self._armed and bucket.additions[index] == bucket.most_additions[index]:
+            self._fill(bucket, index)
             self._start_ready()
 
     def _fill(self, bucket: _Bucket, index: int) -> None:
@@ -306,24 +345,30 @@ class GradientReducer:
         stream = self._streams.current()
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
-        bucket.fill(index)
+        with torch.no_grad():
+            bucket.fill(index, self._see)
         bucket.filled_on[stream] = self._streams.record()
+
+    def _fill_rest(self, bucket: _Bucket) -> None:
+        for index, filled in enumerate(bucket.filled):
+            if not filled:
+                self._fill(bucket, index)
 
     def _start_rest(self) -> None:
         """Fill what is not filled yet, and start every sum that has not started."""
+        self._last = True
         for bucket in self._buckets:
-            for index, filled in enumerate(bucket.filled):
-                if not filled:
-                    self._fill(bucket, index)
+            self._fill_rest(bucket)
         self._start_ready()
 
     def _start_ready(self) -> None:
         assert self._sums is not None
-        while self._started < len(self._buckets) and self._error is None:
+        while self._last and self._started < len(self._buckets) and self._error is None:
             bucket = self._buckets[self._started]
             if not all(bucket.filled):
                 return
             self._wait_for_fills(bucket)
+            bucket.complete()
             try:
                 bucket.sum = self._sums.start(bucket.memory.flat, self._timeout)
             except SumsBroken as error:

@@ -1,6 +1,8 @@
 """The global batch of a torchtitan trainer, computed slot by slot, and the optimizer step."""
 
 import time
+from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.names import DataloaderExhaustedError
-from everstep.titan.state import digest, row_sums, slot_seed
+from everstep.titan.state import digest, rows_of, slot_seed
 
 OPTIMIZER_SLOT = -1
 """The slot that a step of the optimizer is seeded as."""
@@ -65,8 +67,11 @@ class Slots:
         self._losses: dict[int, torch.Tensor] = {}
         self._reached: set[int] = set()
         """Places in `trainable` of parameters of which the slots had a gradient."""
-        self._rows: dict[int, torch.Tensor] = {}
-        """With exact sums, what checksums of the slots' losses and gradients are made of."""
+        self._places = {param: place for place, param in enumerate(self.trainable)}
+        self._slot = 0
+        """The one that was computed last."""
+        self._rows: defaultdict[int, dict[int, list[torch.Tensor]]] = defaultdict(dict)
+        """With exact sums, what checksums of the slots' gradients are made of, by place in `trainable`."""
         self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
         """Whether backward runs hooks of parameters and gives each slot's gradients new memory if they have none. A
         replayed graph does neither, and one that is recorded must not start sums; some pipeline schedules add weights'
@@ -87,7 +92,7 @@ class Slots:
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """Forward and backward of a slot; see `Work.compute`."""
-        trainer = self._trainer
+        trainer, self._slot = self._trainer, slot
         torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
         begin = time.perf_counter()
         with sl.log_trace_span("fetching_batch"):
@@ -223,25 +228,26 @@ class Slots:
 
     # Bits, to compare with another group's
 
-    def keep_bits(self, slot: int) -> None:
-        """Remember the bits of a slot that was just computed, of its loss and of its gradients, where `param.grad` has
-        nothing else."""
-        self._rows[slot] = self._row_sums(slot)
-
     @torch.no_grad()
-    def _row_sums(self, slot: int) -> torch.Tensor:
-        grads = (None if param.grad is None else local(param.grad) for param in self.trainable)
-        if not self.computes_eagerly:  # added to zeros that an earlier slot left, -0 becomes 0: here it does always
-            grads = (None if grad is None else grad + 0.0 for grad in grads)
-        return row_sums((self._losses[slot], *grads))
+    def see(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """With exact sums: what the slot in progress made of this rank's part of a gradient."""
+        place = self._places[param]
+        self._reached.add(place)
+        if grad.numel():
+            # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
+            self._rows[self._slot][place] = rows_of(grad if self.computes_eagerly else grad + 0.0)
+
+    def _rows_of(self, slot: int) -> torch.Tensor:
+        rows = self._rows[slot]
+        return torch.cat([*rows_of(self._losses[slot]), *chain.from_iterable(rows[place] for place in sorted(rows))])
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
-        return _in_tally(self._rows[slot])
+        return sum_in_group(digest(self._rows_of(slot))) % AUDIT_BITS + 1
 
     def own_bits(self) -> dict[int, str]:
-        """Of each slot that is held, on this rank."""
-        return {slot: f"{digest(rows):x}" for slot, rows in sorted(self._rows.items())}
+        """Of each slot that is held, on this rank. None without exact sums."""
+        return {slot: f"{digest(self._rows_of(slot)):x}" for slot in sorted(self._rows.keys() & self._tokens.keys())}
 
     def audit(self, step: int, slot: int) -> int:
         """See `Work.audit`."""
@@ -250,8 +256,11 @@ class Slots:
         counted = processor.ntokens_since_last_log
         self.compute(step, slot, whole=False)
         processor.ntokens_since_last_log = counted
-        bits = _in_tally(self._row_sums(slot))
-        del self._tokens[slot], self._losses[slot]
+        for param in self.trainable:
+            if param.grad is not None:
+                self.see(param, local(param.grad))
+        bits = self.bits(slot)
+        del self._tokens[slot], self._losses[slot], self._rows[slot]
         self._reached = reached
         for param in self.trainable:
             if self.computes_eagerly:
@@ -261,8 +270,3 @@ class Slots:
         for load, before in zip(self.expert_loads, loads, strict=True):
             local(load).copy_(before)
         return bits
-
-
-def _in_tally(rows: torch.Tensor) -> int:
-    """The bits of a slot for a tally, of all ranks of the group; a collective of the group."""
-    return sum_in_group(digest(rows)) % AUDIT_BITS + 1

@@ -23,7 +23,6 @@ from everstep.titan.names import init_optim_state
 
 ROW = 4096
 """64-bit words of tensors that are summed before they are hashed."""
-ROW_BYTES = 8 * ROW
 
 
 def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
@@ -148,24 +147,22 @@ def row_sums(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of this rank's part of
     tensors, in order; None counts for nothing. One flipped bit anywhere changes one of them. They are made at the speed
     of memory, and stay on the device."""
-    sums: list[torch.Tensor] = []
-    for tensor in tensors:
-        if tensor is None or not local(tensor).numel():
-            continue
-        flat = local(tensor).contiguous().view(-1).view(torch.uint8)
-        whole = flat.numel() // ROW_BYTES * ROW_BYTES
-        if whole:
-            sums.append(_words(flat[:whole]).view(-1, ROW).sum(1))
-        if whole < flat.numel():
-            sums.append(_words(torch.nn.functional.pad(flat[whole:], (0, -flat.numel() % 8))).sum(0, keepdim=True))
+    sums = [rows for tensor in tensors if tensor is not None for rows in rows_of(local(tensor))]
     return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def rows_of(part: torch.Tensor) -> list[torch.Tensor]:
+    """The sums of `row_sums`, of one tensor that is no DTensor."""
+    start = part.storage_offset() * part.itemsize
+    if part.nbytes % 8 or part.data_ptr() % 8 or start % 8 or not part.is_contiguous():
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        part = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)) if flat.numel() % 8 else flat.clone()
+    words = part.view(-1).view(torch.int64)
+    whole = words.numel() // ROW * ROW
+    rows = [words[:whole].view(-1, ROW).sum(1)] if whole else []
+    return [*rows, words[whole:].sum(0, keepdim=True)] if whole < words.numel() else rows
 
 
 def digest(rows: torch.Tensor) -> int:
     """63 bits of what `row_sums` gave."""
     return int.from_bytes(hashlib.blake2b(rows.cpu().numpy().tobytes(), digest_size=8).digest(), "little") >> 1
-
-
-def _words(flat: torch.Tensor) -> torch.Tensor:
-    """Bytes as 64-bit words; copied where they do not begin at one."""
-    return (flat.clone() if flat.data_ptr() % 8 or flat.storage_offset() % 8 else flat).view(torch.int64)

@@ -24,13 +24,14 @@ class Steps(TrainerWork):
     """What an adopter of a stream has to skip at most, and one more."""
 
     def __init__(self, trainer: Any) -> None:
-        slots, self._is_exact = trainer.slots, trainer.config.fault_tolerance.exact
+        slots = trainer.slots
         reducer = GradientReducer(
             slots.trainable,
             BUCKET_BYTES,
             trainer.streams,
             hooks=slots.computes_eagerly,
-            exact_slots=slots.number if self._is_exact else 0,
+            exact_slots=slots.number if trainer.config.fault_tolerance.exact else 0,
+            see=slots.see,
         )
         super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
         self._skips_poison = self._ft.on_poison == "skip"
@@ -49,8 +50,6 @@ class Steps(TrainerWork):
             return
         self._files.computes(step, slot)
         self._slots.compute(step, slot, whole=whole)
-        if self._is_exact:
-            self._slots.keep_bits(slot)
 
     def _is_poison(self, step: int, slot: int) -> bool:
         return (step, slot) in self._skipped or self._files.is_poison(step, slot)
