@@ -57,7 +57,7 @@ def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
         if set(share) & set(refused):
             reducer.begin(Groups(), WAIT)
             for slot in share:
-                reducer.begin_slot(last=slot == share[-1])
+                reducer.begin_slot(last=False)
                 backward(params, slot)
                 reducer.end_slot()
             reducer.forget()
@@ -115,6 +115,21 @@ def test_a_retry_goes_on_with_what_is_held():
         reducer.finish()
     reducer.assign(0.37)
     for ours, whole in zip(params, summed([list(range(SLOTS))])[0], strict=True):
+        assert torch.equal(ours.grad, whole)
+
+
+def test_a_sum_has_all_slots_also_if_data_ended_before_the_last_one():
+    params, sums = parameters(), Groups()
+    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    reducer.begin(sums, WAIT)
+    for slot in range(SLOTS - 1):
+        reducer.begin_slot(last=False)
+        backward(params, slot)
+        reducer.end_slot()
+    reducer.begin_slot(last=True)
+    reducer.finish()
+    reducer.assign(0.37)
+    for ours, whole in zip(params, summed([list(range(SLOTS - 1))])[0], strict=True):
         assert torch.equal(ours.grad, whole)
 
 

@@ -40,21 +40,22 @@ def nan_beyond(most: float, extremes: torch.Tensor) -> torch.Tensor:
     return torch.where((extremes.abs() <= most).all(), 0.0, torch.nan)
 
 
-def add(into: torch.Tensor, values: torch.Tensor, *, first: bool = False) -> None:
+def add(into: torch.Tensor, *values: torch.Tensor, first: bool = False) -> None:
     """Add floats to a sum over slots.
 
     Args:
         into: float64, with the offset.
-        values: bfloat16 or float32, in the shape of `into`; exact if none is above `most_of_slot`.
+        values: bfloat16 or float32, each in the shape of `into`; exact if none has an element above `most_of_slot`.
         first: nothing was added yet, whatever `into` has.
     """
-    pieces = [(into, values)]
-    if values.device.type == "cpu" and into.is_contiguous() and values.is_contiguous():
-        pieces = list(zip(into.view(-1).split(_CHUNK), values.view(-1).split(_CHUNK), strict=True))
-    for piece, part in pieces:
+    pieces = [(into, *values)]
+    if into.device.type == "cpu" and all(one.is_contiguous() for one in (into, *values)):
+        pieces = list(zip(*(one.view(-1).split(_CHUNK) for one in (into, *values)), strict=True))
+    for piece, *parts in pieces:
         if first:
             piece.fill_(OFFSET)
-        piece.add_(part, alpha=_OFF_THE_MIDDLE)
+        for part in parts:
+            piece.add_(part, alpha=_OFF_THE_MIDDLE)
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:

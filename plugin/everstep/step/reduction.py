@@ -85,10 +85,15 @@ class _Bucket:
         self.held = None if most is None else self._new_memory()
         """Where sums are exact: of the gradients that were taken, with the offset of `exact`."""
         self._empty = [True] * len(params)
-        """Of which of them nothing is held: what the memory has is of an earlier step."""
+        """Of which of them nothing is added up: what the memory has is of an earlier step."""
+        self._waiting: list[torch.Tensor | None] = [None] * len(params)
+        """Gradients of one slot that are added up together with those of the next one: the sum is read and written half
+        as often."""
         first = local(params[0])
         self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
         """Where sums are exact: the least and the largest element of each gradient of the slot in progress."""
+        self._wrong = torch.zeros((), dtype=torch.float64, device=first.device)
+        """Where sums are exact: NaN if a gradient that is held has no place in them, else 0."""
         self.filled = [False] * len(params)
         """Which gradients were taken in this attempt; with exact sums, in the slot in progress."""
         self.additions = [0] * len(params)
@@ -116,56 +121,66 @@ class _Bucket:
     def _new_memory(self) -> _Memory:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
-    def fill(self, index: int, see: Seen) -> None:
+    def fill(self, index: int, see: Seen, *, last: bool) -> None:
         """Take what is held of a gradient into the memory that is summed; with exact sums, what a slot made of it into
-        what is held."""
+        what is held. `last`: of an attempt's slots."""
         param = self.params[index]
         grad = None if param.grad is None else local(param.grad)
         if self.held is not None:
             if grad is not None:
-                self._take(index, grad, see)
+                self._take(index, grad, see, last=last)
         elif grad is None:
             self.memory.views[index].zero_()
         else:
             self.memory.views[index].copy_(grad)
         self.filled[index] = True
 
-    def _take(self, index: int, grad: torch.Tensor, see: Seen) -> None:
-        assert self.held is not None
-        param = self.params[index]
+    def _take(self, index: int, grad: torch.Tensor, see: Seen, *, last: bool) -> None:
+        param, earlier = self.params[index], self._waiting[index]
         see(param, grad)
         if grad.numel():
             torch.aminmax(grad, out=self._extremes[index].unbind())
-            exact.add(self.held.views[index], grad, first=self._empty[index])
-            self._empty[index] = False
+        if earlier is None and not last and not self._in_place:
+            self._waiting[index] = grad
+        else:
+            self._add_up(index, grad)
         if self._in_place:
             grad.zero_()
         else:
             param.grad = None
 
+    def _add_up(self, index: int, *grads: torch.Tensor) -> None:
+        assert self.held is not None
+        earlier, self._waiting[index] = self._waiting[index], None
+        exact.add(self.held.views[index], *([] if earlier is None else [earlier]), *grads, first=self._empty[index])
+        self._empty[index] = False
+
     def own(self) -> torch.Tensor:
         """The flat memory of what is held, where sums are exact."""
         assert self.held is not None
         for index, empty in enumerate(self._empty):
-            if empty:
-                self.held.views[index].fill_(exact.OFFSET)
-        self._empty = [False] * len(self.params)
+            if empty or self._waiting[index] is not None:
+                self._add_up(index)
+        self.held.flat[0].add_(self._wrong)
         return self.held.flat
 
-    def refuse_extremes(self) -> None:
-        """All gradients of a slot were taken: if one has no place in an exact sum, a sum becomes NaN."""
+    def judge(self, *, partly: bool = False) -> None:
+        """All gradients of a slot were taken. If one has no place in an exact sum, or is there `partly`, a sum becomes
+        NaN."""
         if self._most is not None:
-            self.own()[0].add_(exact.nan_beyond(self._most, self._extremes))
+            self._wrong.add_(torch.nan if partly else exact.nan_beyond(self._most, self._extremes))
 
     def complete(self) -> None:
         """All gradients were taken: the memory that is summed is."""
         if self.held is not None:
-            self.refuse_extremes()
+            self.judge()
             torch.sub(self.own(), exact.OFFSET, out=self.memory.flat)
 
     def forget(self) -> None:
         """Nothing is held."""
         self._empty = [True] * len(self.params)
+        self._waiting = [None] * len(self.params)
+        self._wrong.zero_()
 
     def give(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients."""
@@ -275,11 +290,9 @@ class GradientReducer:
             if self._is_exact:
                 self._fill_rest(bucket)
                 self._wait_for_fills(bucket)
-                bucket.refuse_extremes()
+                bucket.judge(partly=self._armed and early)
             if self._armed and early:
                 self._error = self._error or SumsBroken("a gradient was added to more often than in earlier slots")
-                if self._is_exact:
-                    bucket.own()[0] = torch.nan  # a part of the slot was rounded without the rest: computed again
         self._counted, self._armed = True, False
 
     def forget(self) -> None:
@@ -346,7 +359,7 @@ class GradientReducer:
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
         with torch.no_grad():
-            bucket.fill(index, self._see)
+            bucket.fill(index, self._see, last=self._last)
         bucket.filled_on[stream] = self._streams.record()
 
     def _fill_rest(self, bucket: _Bucket) -> None:
