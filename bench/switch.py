@@ -1,34 +1,51 @@
-"""What a switch of the config costs a real run: tokens per second and processor time, with it on and off.
+"""What a switch of the config costs a real run: tokens per second and processor time, with it on and off; and what a
+host takes with it.
 
     python bench/switch.py [--switch snapshot.enable] [--groups 2] [--steps 60] [--rounds 2]
     python bench/switch.py --switch fault_tolerance.exact     # and any other flag, which goes to both runs
+    python bench/switch.py --kills 30 --life-s 20             # of the run with it on: no rounds
 
 Both runs of a round go on at the same time, with the same steps and data and no checkpoints: a machine whose cores are
 now faster and now slower is so for both. What counts is the time in which both train. Processor time is that of
 launcher, trainers and keepers in this time, for a step. Tokens per second are shared out by the system's scheduler: a
-run that waits leaves the cores to the other.
+run that waits leaves the cores to the other. With `--apart`, for states of which memory holds one run's, they go on one
+after the other, on a machine that has nothing else to do. Each group counts as a host, so that snapshots are coded as
+they are between hosts.
+
+`--kills`: a random host with its keeper and memory, and all trainers, are killed at random moments of one run, which
+then starts again. A step is lost if it was committed before and is made again.
 """
 
 import argparse
 import contextlib
 import json
+import math
+import os
+import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from everstep.report.protection import Protection
 from everstep.run.events import read_events
 from everstep.snapshot import peers
 
-WARM_UP = 10
 LOOK_S = 0.2
+ENDLESS = 1_000_000
+STARTS_S = 300.0
+"""For a run to make its first step, however busy the machine is."""
 
 
 class Meter:
@@ -57,44 +74,61 @@ class Meter:
         return last[1] - first[1]
 
 
+@dataclass
+class Started:
+    """A run, and the launcher of its newest start."""
+
+    directory: Path
+    process: subprocess.Popen[bytes]
+
+
+def started(args: argparse.Namespace, on: bool, home: Path) -> Started:
+    """Start a run with the switch on or off, or go on with it."""
+    directory = home / f"run-{on}"
+    section, _, key = args.switch.partition(".")
+    steps = ENDLESS if args.kills else args.steps
+    flags = ["--groups", str(args.groups), "--steps", str(steps), "--checkpoint.no-enable"]
+    flags += ["--snapshot.failure_domain", "group", f"--{section}.{'' if on else 'no-'}{key}"]
+    command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(directory), *flags]
+    with (home / "log").open("ab") as log:
+        return Started(directory, subprocess.Popen([*command, *args.flags], stdout=log, stderr=log))
+
+
 def run_once(args: argparse.Namespace, on: bool, home: Path) -> tuple[list[dict[str, Any]], Meter]:
     """The events of one run, and what its processes took."""
-    run_dir = home / f"run-{on}"
-    shutil.rmtree(run_dir, ignore_errors=True)
-    section, _, key = args.switch.partition(".")
-    flags = ["--groups", str(args.groups), "--steps", str(args.steps), "--checkpoint.no-enable"]
-    flags.append(f"--{section}.{'' if on else 'no-'}{key}")
-    command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir), *flags]
-    with (home / "log").open("ab") as log:
-        process = subprocess.Popen([*command, *args.flags], stdout=log, stderr=log)
-    meter = Meter(run_dir, process.pid)
-    while process.poll() is None:
+    shutil.rmtree(home / f"run-{on}", ignore_errors=True)
+    run = started(args, on, home)
+    meter = Meter(run.directory, run.process.pid)
+    while run.process.poll() is None:
         meter.look()
         time.sleep(LOOK_S)
-    if process.returncode:
+    if run.process.returncode:
         raise RuntimeError((home / "log").read_text()[-2000:])
-    return list(read_events(run_dir)), meter
+    return list(read_events(run.directory)), meter
 
 
-def commits_of(events: list[dict[str, Any]]) -> tuple[dict[int, float], dict[int, float]]:
+def commits_of(events: list[dict[str, Any]], after: int = 0) -> tuple[dict[int, float], dict[int, float]]:
     """By step after the first ones: when the first group committed it, and its tokens."""
     at: dict[int, float] = {}
     tokens: dict[int, float] = {}
     for event in events:
-        if event["kind"] == "commit" and event["step"] > WARM_UP:
+        if event["kind"] == "commit" and event["step"] > after:
             at[event["step"]] = min(event["t"], at.get(event["step"], event["t"]))
             tokens[event["step"]] = event["tokens"]
     return at, tokens
 
 
-def snapshots_of(events: list[dict[str, Any]]) -> dict[str, float]:
-    """How many were taken after the first steps, how long trainers waited for them, and how large they were."""
-    taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > WARM_UP]
+def snapshots_of(events: list[dict[str, Any]], after: int) -> dict[str, float]:
+    """How many were taken after the first steps, how many of them were coded, how long trainers waited for them, and
+    how large they were."""
+    taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > after]
     if not taken:
         return {}
     blocked = [event["blocked_s"] for event in taken]
+    coded = {e["step"] for e in events if e["kind"] == "snapshot_protected" and e["survives"] and e["step"] > after}
     return {
         "snapshots": len({event["step"] for event in taken}),
+        "coded": len(coded),
         "blocked_ms": 1e3 * statistics.median(blocked),
         "blocked_ms_longest": 1e3 * max(blocked),
         "mb": statistics.median(event["bytes"] for event in taken) / 1e6,
@@ -102,12 +136,13 @@ def snapshots_of(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]:
-    """Two runs side by side: tokens per second, processor time of a step, and what snapshots did."""
-    with ThreadPoolExecutor(2) as pool:
+    """Two runs: tokens per second, processor time of a step, and what snapshots did."""
+    with ThreadPoolExecutor(1 if args.apart else 2) as pool:
         runs = dict(zip(("off", "on"), pool.map(lambda on: run_once(args, on, home), (False, True)), strict=True))
-    commits = {which: commits_of(events) for which, (events, _) in runs.items()}
-    begin = max(min(at.values()) for at, _ in commits.values())
-    end = min(max(at.values()) for at, _ in commits.values())
+    commits = {which: commits_of(events, args.warm_up) for which, (events, _) in runs.items()}
+    begin, end = (0.0, math.inf) if args.apart else (
+        max(min(at.values()) for at, _ in commits.values()), min(max(at.values()) for at, _ in commits.values())
+    )  # fmt: skip
     found = {}
     for which, (events, meter) in runs.items():
         at, tokens = commits[which]
@@ -117,7 +152,7 @@ def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]
             "tokens_per_s": sum(tokens[step] for step in steps[1:]) / (last - first),
             "cpu_ms": 1e3 * meter.between(first, last) / count,
             "steps": count,
-            **snapshots_of(events),
+            **snapshots_of(events, args.warm_up),
         }
     return found
 
@@ -135,20 +170,90 @@ def shares(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
     }
 
 
+def killed(args: argparse.Namespace, home: Path) -> Iterator[dict[str, Any]]:
+    """What each kill took with it, of a run that is killed and started again; at the end it is killed whole."""
+    chance = random.Random(args.seed)
+    last = protected = 0
+    apart = 0.0
+    for number in range(args.kills + 1):
+        began, run = time.time(), started(args, True, home)
+        try:
+            until_commit(run, began, home)
+            time.sleep(chance.uniform(0.0, args.life_s) if number < args.kills else 0.0)
+        finally:
+            places = peers.read_places(run.directory)
+            host = chance.choice([place.segment for place in places] or [""])
+            kill(run, places, {host} if number < args.kills else {place.segment for place in places})
+        events = [event for event in read_events(run.directory) if event["t"] > began]
+        at, _ = commits_of(events)
+        if number:
+            restored = min(at) - 1
+            source = next(event["source"] for event in events if event["kind"] == "recovery")
+            lost = {"lost": last - restored, "protected_lost": max(0, protected - restored), "source": source}
+            yield {**lost, "step_s": apart, "back_s": min(at.values()) - began}
+        last, said = max(at), Protection()
+        for event in events:
+            said.take(event)
+        protected = said.step
+        apart = (at[last] - min(at.values())) / max(1, len(at) - 1)
+
+
+def until_commit(run: Started, began: float, home: Path) -> None:
+    """Wait until the run has made a step after this moment."""
+    while not any(event["t"] > began for event in read_events(run.directory, {"commit"})):
+        if run.process.poll() is not None or time.time() > began + STARTS_S:
+            raise RuntimeError((home / "log").read_text()[-2000:])
+        time.sleep(LOOK_S)
+
+
+def kill(run: Started, places: list[peers.Place], segments: set[str]) -> None:
+    """SIGKILL to launcher, agents, lighthouse, trainers, and the keepers of these segments, which are lost too."""
+    spared = {place.pid for place in places if place.segment not in segments}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(run.process.pid)
+        doomed = {process.pid for process in (launcher, *launcher.children(recursive=True))}
+        for pid in (doomed | {place.pid for place in places}) - spared:  # a keeper is a child of who started it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    for segment in segments:
+        shutil.rmtree(segment, ignore_errors=True)
+
+
+def losses(kills: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all kills."""
+    lost = [each["lost"] for each in kills]
+    return {
+        "kills": len(kills),
+        "lost_most": max(lost),
+        "lost_median": statistics.median(lost),
+        "protected_lost": sum(each["protected_lost"] for each in kills),
+        "sources": dict(Counter(each["source"] for each in kills)),
+        "step_s": statistics.median(each["step_s"] for each in kills),
+        "back_s": statistics.median(each["back_s"] for each in kills),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--switch", default="snapshot.enable", help="section and key; default: %(default)s")
     parser.add_argument("--config", type=Path, default=Path("configs/demo.toml"))
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm-up", type=int, default=10, help="steps that are not counted; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--apart", action="store_true", help="one run after the other")
+    parser.add_argument("--kills", type=int, default=0, help="in place of rounds")
+    parser.add_argument("--life-s", type=float, default=20.0, help="the longest between a first step and a kill")
+    parser.add_argument("--seed", type=int, default=0)
     args, args.flags = parser.parse_known_args()
-    rounds: list[dict[str, dict[str, float]]] = []
-    with tempfile.TemporaryDirectory(prefix="everstep-cost-") as home:
-        for _ in range(args.rounds):
-            rounds.append(measure(args, Path(home)))
-            print(json.dumps(rounds[-1]), flush=True)
-    print(json.dumps(shares(rounds)))
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="everstep-cost-") as name:
+        home = Path(name)
+        for each in killed(args, home) if args.kills else (measure(args, home) for _ in range(args.rounds)):
+            found.append(each)
+            print(json.dumps(each), flush=True)
+    print(json.dumps(losses(found) if args.kills else shares(found)))
 
 
 if __name__ == "__main__":

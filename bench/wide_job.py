@@ -29,11 +29,16 @@ def _widened(dim: int, layers: int) -> Trainer.Config:
     return config
 
 
+def tiny() -> Trainer.Config:
+    """0.3 million parameters, for steps as short as they get."""
+    return _widened(64, 1)
+
+
 def half_gigabyte() -> Trainer.Config:
     """43 million parameters."""
     return _widened(512, 12)
 
 
-def four_gigabytes() -> Trainer.Config:
-    """346 million parameters."""
-    return _widened(1536, 12)
+def two_gigabytes() -> Trainer.Config:
+    """168 million parameters."""
+    return _widened(1024, 13)
