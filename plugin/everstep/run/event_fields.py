@@ -104,16 +104,22 @@ NEEDED: dict[str, tuple[str, ...]] = {
 OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
 """Kinds of every step, which rank 0 tells for its group."""
 
+_CHECKS = {name: typed.converter(kind) for name, kind in FIELDS.items()}
+_CHECKS["groups"] = typed.converter(list[Group] | None)
+"""The groups of a step."""
+_CHECKS_OF_A_RUN = {**_CHECKS, "groups": typed.converter(Annotated[int, Within(1, MOST_GROUPS)])}
+"""`groups` is their number."""
+
 
 def fits(event: dict[str, Any]) -> bool:
     """Whether an event is what its kind and its fields' names say."""
     if any(event.get(name) is None for name in NEEDED.get(event["kind"], ())):
         return False
-    # The number of groups of a run, and the groups of a step.
-    groups: Any = Annotated[int, Within(1, MOST_GROUPS)] if event["kind"] == "run_started" else list[Group] | None
+    checks = _CHECKS_OF_A_RUN if event["kind"] == "run_started" else _CHECKS
     try:
         for name, value in event.items():
-            typed.parse(groups if name == "groups" else FIELDS.get(name, Any), value)
+            if name in checks:
+                checks[name](value)
     except typed.UnfitError:
         return False
     return all(map(str.isdecimal, event.get("bits", ())))

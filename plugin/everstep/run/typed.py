@@ -99,7 +99,7 @@ def parse(kind: type[T], value: Any, where: str = "") -> T:
         UnfitError: it does not fit; begins with `where` and the place inside.
     """
     try:
-        return _converter(kind)(value)
+        return converter(kind)(value)
     except UnfitError as error:
         error.lies_in(where)
         raise
@@ -134,23 +134,24 @@ Converter = Callable[[Any], Any]
 
 
 @functools.cache
-def _converter(kind: Any) -> Converter:
+def converter(kind: Any) -> Converter:
+    """What `parse` does for a kind, for who parses it again and again."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return _bounded(_converter(arguments[0]), [mark for mark in arguments[1:] if isinstance(mark, Within)])
+        return _bounded(converter(arguments[0]), [mark for mark in arguments[1:] if isinstance(mark, Within)])
     if origin in (typing.Union, types.UnionType):
-        return _either([_converter(member) for member in arguments], words(kind))
+        return _either([converter(member) for member in arguments], words(kind))
     if origin is Literal:
         return _plain(words(kind), lambda value: any(type(value) is type(one) and value == one for one in arguments))
     if origin is list:
-        return _list(_converter(arguments[0]))
+        return _list(converter(arguments[0]))
     if origin is tuple and arguments[-1] is Ellipsis:
-        each = _list(_converter(arguments[0]))
+        each = _list(converter(arguments[0]))
         return lambda value: tuple(each(value))
     if origin is tuple:
-        return _tuple([_converter(member) for member in arguments])
+        return _tuple([converter(member) for member in arguments])
     if origin is dict:
-        return _dict(_converter(arguments[1]))
+        return _dict(converter(arguments[1]))
     if dataclasses.is_dataclass(kind):
         return _dataclass(typing.cast(type, kind))
     if kind is float:
@@ -249,7 +250,7 @@ def _inside(place: int | str, member: Converter, item: Any) -> Any:
 def _dataclass(kind: type) -> Converter:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
-    converters = {name: _converter(hints[name]) for name in fields}
+    converters = {name: converter(hints[name]) for name in fields}
     needed = {
         name
         for name, field in fields.items()
