@@ -102,6 +102,27 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
     assert json.loads((run_dir / "report.json").read_text())["steps"] == 6
 
 
+KILLED_AT_THE_LAST_PAGE = """
+import os, sys
+from pathlib import Path
+from everstep.report import live, page
+page.write_report = lambda run_dir, **_: os._exit(9)
+live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3}, 1.0)
+"""
+
+
+def test_a_last_page_that_takes_too_long_costs_no_point_and_no_text(tmp_path, hook):
+    """As after 100,000 steps: the process is killed while it reads all of them again."""
+    steps(1, 3).add(3.5, "lighthouse_died", role="supervisor", exitcode=-9, reason="ended").write(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [sys.executable, "-c", KILLED_AT_THE_LAST_PAGE, str(tmp_path), hook.address]
+        preexec = lambda: os.dup2(taken.fileno(), 3)  # noqa: E731
+        told = subprocess.run(words, stdin=subprocess.DEVNULL, pass_fds=[3], preexec_fn=preexec, env=environment())
+    assert told.returncode == 9
+    assert losses(tmp_path / "tb")[-1] == (3, 3.0)
+    assert len(hook.texts) == 1
+
+
 def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_address(told, hook):
     run_dir, _, tell = told
     lost = ("lighthouse_died", {"exitcode": -9, "reason": "ended"})

@@ -138,6 +138,15 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
         except OSError as error:
             refused(error)
 
+    def write(account: Account | None) -> None:
+        """Write the page as of this account, or of the logs as they are now."""
+        try:
+            if "page" in fds and now.counts:
+                write_report(run_dir, account=account)
+                served["page"] = (run_dir / "report.html").read_bytes()
+        except OSError as error:
+            refused(error)
+
     curves = Outlet("curves", draw)  # a server of W&B may be away
     hook = webhook(ft.notify) if ft.notify else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
@@ -160,19 +169,17 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
                 hook.put(f"{run_dir.resolve().name}: {sentence}")
         served["metrics"] = text(now, ft.groups, ft.min_groups)
-        try:
-            if "page" in fds and now.counts and (over or time.monotonic() >= due):
-                began = time.process_time()
-                write_report(run_dir, account=None if over else now)
-                served["page"] = (run_dir / "report.html").read_bytes()
-                due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
-        except OSError as error:
-            refused(error)
+        if not over and time.monotonic() >= due:
+            began = time.process_time()
+            write(now)
+            due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
+    # The last page comes last: after a long run it takes longer than anybody waits.
     if hook is not None:
         hook.close()
     curves.close()
     for sink in sinks() if sinks.cache_info().currsize else ():
         sink.close()
+    write(None)
 
 
 def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
