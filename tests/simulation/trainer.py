@@ -245,7 +245,7 @@ class SimWork:
         world.scheduler.pause(0.0005, 0.005)  # schedules, counters
         self.rank.snapshot(after)
         world.applied(self.rank, commit)
-        if commit.saver == life.group.id and commit.step % world.plan.save_every == 0:
+        if commit.able[0] == life.group.id and commit.step % world.plan.save_every == 0:
             self._save()
         if commit.unfit:
             world.leaves(self.rank, commit)

@@ -19,7 +19,7 @@ def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=Fa
 def tally(coverage, refused=0):
     empty = torch.zeros(len(coverage), dtype=torch.float64)
     sums = SlotSums(empty, empty, empty, frozenset())
-    return ledger.Tally(tuple(coverage), tuple(coverage), sums, 0, 0, refused)
+    return ledger.Tally(tuple(coverage), sums, 0, 0, refused)
 
 
 @st.composite

@@ -44,7 +44,6 @@ class Held:
         asked: the group that was asked for a refused slot last, unless it was to accept it.
         bits: of audited slots that this group computed.
         told: of audited slots, all groups and their bits that were compared, in order.
-        outvoted: audited slots of which two other groups have the same bits, and this one others.
     """
 
     base: State = NOTHING
@@ -59,7 +58,6 @@ class Held:
     asked: dict[int, int] = field(default_factory=dict)
     bits: dict[int, int] = field(default_factory=dict)
     told: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    outvoted: set[int] = field(default_factory=set)
 
 
 class Judged(NamedTuple):
@@ -172,7 +170,7 @@ class Holding:
         for slot, *bits in zip(attempt.plan.audited, tally.bits[::2], tally.bits[1::2], strict=True):
             if not all(bits):
                 continue
-            pair = tally.owner(slot), attempt.plan.auditors[slot]
+            pair = attempt.plan.owners[slot], attempt.plan.auditors[slot]
             held.told[slot] += zip(pair, bits, strict=True)
             if slot in differing:
                 self._differs(attempt, slot, pair)
@@ -191,7 +189,6 @@ class Holding:
         if times > 1 and all(times > fewer for _, fewer in others):
             held.refused.pop(slot, None)
             if self._group in said and said[self._group] != common:
-                held.outvoted.add(slot)
                 held.refused_here.add(slot)
                 held.refused[slot] = ledger.ASK_AFTER
         elif self._group in pair:

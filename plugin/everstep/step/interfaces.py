@@ -70,9 +70,9 @@ class Commit:
         extra: `SlotSums.extra` over all groups.
         owners: for each slot the group that computed it, -1 if none did.
         groups: groups taking part, in rank order.
-        able: those of them that have the state before this step; the others heal.
+        able: those of them that have the state before this step, in order; the others heal. The first writes what a run
+            writes once.
         once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
-        saver: the group that writes what a run writes once.
         all_leave: every group asked to stop after this step.
         unfit: slots that this rank refused and that another group could compute: this rank is at fault.
         quorum_id: torchft's id of the quorum, for logs.
@@ -90,7 +90,6 @@ class Commit:
     groups: tuple[int, ...]
     able: tuple[int, ...]
     once: bool
-    saver: int
     all_leave: bool
     unfit: tuple[int, ...]
     quorum_id: int

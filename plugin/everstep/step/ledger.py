@@ -20,7 +20,7 @@ from everstep.step.interfaces import SlotSums
 
 BITS_PER_WORD = 62  # an int64 word that never touches its sign
 ROW_HEADER = 9
-SLOT_SETS = 5  # of a row
+SLOT_SETS = 4  # of a row
 FLAGS = 4  # of a tally
 
 ASK_AFTER = 2
@@ -58,7 +58,6 @@ class Row:
         refused: slots of step + 1 that it refused.
         disputed: those of them that it refused ASK_AFTER times.
         not_finite: those of them whose gradients were not finite when it computed them alone.
-        outvoted: those of them of which two other groups have the same bits, and this one others.
     """
 
     group: int
@@ -73,7 +72,6 @@ class Row:
     refused: frozenset[int] = frozenset()
     disputed: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
-    outvoted: frozenset[int] = frozenset()
 
     @staticmethod
     def words(slots: int) -> int:
@@ -82,7 +80,7 @@ class Row:
 
     @property
     def _sets(self) -> tuple[frozenset[int], ...]:
-        return self.held, self.refused, self.disputed, self.not_finite, self.outvoted
+        return self.held, self.refused, self.disputed, self.not_finite
 
     def encode(self, slots: int) -> list[int]:
         """The row as `words(slots)` integers that fit int64."""
@@ -144,6 +142,7 @@ class Plan:
         shares: group id → slots it computes, in order, those of `doubted` first; every group that computes has an
             entry, perhaps an empty one.
         drops: groups that let go of what they hold, since another group holds one of their slots as well.
+        owners: by slot the group that holds or computes it then.
         doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
         accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
         not_finite: those of them whose gradients are not finite on any group that was asked.
@@ -154,6 +153,7 @@ class Plan:
 
     shares: dict[int, tuple[int, ...]]
     drops: frozenset[int]
+    owners: Mapping[int, int]
     doubted: frozenset[int] = frozenset()
     accepted: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
@@ -168,7 +168,7 @@ class Plan:
         return {group: self.paces[group] * (len(share) + audits[group]) for group, share in self.shares.items()}
 
 
-NO_PLAN = Plan({}, frozenset())
+NO_PLAN = Plan({}, frozenset(), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tu
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
     owners = holders | {slot: group for group, share in shares.items() for slot in share}
     auditors = _auditors(audited, owners, able)
-    return Plan(shares, drops, doubted, accepted, not_finite, audited, auditors, pace)
+    return Plan(shares, drops, owners, doubted, accepted, not_finite, audited, auditors, pace)
 
 
 def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:
@@ -253,10 +253,12 @@ def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, 
 
 def _auditors(audited: Sequence[int], owners: Mapping[int, int], able: Sequence[Row]) -> dict[int, int]:
     """Who computes audited slots besides their owners: one that has not given its bits yet comes first, then who audits
-    the fewest. None where there is no other group."""
+    the fewest. None where there is no other group but those that dispute what the owner stands by."""
     found: dict[int, int] = {}
     for slot in audited:
-        others = [row for row in able if row.group != owners.get(slot) and slot not in row.outvoted]
+        owner = owners.get(slot)
+        doubts = any(slot in row.refused for row in able if row.group == owner)
+        others = [row for row in able if row.group != owner and (doubts or slot not in row.disputed)]
         if slot in owners and others:
             load = Counter(found.values())
             found[slot] = min(others, key=lambda row: (slot in row.refused, load[row.group], row.group)).group
@@ -272,13 +274,13 @@ def _passes(slot: int, able: Sequence[Row]) -> bool:
 
 def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> int:
     """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
-    that disputes it, one that has not refused it; if it is to pass, one for which it was finite. Not one that was
-    outvoted. Of several the one that refused the fewest slots, then the one with the smallest share."""
+    that disputes it, one that has not refused it; if it is to pass, one for which it was finite, and that does not
+    dispute it. Of several the one that refused the fewest slots, then the one with the smallest share."""
     again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
     def turn(row: Row) -> tuple[bool, bool, int, int, int]:
         last = slot in row.not_finite if passes else (slot in row.refused) != again
-        return slot in row.outvoted, last, len(row.refused), load[row.group], row.group
+        return last, slot in row.disputed, len(row.refused), load[row.group], row.group
 
     return min(able, key=turn).group
 
@@ -367,7 +369,6 @@ class Tally:
 
     Attributes:
         coverage: for each slot the number of groups that put it into the sum.
-        owners: for each slot the sum of id + 1 of those groups.
         sums: tokens, losses and further sums of the slots.
         leaving: groups that stop after this step.
         exhausted: groups that found no more data.
@@ -377,7 +378,6 @@ class Tally:
     """
 
     coverage: tuple[int, ...]
-    owners: tuple[int, ...]
     sums: SlotSums
     leaving: int
     exhausted: int
@@ -387,7 +387,6 @@ class Tally:
 
     @staticmethod
     def of(
-        group: int,
         held: frozenset[int],
         sums: SlotSums,
         *,
@@ -399,35 +398,30 @@ class Tally:
     ) -> "Tally":
         """One group's, with these slots in its sum."""
         coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
-        owners = tuple(count * (group + 1) for count in coverage)
-        return Tally(coverage, owners, sums, int(leaving), int(exhausted), int(refused), int(wanting), tuple(bits))
+        return Tally(coverage, sums, int(leaving), int(exhausted), int(refused), int(wanting), tuple(bits))
 
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
         flags = [self.leaving, self.exhausted, self.refused, self.wanting, *self.bits]
-        counts = torch.tensor([*self.coverage, *self.owners, *flags], dtype=torch.float64)
+        counts = torch.tensor([*self.coverage, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
     def decode(vector: torch.Tensor, slots: int, audited: int = 0) -> "Tally":
         """The inverse of `encode`, for S = `slots`, so many of which are audited."""
-        size = 2 * slots + FLAGS + 2 * audited
+        size = slots + FLAGS + 2 * audited
         counts, tokens, loss, extra = vector.split([size, slots, slots, len(vector) - size - 2 * slots])
-        coverage, owners, flags, bits = (
-            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, slots, FLAGS, 2 * audited])
+        coverage, flags, bits = (
+            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, FLAGS, 2 * audited])
         )
         leaving, exhausted, refused, wanting = flags
         sums = SlotSums(tokens, loss, extra, frozenset())
-        return Tally(coverage, owners, sums, leaving, exhausted, refused, wanting, bits)
+        return Tally(coverage, sums, leaving, exhausted, refused, wanting, bits)
 
     def digest(self) -> int:
         """62 bits over what decides about the step; equal on all ranks of a group that saw the same sums."""
-        whole = (self.coverage, self.owners, self.leaving, self.exhausted, self.refused, self.bits)
+        whole = (self.coverage, self.leaving, self.exhausted, self.refused, self.bits)
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
-
-    def owner(self, slot: int) -> int:
-        """The group that computed a slot; -1 for none."""
-        return self.owners[slot] - 1 if self.coverage[slot] else -1
 
 
 def differing_bits(tally: Tally, plan: Plan) -> frozenset[int]:

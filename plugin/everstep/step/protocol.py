@@ -438,7 +438,6 @@ class StepProtocol:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")
         mine = ledger.Tally.of(
-            self.group,
             frozenset(self._holding.held.slots),
             results,
             leaving=self.leaving,
@@ -491,9 +490,9 @@ class StepProtocol:
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
-        quorum, held = attempt.quorum, self._holding.held
+        quorum, held, planned = attempt.quorum, self._holding.held, attempt.plan.owners
         self._waits.take(attempt.reduce_s, 1)
-        owners = tuple(tally.owner(slot) for slot in range(self._rules.slots))
+        owners = tuple(planned[slot] if count else -1 for slot, count in enumerate(tally.coverage))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         history, able = ledger.extend(quorum.history, attempt.step, quorum.key), tuple(sorted(attempt.plan.shares))
         if not attempt.wanted:
@@ -509,7 +508,6 @@ class StepProtocol:
             groups=quorum.groups,
             able=able,
             once=all(count == 1 for count in tally.coverage),
-            saver=min(attempt.plan.shares),
             all_leave=tally.leaving == len(quorum.members),
             unfit=tuple(sorted(faults & held.refused_here)),
             quorum_id=quorum.id,

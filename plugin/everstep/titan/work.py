@@ -138,7 +138,7 @@ class TrainerWork(ABC):
             metrics = self._measures.of(trainer.step, commit, grad_norm, extra)
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
-        saves = commit.saver == self._ft.group_id
+        saves = commit.able[0] == self._ft.group_id
         if saves and self.goes_on() and not commit.all_leave:
             with sl.log_trace_span("checkpoint"):
                 self._disk.save(trainer.step, step)
