@@ -35,7 +35,7 @@ import psutil
 
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.membership import Membership
-from everstep.quorum.request import NO_STATE, Request, read_quorum
+from everstep.quorum.request import NOTHING, Request, State, read_quorum
 
 GROUPS_PER_PROCESS = 64
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -71,10 +71,8 @@ def request_of(group: int, life: str, number: int, step: int) -> Request:
         group=group,
         life=life,
         number=number,
-        step=step,
-        history=1,
-        follows=NO_STATE,
-        followed=0,
+        state=State(step, 1),
+        follows=NOTHING,
         finishing=False,
         connected="",
         store=store,
@@ -141,8 +139,8 @@ class Group(threading.Thread):
                 seen = -1
                 continue
             waited = time.monotonic() - asked
-            heals = quorum.step > step
-            step = quorum.step + 1
+            heals = quorum.state.step > step
+            step = quorum.state.step + 1
             # A healing group waits for the others in the first place: its wait is no latency of the lighthouse.
             if not heals:
                 self.waits.append((step, len(quorum.groups), waited))

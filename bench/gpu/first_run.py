@@ -137,7 +137,7 @@ def one_gpu() -> str:
         values = torch.full((BUCKET,), 2.0, device=on)
         mine.finish(mine.start(values, WAIT))
         assert float(values.sum()) == 2.0 * BUCKET
-    mine.close()
+    mine.abort()
     return f"{where()}: first use {first_s:.2f} s, again {1000 * sorted(rebuilds)[10]:.1f} ms (median of 20)"
 
 
@@ -485,7 +485,7 @@ def host_synchronisations() -> str:
         reducer.assign(1.0)
         for param, grad in zip(model.parameters(), own, strict=True):
             torch.testing.assert_close(gradient_of(param), grad)
-    mine.close()
+    mine.abort()
     assert not seen, f"{seen} host synchronisations"
     return f"{where()}: 0 over {len(reducer._buckets)} buckets, sums as the gradients"
 

@@ -17,7 +17,7 @@ from torchft.coordination import LighthouseClient
 from everstep import wire
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
-from everstep.quorum.request import NO_STATE, Request, encode, name_of
+from everstep.quorum.request import NOTHING, Request, State, encode, name_of
 from everstep.run.events import read_events
 from everstep.run.token import run_token
 from forked import Forked
@@ -75,8 +75,8 @@ def lighthouse(tmp_path_factory):
     one.end()
 
 
-def a_request(group, number=1, step=0):
-    return Request(group, LIFE, number, step, 0, NO_STATE, 0, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
+def a_request(group, number=1, state=State(0, 0)):  # noqa: B008
+    return Request(group, LIFE, number, state, NOTHING, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
 
 
 def quorum(group, number=1, unreached=()):

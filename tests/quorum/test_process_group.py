@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everstep import wire
+from everstep.launch.machine import free_port
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.process_group import Place, RankColumn, reach
-from everstep.quorum.watch import PeerWatch
+from everstep.quorum.watch import PURPOSE, PeerWatch
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -38,7 +40,7 @@ def crosses():
 
     yield _make
     for cross in made:
-        cross.close()
+        cross.abort()
 
 
 def place(board, key, members, rank=0):
@@ -78,7 +80,7 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
             broken.append(go_on.is_set())
 
     monkeypatch.setattr(cross, "_make", Stuck)
-    peer = PeerWatch(HOST, lambda _: None, TOKEN)
+    peer = PeerWatch(HOST, lambda _: None, TOKEN, LONG)
     with pytest.raises(SumsBroken, match="no answer in time"):
         cross.connect(place(board, "stuck", [cross, peer]))
     monkeypatch.setattr(cross, "_make", Communicator)
@@ -87,25 +89,24 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     assert broken == [False], "what it waits for is broken when it is left behind"
     go_on.set()
     wait_for(lambda: broken == [False, True], "what was connected too late is broken")
-    peer.close()
 
 
 def test_members_that_cannot_be_reached_are_named_until_they_answer(board, crosses):
     """After the second time: a busy one may be late once. The others lose nothing by it."""
     one, two = crosses(SHORT), crosses(SHORT)
-    refuses = PeerWatch(HOST, lambda _: None, TOKEN)
-    refuses.close()
+    port = free_port()
+    refuses = f"{HOST}:{port}"
     with full_backlog() as drops:
         for key in ("first", "second"):
             assert not one.unreached()
             begin = time.monotonic()
-            told = place(board, f"{key} of four", [one, two, refuses])
+            told = place(board, f"{key} of four", [one, two])
             with pytest.raises(SumsBroken, match="could not connect"):
-                one.connect(replace(told, peers=(*told.peers, drops)))
+                one.connect(replace(told, peers=(*told.peers, refuses, drops)))
             assert time.monotonic() - begin < LONG.total_seconds() / 2
-        assert one.unreached() == {refuses.address, drops}
+        assert one.unreached() == {refuses, drops}
         assert_they_add(board, "of two", one, two)
-        again = PeerWatch(HOST, lambda _: None, TOKEN, port=int(refuses.address.rpartition(":")[2]))
+        again = wire.Door(HOST, TOKEN, lambda peer, _: peer.close(), purpose=PURPOSE, port=port)
         wait_for(lambda: one.unreached() == {drops}, "one that answers can be reached again")
         again.close()
 

@@ -3,13 +3,12 @@ that make step after step hear that somebody waits for them."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
 from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.membership import Membership
-from everstep.quorum.request import NO_STATE
+from everstep.quorum.request import NOTHING, State
 from quorum.test_gate import LIFE, SOON, a_request
 
 TOKEN = bytes(32)
@@ -33,8 +32,8 @@ def a_member(group, at):
     )
 
 
-def asks(member, group, number, step):
-    return [found.group for found in member.ask(replace(a_request(group, number), step=step), SOON)[1]]
+def asks(member, group, number, state):
+    return [found.group for found in member.ask(a_request(group, number, state), SOON)[1]]
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -44,7 +43,8 @@ def test_one_of_those_that_make_the_step_lets_all_ask(anew):
     members = [a_member(group, at) for group in range(3)]
     with ThreadPoolExecutor(3) as pool:
         first = [
-            pool.submit(asks, member, group, 1, 0 if group < 2 else NO_STATE) for group, member in enumerate(members)
+            pool.submit(asks, member, group, 1, State(0, 1) if group < 2 else NOTHING)
+            for group, member in enumerate(members)
         ]
         assert [one.result() for one in first] == [[0, 1, 2]] * 3
         if anew:
@@ -52,12 +52,12 @@ def test_one_of_those_that_make_the_step_lets_all_ask(anew):
             at[0] = a_gate(3)
         time.sleep(BEATS_S)
         assert not any(member.wanted for member in members), "nobody comes or goes"
-        joiner = pool.submit(asks, members[2], 2, 2, NO_STATE)
+        joiner = pool.submit(asks, members[2], 2, 2, NOTHING)
         time.sleep(max(2 * JOIN_S, BEATS_S))  # its time at the lighthouse would count, and leave out the last
         assert [member.wanted for member in members] == [True, True, False]
-        maker = pool.submit(asks, members[0], 0, 2, 1)
+        maker = pool.submit(asks, members[0], 0, 2, State(1, 1))
         time.sleep(JOIN_S / 3)
-        assert asks(members[1], 1, 2, 1) == joiner.result() == maker.result() == [0, 1, 2]
+        assert asks(members[1], 1, 2, State(1, 1)) == joiner.result() == maker.result() == [0, 1, 2]
         assert not any(member.wanted for member in members)
     for member in members:
         member.leave()
@@ -69,15 +69,15 @@ def test_groups_that_make_steps_apart_hear_of_each_other():
     places = [[a_gate(1)], [a_gate(1)]]
     members = [a_member(group, at) for group, at in enumerate(places)]
     for group, member in enumerate(members):
-        assert asks(member, group, 1, 1) == [group]
+        assert asks(member, group, 1, State(1, 1)) == [group]
     places[0][0].close()
     places[0][0] = places[1][0]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [True, True]
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(asks, members[0], 0, 2, 1)
+        waits = pool.submit(asks, members[0], 0, 2, State(1, 1))
         time.sleep(JOIN_S)
-        assert asks(members[1], 1, 2, 1) == waits.result() == [0, 1]
+        assert asks(members[1], 1, 2, State(1, 1)) == waits.result() == [0, 1]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [False, False]
     for member in members:

@@ -12,21 +12,19 @@ from datetime import timedelta
 import pytest
 
 from everstep import wire
+from everstep.launch.machine import free_port
 from everstep.quorum import watch
-from everstep.quorum.watch import KEY_BYTES, PeerLost, PeerWatch
+from everstep.quorum.watch import PeerLost, PeerWatch
 
-KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
-SOON_S, TOKEN = 60.0, bytes(range(32))
+KEY = b"k" * 32
+SOON_S, TOKEN, SILENCE = 60.0, bytes(range(32)), timedelta(seconds=6)
 
 
 @pytest.fixture
 def members():
     """Three watches in this process, with queues of the losses they announce."""
     losses = [queue.Queue() for _ in range(3)]
-    watches = [PeerWatch("127.0.0.1", losses[i].put, TOKEN) for i in range(3)]
-    yield watches, losses
-    for peer in watches:
-        peer.close()
+    return [PeerWatch("127.0.0.1", losses[i].put, TOKEN, SILENCE) for i in range(3)], losses
 
 
 def watch_each_other(watches, key=KEY):
@@ -43,7 +41,7 @@ def test_the_kernel_asks_for_a_host_that_tells_nothing(members):
     for connection in (one for one in watches[0]._connections[KEY] if one.getpeername()[1] in ports):
         asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == watch.SILENCE.total_seconds()
+        assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == SILENCE.total_seconds()
 
 
 def test_a_killed_process_is_noticed_within_the_grace_time():
@@ -51,14 +49,14 @@ def test_a_killed_process_is_noticed_within_the_grace_time():
         "import sys, time\n"
         "from datetime import timedelta\n"
         "from everstep.quorum.watch import PeerWatch\n"
-        "watch = PeerWatch('127.0.0.1', print, bytes(range(32)))\n"
+        "watch = PeerWatch('127.0.0.1', print, bytes(range(32)), timedelta(seconds=6))\n"
         "print(watch.address, flush=True)\n"
         "sys.stdin.readline()\n"
         "time.sleep(60)\n"
     )
     peer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     losses = queue.Queue()
-    mine = PeerWatch("127.0.0.1", losses.put, TOKEN)
+    mine = PeerWatch("127.0.0.1", losses.put, TOKEN, SILENCE)
     try:
         mine.begin(KEY, {1: peer.stdout.readline().strip()}, timedelta(seconds=60))
         killed = time.monotonic()
@@ -68,14 +66,12 @@ def test_a_killed_process_is_noticed_within_the_grace_time():
     finally:
         peer.kill()
         peer.wait()
-        mine.close()
 
 
 def test_a_peer_that_is_not_there_is_named(members):
-    watches, _ = members
-    watches[2].close()
-    with pytest.raises(PeerLost, match=watches[2].address) as lost:
-        watches[0].begin(KEY, {5: watches[1].address, 7: watches[2].address}, timedelta(seconds=1))
+    watches, nobody = members[0], f"127.0.0.1:{free_port()}"
+    with pytest.raises(PeerLost, match=nobody) as lost:
+        watches[0].begin(KEY, {5: watches[1].address, 7: nobody}, timedelta(seconds=1))
     assert lost.value.places == {7}
 
 
@@ -88,7 +84,7 @@ def test_connections_of_process_groups_that_came_to_nothing_are_given_back(membe
     watches, _ = members
     before = descriptors()
     for number in range(50):
-        key = bytes([number]) * KEY_BYTES
+        key = bytes([number]) * 32
         watches[1].begin(key, {0: watches[0].address}, timedelta(seconds=60))
         watches[1].end(key)
     deadline = time.monotonic() + SOON_S

@@ -163,7 +163,7 @@ class Simulator:
         for number, group in self.up.items():
             again = group.forgotten.intersection(shares.get(number, ()))
             self.log.attempt(
-                self.t + self.random.uniform(0, 0.02), step, number, shares.get(number, ()), group.held,
+                self.t + self.random.uniform(0, 0.02), step, number, shares.get(number, ()),
                 sorted(again), took_s - 0.03, committed=number in commits,
             )  # fmt: skip
         self.count_attempt(step, shares)

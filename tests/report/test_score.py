@@ -23,7 +23,7 @@ def finished_run(loss_shift=0.0):
     run.add(4.5, "workers_died", 2, role="agent", incarnation=0, exitcodes={"0": -9})
     for group in (0, 1):
         run.attempt(5.2, 4, group, [group, group + 3], took_s=1.1, committed=False)
-        run.attempt(6, 4, group, [2 + 3 * group], held=[group, group + 3], took_s=0.7)
+        run.attempt(6, 4, group, [2 + 3 * group], took_s=0.7)
     run.commit(6, 4, [0, 1], owners=[0, 1, 0, 0, 1, 1], loss=4.6 + loss_shift, took_s=2.0)
     run.add(6.2, "worker_ready", 2, incarnation=1, pid=2, startup_s=1.0)
     for step, groups in ((5, [0, 1]), (6, [0, 1]), (7, all_groups), (8, all_groups)):

@@ -58,10 +58,10 @@ class Timeline:
             )  # fmt: skip
         return self
 
-    def attempt(self, t, step, group, computed=(), held=(), recomputed=(), took_s=1.0, committed=True):
+    def attempt(self, t, step, group, computed=(), recomputed=(), took_s=1.0, committed=True):
         return self.add(
             t, "attempt", group, step, committed=committed, attempt=1, computed=list(computed),
-            held_before=list(held), recomputed=list(recomputed), took_s=took_s,
+            recomputed=list(recomputed), took_s=took_s,
         )  # fmt: skip
 
     def heal(self, t, group, source, step=None, history=None):

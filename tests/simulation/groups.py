@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everstep.quorum.errors import GroupBroken
-from everstep.quorum.request import Member
+from everstep.quorum.request import Request
 from everstep.step.attempt import Group as OwnGroup
-from everstep.step.attempt import Host, Rules
-from everstep.step.driver import Driver, End
+from everstep.step.attempt import Host, Rules, Turn
+from everstep.step.driver import Driver
 from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
 from simulation import real
@@ -31,6 +31,8 @@ OPEN_PATIENCE_S = 60.0
 """How long a source keeps a joiner waiting for a step that it has not opened yet."""
 BUFFERS = 2
 """Snapshots that a keeper holds of each rank."""
+CLOSES_S = 0.3, 1.0
+"""From the last step until a process's connections close: it closes its snapshots, and Python ends."""
 NEVER = float("inf")
 
 
@@ -75,7 +77,7 @@ class Life:
         self.broken = self.ended = False
         self.accused = False
         """Whether an audit named it: it ends."""
-        self.met: list[Member] = []
+        self.met: list[Request] = []
         """All that asked for the last quorum that it asked for."""
         self.able: list[int] = []
         """The groups that have the state in the attempt that it is in, as the rows say."""
@@ -100,7 +102,7 @@ class Life:
         """When its beats began to say that it has a state."""
         self.heals_in_vain = (0, 0)
         """How often it healed without computing anything then, and the faults that there had been."""
-        self.endings: list[End] = []
+        self.endings: list[Turn] = []
         self.decisions = Collectives(world, self, "decision")
         self.work = Collectives(world, self, "call of the trainer")
         self.chosen: list[State] | None = None
@@ -159,7 +161,7 @@ class Life:
         if self.group.life is self:
             self.group.start()
 
-    def rank_finished(self, end: End) -> None:
+    def rank_finished(self, end: Turn) -> None:
         self.endings.append(end)
         if len(self.endings) == self.size:
             self.ended = True
@@ -238,10 +240,11 @@ class Rank:
             world.judge.violate("crash", text)
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        if end is not End.FENCED:  # then its files are another start's
+        if end is not Turn.FENCED:  # then its files are another start's
             files.beat(DONE, self.work.state.step)
         if self.voice is not None:
             self.voice.leave()
         life.rank_finished(end)
-        self.sums.close()
+        world.scheduler.pause(*CLOSES_S)
+        self.sums.abort()
         self.door.shutdown()

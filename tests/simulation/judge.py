@@ -112,11 +112,9 @@ class Judge:
         having = {p.group for p in parts if (p.state.step, p.state.history) == (before.step, before.history)}
         if not having.issuperset(commit.able):
             self.violate("able without a state", f"{where}: {commit.able}, of that state are {sorted(having)}")
-        if commit.once != all(owner >= 0 for owner in commit.owners):
-            self.violate("not once", f"{where}: once={commit.once}, owners {commit.owners}")
-        expected = {(commit.step, slot) for slot in range(self.slots) if commit.once or commit.owners[slot] >= 0}
+        expected = {(commit.step, slot) for slot in range(self.slots) if commit.owners[slot] >= 0}
         if set(counted) != expected or any(count != 1 for count in counted.values()):
-            self.violate("slots not once", f"{where}: {sorted(counted.items())}, once={commit.once}")
+            self.violate("slots not once", f"{where}: {sorted(counted.items())}, owners {commit.owners}")
         for part in parts:
             for (_, slot), _ in part.slots:
                 if commit.owners[slot] != part.group:

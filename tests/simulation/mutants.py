@@ -106,7 +106,6 @@ TELLS = {"emit", "debug", "info", "warning", "error", "exception"}
 AT_EXIT, ONLY_LATER = "matters when a process ends", "only how long something takes or is waited for"
 ONLY_TOLD = "is only told"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("quorum/watch.py", "self._wake_read.close()", "pass"): AT_EXIT,
     ("step/attempt.py", "@dataclass(frozen=True, slots=True)", "False"): "nobody assigns to it",
     ("quorum/process_group.py", 'super().__init__(name="connect", daemon=True)', "False"): AT_EXIT,
     ("step/reduction.py", "bucket.additions[index] += 1", "2"): "counts are compared with each other",
@@ -133,12 +132,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if self._open is not None and self._of == of:",
         "(self._open is None)",
     ): "the same state is copied once more",
-    ("step/ledger.py", "return int(key[:15], 16)", "17"): "words of two keys differ as well",
-    (
-        "step/ledger.py",
-        "held, *refused = (unpack(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))",
-        "2",
-    ): "the words that follow are not read",
     ("step/protocol.py", 'self._files.beat("vote", step)', "pass"): "one of several signs of life",
     ("step/protocol.py", "digest = tally.digest() if tally is not None else 0", "1"): "no tally has that digest",
     ("step/reduction.py", "LARGEST_PART = LARGEST / 1000", "1001"): "numbers beyond it are so by magnitudes",

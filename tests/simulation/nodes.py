@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from everstep.quorum.request import Member, Request
+from everstep.quorum.request import Request
 from simulation import real
 from simulation.lighthouse import Options
 from simulation.scheduler import Process
@@ -81,7 +81,7 @@ class Voice:
     def wanted(self) -> bool:
         return self._membership.wanted
 
-    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         life, world = self._life, self._world
         if life.asks_at_vote:
             life.asks_at_vote, votes = False, world.votes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.quorum.errors import GroupBroken
@@ -71,9 +70,5 @@ class GroupRanks:
     def __init__(self, collectives: Collectives, rank: int, size: int) -> None:
         self._collectives, self.rank, self.size = collectives, rank, size
 
-    def gather(self, words: Sequence[int]) -> list[list[int]]:
-        assert all(-(1 << 63) <= word < 1 << 63 for word in words), words
-        return [list(answer) for answer in self._collectives.meet(self.rank, ("gather", len(words)), tuple(words))]
-
-    def broadcast(self, payload: bytes) -> bytes:
-        return self._collectives.meet(self.rank, ("broadcast",), payload if self.rank == 0 else None)[0]
+    def gather(self, mine: bytes) -> list[bytes]:
+        return self._collectives.meet(self.rank, ("gather",), mine)

@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 from everstep.quorum.errors import GroupBroken
-from everstep.quorum.request import Member, Request, name_of, read_quorum
-from everstep.step.driver import End
+from everstep.quorum.request import Request, name_of, read_quorum
+from everstep.step.attempt import Turn
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
@@ -26,6 +26,7 @@ from simulation.nodes import LighthouseNode
 from simulation.scheduler import Process, Scheduler, Signal
 from simulation.trainer import SimWork
 
+COMPLETE = {Turn.OVER, Turn.TOO_LATE}
 LOOK_S = 5.0
 HEARTBEAT_S, LONG_S = 2.0, 30.0
 """The usual heartbeat timeout, and one that no pause may show: its runs meet no fault but CLOSING ones."""
@@ -345,12 +346,12 @@ class World:
                 self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
 
     def _judge_audit(self, rank: Rank, commit: Commit) -> None:
-        """Where most groups are sound, the next audits send one that is not away. Those that took over a state since
-        the last one have no voice in it: they may have it from the one that is ill."""
+        """Where most groups that compute are sound, the next audits send one that is not away. Those that took over a
+        state since the last one have no voice in it: they may have it from the one that is ill."""
         every, life = self.plan.audit_every, rank.life
         if not every or commit.step % every:
             return
-        members = [other for other in self.with_state() if other.group.id in commit.groups]
+        members = [other for other in self.with_state() if other.group.id in commit.able]
         ill = [other for other in members if other.flipped()]
         voters = [other for other in members if other.proven]
         if ill == [life] and len(members) >= 3 and 2 * sum(voter.flipped() for voter in voters) <= len(voters):
@@ -381,7 +382,7 @@ class World:
                     text = f"{life.name} asks since {life.asks_since:.1f}, steps {sorted(life.passed_by)} are made"
                     self.judge.violate("not let in", text)
 
-    def judge_question(self, life: Life, request: Request, members: list[Member]) -> None:
+    def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
         """Where nothing breaks and nobody comes, goes or heals, a group that made a step with most of the others asks
         nobody for the next."""
         quorum, before = read_quorum(0, members), {member.name for member in life.met}
@@ -393,7 +394,7 @@ class World:
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
         if life.in_vain > IN_VAIN:
-            self.judge.violate("asks in vain", f"{life.name} after step {request.step}, of {sorted(alive)}")
+            self.judge.violate("asks in vain", f"{life.name} after step {request.state.step}, of {sorted(alive)}")
 
     def _judge_commits(self) -> None:
         """Each step is committed once; a fault may have it committed once more."""
@@ -606,9 +607,8 @@ class World:
         if self.stuck:
             return
         self._judge_commits()
-        complete = [
-            group for group in self.groups.values() if group.life is not None and End.COMPLETE in group.life.endings
-        ]
+        lives = ((group, group.life) for group in self.groups.values())
+        complete = [group for group, life in lives if life is not None and COMPLETE.intersection(life.endings)]
         if not complete:
             return
         saved = self.disk.get(self.finished)
@@ -634,7 +634,7 @@ class World:
     def finishing(self) -> bool:
         """Whether a group has come to the end of the run."""
         return self.finished >= self.plan.steps or any(
-            End.COMPLETE in life.endings for group in self.groups.values() for life in group.lives
+            COMPLETE.intersection(life.endings) for group in self.groups.values() for life in group.lives
         )
 
     def forget_beats(self) -> None:

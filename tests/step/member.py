@@ -36,6 +36,7 @@ from everstep.quorum.ranks import GroupRanks
 from everstep.run.events import EventLog
 from everstep.step import ledger
 from everstep.step.attempt import Group, Host, Rules
+from everstep.step.decisions import Decisions
 from everstep.step.driver import Driver
 from everstep.step.interfaces import Commit, SlotSums, Timeouts
 from everstep.step.protocol import StepProtocol
@@ -289,7 +290,7 @@ def main(options: Options, connection: Connection) -> None:
         ranks = GroupRanks(timedelta(seconds=60))
     else:
         ranks = OneRank()
-    life = ranks.broadcast(str(os.getpid()).encode()).decode()
+    life = Decisions(ranks).first("life", str(os.getpid()))
     files = Files(options)
     events = EventLog(options.run_dir, options.group, options.rank, "worker")
     work = ToyWork(options, files, connection)
@@ -342,8 +343,5 @@ def main(options: Options, connection: Connection) -> None:
 class OneRank:
     rank, size = 0, 1
 
-    def gather(self, words):
-        return [list(words)]
-
-    def broadcast(self, payload):
-        return payload
+    def gather(self, mine):
+        return [mine]

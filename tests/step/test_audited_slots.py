@@ -13,7 +13,7 @@ SLOTS = 8
 
 def row(group, **more):
     sets = {name: frozenset(slots) for name, slots in more.items()}
-    return ledger.Row(group, quorum=1, step=4, history=5, computes=True, **sets)
+    return ledger.Row(group, quorum="1", step=4, history=5, computes=True, **sets)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])

@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from damage import damaged
-from everstep.quorum.request import LENDERS, NO_STATE, Request, decode, encode, read_quorum, together
+from everstep.quorum.request import LENDERS, NOTHING, Request, State, decode, encode, read_quorum, together
 
 
-def member(group, step=NO_STATE, history=0, **said):
+def member(group, *state, **said):
     fields = {
         "group": group,
         "life": f"life-{group}",
         "number": 1,
-        "step": step,
-        "history": history,
-        "follows": NO_STATE,
-        "followed": 0,
+        "state": State(*state) if state else NOTHING,
+        "follows": NOTHING,
         "finishing": False,
         "connected": "",
         "store": f"host-{group}:1",
@@ -47,10 +45,10 @@ ABLE = member(0, 8, 12)
         # A joiner takes it from several, each from another one first.
         ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
         # Who follows needs no source until it misses a step.
-        ([ABLE, member(1, follows=8, followed=12)], 8, 12, (0,), {}),
-        ([ABLE, member(1, follows=7, followed=12)], 8, 12, (0,), {1: (0,)}),
-        ([ABLE, member(1, follows=8, followed=99)], 8, 12, (0,), {1: (0,)}),
-        ([member(0), member(1)], NO_STATE, 0, (), {}),
+        ([ABLE, member(1, follows=State(8, 12))], 8, 12, (0,), {}),
+        ([ABLE, member(1, follows=State(7, 12))], 8, 12, (0,), {1: (0,)}),
+        ([ABLE, member(1, follows=State(8, 99))], 8, 12, (0,), {1: (0,)}),
+        ([member(0), member(1)], -1, 0, (), {}),
         # The history that counts is that of all that asked, also of those that are left out.
         ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
         # A joiner heals from one that it reaches, and a state is not left for a larger set.
@@ -61,7 +59,7 @@ ABLE = member(0, 8, 12)
 def test_what_all_members_make_of_a_quorum(members, step, history, able, sources):
     for told in (members, members[::-1]):
         quorum = read_quorum(3, told)
-        assert (quorum.step, quorum.history, quorum.able, quorum.sources) == (step, history, able, sources)
+        assert (quorum.state, quorum.able, quorum.sources) == (State(step, history), able, sources)
 
 
 @given(st.integers(1, 70), st.integers(1, 70))

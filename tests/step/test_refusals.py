@@ -9,7 +9,7 @@ from everstep.step.ledger import Row
 def row(group, refused=(), disputed=(), held=(), not_finite=()):
     sets = map(frozenset, (held, refused, disputed, not_finite))
     held, refused, disputed, not_finite = sets
-    return Row(group, 5, 4, 9, True, held=held, refused=refused | disputed, disputed=disputed, not_finite=not_finite)
+    return Row(group, "5", 4, 9, True, held=held, refused=refused | disputed, disputed=disputed, not_finite=not_finite)
 
 
 @pytest.mark.parametrize(

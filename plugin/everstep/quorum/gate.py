@@ -31,7 +31,6 @@ import os
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,19 +129,14 @@ class Gate:
         """Guards all that follows; notified when those that wait for their turn may have it."""
         self._heard: dict[str, float] = {}
         """By replica, in the order in which they were first heard: when it last beat or asked."""
-        self._new: set[str] = set()
-        """Groups that beat since nobody was heard."""
-        self._asking: dict[str, _Waiting] = {}
         self._makes: dict[str, str] = {}
         """By replica, in which quorum it makes steps; empty for none."""
         self._waits: dict[str, _Waiting] = {}
         """By replica, its request while there is no quorum for it."""
         self._apart = False
         """Whether groups make steps in different quorums."""
-        self._makers = ""
-        """In which quorum those make steps that the others wait for; empty for any, while none was formed here."""
-        self._beating: Counter[str] = Counter()
-        """By replica, the connections on which it beats."""
+        self._beating: dict[str, wire.Channel] = {}
+        """By replica, the connection on which it beats."""
         self._held = 0
         """Requests that wait for their turn."""
         self._newest: tuple[tuple[int, int], bytes] | None = None
@@ -188,36 +182,28 @@ class Gate:
                         raise ValueError("it is of another replica")
                 except ValueError as error:
                     raise wire.RefusedError(f"the request is not understood: {error}") from error
-                if request is None and not beats:
+                if request is None:
                     beats = asked.replica
-                    self._beats_on(beats, 1)
+                    with self._changed:
+                        self._beating[beats] = channel
                 self._hear(asked.replica)
                 if request is None:
                     channel.send_frame({"wanted": self._is_wanted(asked)})
                 else:
                     channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
         finally:
-            if beats:
-                self._beats_on(beats, -1)
-
-    def _beats_on(self, replica: str, connections: int) -> None:
-        """A replica beats on so many connections more."""
-        with self._changed:
-            self._beating[replica] += connections
-            if not self._beating[replica]:
-                del self._beating[replica]
+            with self._changed:
+                if self._beating.get(beats) is channel:
+                    del self._beating[beats]
 
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
         with self._changed:
             if now - self._last_heard > self._timeout_s:
                 self._asks_from = now + HEARING * self._timeout_s
-                self._new.clear()
             self._heard[replica] = self._last_heard = now
-            if replica in self._beating:
-                self._new.add(group_of(replica))
-            if len(self._new) >= self._groups:  # the lighthouse is told of all of them first
-                self._asks_from = min(self._asks_from, now + 2 * self._every_s)
+            if now < self._asks_from and len({*map(group_of, filter(self._is_heard, self._beating))}) >= self._groups:
+                self._asks_from = min(self._asks_from, now + 2 * self._every_s)  # the lighthouse is told of all first
 
     def _is_wanted(self, beat: Asked) -> bool:
         """Whether a group that beats should ask for a quorum."""
@@ -274,8 +260,6 @@ class Gate:
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
-        with self._changed:
-            self._asking[asked.replica] = waiting
         client = self._clients[zlib.crc32(asked.replica.encode()) % CLIENTS]
         try:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
@@ -287,9 +271,7 @@ class Gate:
             if self._newest is None or self._newest[0] < when:
                 replicas = [member.replica_id for member in quorum.participants]
                 self._newest = when, self._form(int(quorum.quorum_id), replicas)
-            if self._newest[0] > when:
-                return {"failed": "there is a newer quorum already"}
-            return self._newest[1]
+            return self._newest[1]  # whoever is not in it asks again
 
     def _wait_for_turn(self, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
@@ -305,7 +287,7 @@ class Gate:
 
     def _may_pass(self) -> bool:
         """Whether those that make no step may ask: one of those that do has, or none of them is heard."""
-        making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
+        making = [name for name, makes in self._makes.items() if makes]
         return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
@@ -315,11 +297,10 @@ class Gate:
             return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
-        self._asking = {replica: asking for replica, asking in self._asking.items() if replica in self._heard}
         self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
-        members = {replica: self._asking.get(replica) for replica in replicas}
+        members = {replica: self._waits.get(replica) for replica in replicas}
         if None in members.values():
-            return _failed("the lighthouse names a replica that did not ask at its gate")
+            return _failed("the lighthouse names a replica that does not wait at its gate")
         found = {replica: waiting for replica, waiting in members.items() if waiting is not None}
         if left := sum(waiting.channel.hung_up() for waiting in found.values()):
             # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
@@ -334,8 +315,8 @@ class Gate:
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
-        self._makers, able = read.makers(), set(read.able)
-        self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
+        makers, able = read.makers(), set(read.able)
+        self._makes |= {name: makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 

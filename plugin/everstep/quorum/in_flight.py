@@ -31,12 +31,8 @@ class Sum:
     def __init__(self, among: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
         self.among, self.work, self.event = among, work, event
         self.began, self.timeout_s = time.monotonic(), timeout.total_seconds()
-        self.ended_at = 0.0
+        self.ended = False
         self.error = ""
-
-    @property
-    def ended(self) -> bool:
-        return self.ended_at > 0
 
 
 class Line:
@@ -105,17 +101,12 @@ class Line:
         self._queue.put(None)
         self.communicator.abort()  # last: a sum that the abort ends is not to look complete
 
-    @property
-    def idle(self) -> bool:
-        """Whether all sums have ended, after `end`."""
-        return self._thread is None or not self._thread.is_alive()
-
     def _wait_for_all(self) -> None:
         while (one := self._queue.get()) is not None:
             error = self._wait_for(one)
             with self._news:
                 one.error, one.work = error, None
-                one.ended_at = self._last_ended = time.monotonic()
+                one.ended, self._last_ended = True, time.monotonic()
                 self._pending -= 1
                 self._news.notify_all()
 

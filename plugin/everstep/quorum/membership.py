@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from everstep import wire
 from everstep.quorum.errors import QuorumUnavailable
-from everstep.quorum.request import Member, Request, decode, encode, name_of, read_quorum
+from everstep.quorum.request import Request, decode, encode, name_of, read_quorum
 from everstep.run import typed
 
 PURPOSE = "lighthouse"
@@ -115,7 +115,7 @@ class Membership:
     def _published(self) -> str:
         return self._find_lighthouse() or self._asking.address  # the file cannot be read at the moment
 
-    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Member]]:
+    def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         """The next quorum: torchft's id, and what its members say of themselves. Raises QuorumUnavailable: none came in
         time, or what came is not for this request."""
         deadline = time.monotonic() + timeout.total_seconds()
@@ -127,7 +127,7 @@ class Membership:
                 if time.monotonic() > deadline - ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
                     raise
 
-    def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Member]]:
+    def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Request]]:
         # A little less than our own patience, so that the reason arrives before we give up.
         asked = Asked(self._replica, encode(request), max(0.001, 0.95 * timeout_s))
         address = self._published()

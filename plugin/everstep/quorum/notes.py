@@ -1,12 +1,33 @@
-"""Notes between groups that go over Gloo, which authenticates nobody: each carries a code made with the run's token."""
+"""What members tell each other by collectives of Gloo, which carry equally much of each and authenticate nobody.
+
+What groups tell each other carries a code made with the run's token.
+"""
 
 import hashlib
 import hmac
 import logging
+from collections.abc import Callable
 
 CODE_BYTES = 16
+LENGTH, SHORT = 8, 512
+"""Bytes that say how long something is, and how many one collective carries, those included: what is longer takes a
+second one."""
 
 logger = logging.getLogger(__name__)
+
+
+def gather(mine: bytes, exchange: Callable[[bytes, int], list[bytes]]) -> list[bytes]:
+    """What each member gave, however long.
+
+    Args:
+        exchange: a collective, which returns what each gave and what lies behind it, so many bytes at least.
+    """
+    mine = len(mine).to_bytes(LENGTH, "little") + mine
+    said = exchange(mine[:SHORT], SHORT)
+    sizes = [LENGTH + int.from_bytes(each[:LENGTH], "little") for each in said]
+    if max(sizes) > SHORT:
+        said = exchange(mine, max(sizes))
+    return [each[LENGTH:size] for each, size in zip(said, sizes, strict=True)]
 
 
 def _code(token: bytes, place: bytes, note: bytes) -> bytes:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from everstep.quorum import notes
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.in_flight import Line, Sum, first_line
-from everstep.quorum.notes import open_note, seal_note
 from everstep.quorum.reach import Reach
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerLost, PeerWatch
@@ -90,7 +90,6 @@ class RankColumn:
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
         self._lines: list[Line] = []
         """For what the protocol exchanges, and last for gradients; the same one where both go over Gloo."""
-        self._broken: list[Line] = []
         self._stores: dict[str, dist.TCPStore] = {}
         """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
@@ -115,18 +114,19 @@ class RankColumn:
         """Addresses of ranks that could not be connected to lately."""
         return self._reach.missing()
 
-    def connect(self, place: Place) -> None:
+    def connect(self, place: Place, timeout: timedelta | None = None) -> None:
         """Build the process groups anew. Raises SumsBroken: some member did not come in time."""
         self.abort()
+        timeout = timeout or self._connect_timeout
         place = replace(place, key=f"everstep/{place.key}/{self._column}")
         # Taken, so that one that a thread was left behind with is not used again.
         reached = self._stores.pop(place.store, None)
-        building = _Building(place, self._new_lines, self._watch, self._connect_timeout, reached)
+        building = _Building(place, self._new_lines, self._watch, timeout, reached)
         self._key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
         # for a device's first sum.
-        give_up = time.monotonic() + 2 * self._line_count() * self._connect_timeout.total_seconds()
+        give_up = time.monotonic() + 2 * self._line_count() * timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
@@ -153,17 +153,11 @@ class RankColumn:
             timeout: for all of it.
 
         Raises:
-            RuntimeError: the backend does not work here.
+            SumsBroken: the backend does not work here.
         """
-        if self._backend == "gloo":
-            return
-        key = os.urandom(32)
-        self._keep_store(store, reach(store, timeout))
-        board = dist.PrefixStore(f"everstep/warm/{key.hex()}", self._stores[store])
-        line = Line(self._make(self._backend, board, 0, 1, timeout), self._streams)
-        line.communicator.connect(key)
-        line.warm(timeout)
-        line.end()
+        if self._backend != "gloo":
+            self.connect(Place(os.urandom(16).hex(), store, 0, 0, (self.address,)), timeout)
+            self.abort()
 
     def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
         if reached is not None:
@@ -200,37 +194,23 @@ class RankColumn:
         self.finish(self.start(total, timeout, PROTOCOL))
         return total
 
-    def gather(self, words: Sequence[int], timeout: timedelta | None = None) -> list[list[int]]:
-        """Every group's int64 words, in rank order; equally many on each. Raises SumsBroken."""
-        matrix = torch.zeros(self._members(), len(words), dtype=torch.int64)
-        matrix[self._rank] = torch.tensor(words, dtype=torch.int64)
-        return self.total(matrix, timeout or self._reduce_timeout).tolist()
-
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
+    def gather(self, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
         """What every group gave, in rank order; empty if somebody else gave it. Raises SumsBroken."""
         self._gathered += 1
-        members, place = self._members(), self._place + self._gathered.to_bytes(8, "little")
+        members, place = self.size, self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
-        mine = seal_note(self._token, places[self._rank], mine)
-        sizes = [size for [size] in self.gather([len(mine)])]
-        if not sum(sizes):
-            return [b""] * members
-        begin, words = sum(sizes[: self._rank]), torch.zeros(-(-sum(sizes) // 8), dtype=torch.int64)
-        if mine:
-            words.view(torch.uint8)[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        # Where one group has something all others have zeros: no sum carries.
-        everything = self.total(words, self._reduce_timeout).view(torch.uint8)
-        parts = everything[: sum(sizes)].split(sizes)
-        return [
-            open_note(self._token, place, part.numpy().tobytes()) for place, part in zip(places, parts, strict=True)
-        ]
-
-    def _members(self) -> int:
-        """How many there are; the watch may notice a loss at any moment. Raises SumsBroken after one."""
-        size = self.size
-        if not size:
+        if not places:  # the watch may notice a loss at any moment
             raise SumsBroken("not connected")
-        return size
+
+        def exchange(some: bytes, size: int) -> list[bytes]:
+            matrix = torch.zeros(members, -(-size // 8), dtype=torch.int64)
+            matrix[self._rank].view(torch.uint8)[: len(some)] = torch.frombuffer(bytearray(some), dtype=torch.uint8)
+            # Where one group has something all others have zeros: no sum carries.
+            total = self.total(matrix, timeout or self._reduce_timeout).view(torch.uint8)
+            return [row.numpy().tobytes() for row in total]
+
+        said = notes.gather(notes.seal_note(self._token, places[self._rank], mine), exchange)
+        return [notes.open_note(self._token, place, part) for place, part in zip(places, said, strict=True)]
 
     def abort(self) -> None:
         """Break the process groups: every pending sum fails, here and at once on the peers."""
@@ -240,20 +220,14 @@ class RankColumn:
             self._watch.end(key)
         self._break()
 
-    def close(self) -> None:
-        """Break the process groups and stop listening for peers."""
-        self.abort()
-        self._reach.close()
-        self._watch.close()
-
     def _line_count(self) -> int:
         return 1 if self._backend == "gloo" else 2
 
-    def _new_lines(self, store: dist.Store, rank: int, size: int) -> list[Line]:
+    def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:
         """Not connected yet."""
 
         def line(backend: str, streams: Streams) -> Line:
-            made = self._make(backend, dist.PrefixStore(backend, store), rank, size, self._connect_timeout)
+            made = self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout)
             return Line(made, streams)
 
         if self._backend == "gloo":
@@ -262,18 +236,14 @@ class RankColumn:
 
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
-            self._key = b""
-            self.size = 0
-            self._break()
+            self.abort()
 
     def _break(self) -> None:
-        """End all sums, but keep what they run on until they have: its destructor waits for them."""
+        """End all sums. What they run on goes when they have, with the thread that waits for them."""
         with self._lock:
             broken, self._lines = self._lines, []
         for line in broken:
             line.end()
-        with self._lock:
-            self._broken = [line for line in [*self._broken, *broken] if not line.idle]
 
 
 def reach(store: str, timeout: timedelta) -> dist.TCPStore:
@@ -288,7 +258,7 @@ class _Building(threading.Thread):
     def __init__(
         self,
         place: Place,
-        make: Callable[[dist.Store, int, int], list[Line]],
+        make: Callable[[dist.Store, int, int, timedelta], list[Line]],
         watch: PeerWatch,
         timeout: timedelta,
         reached: dist.TCPStore | None,
@@ -333,7 +303,7 @@ class _Building(threading.Thread):
             self.reached = reach(place.store, self._timeout)
             self.unreached = frozenset()
         board = dist.PrefixStore(place.key, self.reached)
-        self._lines = self._make(board, place.rank, len(place.peers))
+        self._lines = self._make(board, place.rank, len(place.peers), self._timeout)
         for number, line in enumerate(self._lines):
             try:
                 line.communicator.connect(self.key + bytes([number]))

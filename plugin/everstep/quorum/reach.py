@@ -32,7 +32,6 @@ class Reach:
         self._failures: Counter[str] = Counter()
         """How often in a row connecting to a peer failed."""
         self._missing: set[str] = set()
-        self._closed = threading.Event()
 
     def failed(self, addresses: Iterable[str]) -> None:
         """Connecting to these peers failed. One that has answered since the last time is asked half as soon again: the
@@ -57,17 +56,12 @@ class Reach:
         with self._lock:
             return frozenset(self._missing)
 
-    def close(self) -> None:
-        """Ask nobody any more."""
-        self._closed.set()
-
     def _ask(self, address: str, wait_s: float) -> None:
         """Until the peer answers, or is gone for good."""
         forgotten = time.monotonic() + FORGOTTEN_S
-        while not self._closed.wait(wait_s) and not self._connects(address):
-            wait_s = LOOK_S
-            if time.monotonic() > forgotten:
-                break
+        time.sleep(wait_s)
+        while not self._connects(address) and time.monotonic() < forgotten:
+            time.sleep(LOOK_S)
         with self._lock:
             self._missing.discard(address)
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 from everstep.run import typed
@@ -21,6 +21,17 @@ TRIED = 2000
 """Branches that are tried for the largest set. Cuts that were drawn between 32 groups needed 210."""
 
 Word = Annotated[int, typed.Within(NO_STATE, (1 << 63) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Which state a group has: after `step`, of `history` (`ledger.extend`); NO_STATE and 0 for none."""
+
+    step: Word
+    history: Word
+
+
+NOTHING = State(NO_STATE, 0)
 
 
 def name_of(group: int, life: str) -> str:
@@ -41,11 +52,9 @@ class Request:
         group: its id.
         life: differs after every start of the group.
         number: counts the requests of this life, from 1; a quorum is believed only for the newest.
-        step: the last step whose state it has; NO_STATE when it has none.
-        history: of that state (`ledger.extend`); 0 without one.
-        follows: it has no state yet, but the summed gradients of every step from the state it is receiving up to
-            `follows`, so it needs no other source while the members go on from there; NO_STATE if it follows nothing.
-        followed: history after `follows`.
+        state: the last that it has.
+        follows: it does not have this state yet, but the one before that it is receiving, and the summed gradients of
+            every step between them, so it needs no other source while the members go on from there; or NOTHING.
         finishing: it makes no more steps and waits for the last state to be saved.
         connected: key of the quorum whose process group it is connected in; empty for none.
         store: `host:port` of a TCPStore of this group that the others reach.
@@ -57,10 +66,8 @@ class Request:
     group: typed.Count
     life: str
     number: typed.Count
-    step: Word
-    history: Word
-    follows: Word
-    followed: Word
+    state: State
+    follows: State
     finishing: bool
     connected: str
     store: str
@@ -73,13 +80,9 @@ class Request:
         return name_of(self.group, self.life)
 
 
-Member = Request
-"""A member of a quorum is known by its request."""
-
-
 def encode(request: Request) -> str:
     """As JSON text."""
-    return typed.dumps({field.name: getattr(request, field.name) for field in fields(Request)}).decode()
+    return typed.dumps(asdict(request)).decode()
 
 
 @functools.lru_cache(1024)
@@ -94,10 +97,9 @@ class Quorum:
 
     Attributes:
         id: torchft's, for logs; starts again from 1 when the lighthouse does.
-        members: those that reach each other, in the order of their group ids.
+        members: those that reach each other, in the order of their group ids, each by its request.
         key: differs from every other quorum's; the same on all members.
-        step: the newest step whose state counts; NO_STATE when no member has any.
-        history: of that state.
+        state: the one that counts; NOTHING when no member has any.
         able: groups that have it: they compute.
         sources: joiner → the groups that it takes the state from, LENDERS at most. Joiners that follow need none.
         left_out: groups that asked as well and do not reach all members, or are not reached by them (`together`).
@@ -105,10 +107,9 @@ class Quorum:
     """
 
     id: int
-    members: tuple[Member, ...]
+    members: tuple[Request, ...]
     key: str
-    step: int
-    history: int
+    state: State
     able: tuple[int, ...]
     sources: dict[int, tuple[int, ...]]
     left_out: tuple[int, ...] = ()
@@ -118,7 +119,7 @@ class Quorum:
     def groups(self) -> tuple[int, ...]:
         return tuple(member.group for member in self.members)
 
-    def member(self, group: int) -> Member:
+    def member(self, group: int) -> Request:
         return self.members[self.groups.index(group)]
 
     def is_finishing(self) -> bool:
@@ -130,10 +131,10 @@ class Quorum:
         keys = {member.connected for member in self.members}
         return keys.pop() if len(keys) == 1 else ""
 
-    def moved_on(self, step: int, history: int, able: tuple[int, ...]) -> "Quorum":
+    def moved_on(self, state: State, able: tuple[int, ...]) -> "Quorum":
         """What its members make of it after they committed a step and nobody wants another one: `able` made the step
         and have its state, and all others follow."""
-        return replace(self, step=step, history=history, able=able, sources={})
+        return replace(self, state=state, able=able, sources={})
 
     def makers(self) -> str:
         """A word for those that make its steps, the same in each quorum of theirs; empty if nobody has a state."""
@@ -144,7 +145,7 @@ class Quorum:
     def rank(self, group: int) -> int:
         return self.groups.index(group)
 
-    def host(self) -> Member:
+    def host(self) -> Request:
         """The member over whose store they connect: the first that has a state, since joiners come and go."""
         return self.member(self.able[0])
 
@@ -184,7 +185,7 @@ def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Coll
     return tuple(sorted(most))
 
 
-def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
+def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
     """What the members of a quorum make of it.
 
     The state that counts is the newest; where groups at that step went different ways, the way that most of them went,
@@ -198,7 +199,7 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
     ordered = tuple(sorted(members, key=lambda member: member.group))
     if not ordered or len({member.group for member in ordered}) < len(ordered):
         raise ValueError(f"groups {[member.group for member in ordered]} cannot be the members of a quorum")
-    step, history, able = _state_that_counts(ordered)
+    state, able = _state_that_counts(ordered)
     names = {member.name: member.group for member in ordered}
     told = ((member.group, names[name]) for member in ordered for name in member.unreached if name in names)
     cut = tuple(sorted({(min(pair), max(pair)) for pair in told}))
@@ -208,27 +209,21 @@ def read_quorum(quorum_id: int, members: Sequence[Member]) -> Quorum:
     able = tuple(group for group in able if group in inside)
     text = "/".join(f"{member.group}:{member.life}:{member.number}" for member in ordered)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    needing = [
-        member.group
-        for member in ordered
-        if able and member.group not in able and (member.follows, member.followed) != (step, history)
-    ]
+    needing = [member.group for member in ordered if able and member.group not in able and member.follows != state]
     lenders = range(min(LENDERS, len(able)))
     apart = max(1, len(able) // LENDERS)
     sources = {
         group: tuple(able[(place + apart * number) % len(able)] for number in lenders)
         for place, group in enumerate(needing)
     }
-    return Quorum(quorum_id, ordered, key, step, history, able, sources, left_out, cut)
+    return Quorum(quorum_id, ordered, key, state, able, sources, left_out, cut)
 
 
-def _state_that_counts(members: Sequence[Member]) -> tuple[int, int, tuple[int, ...]]:
-    """Step and history of the state that counts, and the groups that have it."""
-    having = [member for member in members if member.step > NO_STATE]
-    if not having:
-        return NO_STATE, 0, ()
-    step = max(member.step for member in having)
-    newest = [member for member in having if member.step == step]
-    ways = Counter(member.history for member in newest)
-    history = max(newest, key=lambda member: (ways[member.history], -member.group)).history
-    return step, history, tuple(member.group for member in newest if member.history == history)
+def _state_that_counts(members: Sequence[Request]) -> tuple[State, tuple[int, ...]]:
+    """The state that counts, and the groups that have it."""
+    ways = Counter(member.state for member in members if member.state != NOTHING)
+    if not ways:
+        return NOTHING, ()
+    having = (member for member in members if member.state != NOTHING)
+    state = max(having, key=lambda member: (member.state.step, ways[member.state], -member.group)).state
+    return state, tuple(member.group for member in members if member.state == state)

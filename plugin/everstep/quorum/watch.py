@@ -21,9 +21,6 @@ from datetime import timedelta
 
 from everstep import wire
 
-KEY_BYTES = 32
-"""Length of the key that says which process group a connection belongs to."""
-
 GRACE_S = 0.1
 """Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
 others, and then nobody has to compute anything again."""
@@ -32,7 +29,6 @@ PURPOSE = "watch"
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
 
-SILENCE = timedelta(seconds=6)
 KEEPALIVES = 2
 """How many questions of the kernel stay without an answer before a peer is lost."""
 
@@ -54,18 +50,15 @@ class PeerWatch:
     Args:
         host: address to listen on and to be reached under.
         on_loss: called with the key of a process group that lost a member, once for each, in a thread of its own;
-            perhaps after `end` or `close` was called.
+            perhaps after `end` was called.
         token: of the run.
         silence: after so long without a sign of a peer's kernel the peer is lost; whole seconds, 3 at least.
-        port: 0 for a free one.
 
     Raises:
         wire.WireError: it cannot listen on `host`.
     """
 
-    def __init__(
-        self, host: str, on_loss: Callable[[bytes], None], token: bytes, silence: timedelta = SILENCE, port: int = 0
-    ) -> None:
+    def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes, silence: timedelta) -> None:
         self._on_loss, self._token = on_loss, token
         self._ask_every_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
         self._lock = threading.Lock()
@@ -77,18 +70,16 @@ class PeerWatch:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._closed = False
-        self._door = wire.Door(host, token, self._admit, purpose=PURPOSE, port=port)
+        self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
         self.address = self._door.address
         """`host:port` that the other members connect to."""
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def begin(self, key: bytes, peers: Mapping[int, str], timeout: timedelta) -> None:
         """Watch the members of a process group.
 
         Args:
-            key: KEY_BYTES bytes that name the process group on all members.
+            key: 32 bytes that name the process group on all members.
             peers: addresses of the other members, by their place.
             timeout: to reach one of them, CONNECTING at a time.
 
@@ -111,7 +102,7 @@ class PeerWatch:
                 connection.close()
             raise PeerLost("; ".join(lost.values()), lost)
         with self._lock:
-            if self._closed or key in self._over:
+            if key in self._over:
                 for connection in connections.values():
                     connection.close()
                 raise PeerLost("the process group was broken while it was being built")
@@ -134,8 +125,7 @@ class PeerWatch:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            self._wake_write.send(b"+")
+        self._wake_write.send(b"+")
 
     def _keep(self, key: bytes, connection: socket.socket) -> None:
         self._connections[key].append(connection)
@@ -148,35 +138,19 @@ class PeerWatch:
                 connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
             connection.close()
 
-    def close(self) -> None:
-        """End all watches and stop listening."""
-        self._door.close()
-        with self._lock:
-            self._closed = True
-            for connections in self._connections.values():
-                self._drop(connections)
-            self._connections.clear()
-        self._wake()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
     def _admit(self, member: wire.Channel, key: bytes) -> None:
         with self._lock:
             # The caller may be late for a process group that this rank has broken already.
-            if self._closed or key in self._over:
+            if key in self._over:
                 member.close()
                 return
             self._keep(key, member.detach())
         self._wake()
 
     def _watch(self) -> None:
-        while not self._closed:
+        while True:
             for ready, _ in self._selector.select():
                 self._look(ready)
-        with self._lock:  # `close` may not be done with it
-            self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
 
     def _look(self, ready: selectors.SelectorKey) -> None:
         if ready.data is None:

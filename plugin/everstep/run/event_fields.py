@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
     "inner_losses": list[Number],
     "bits": dict[str, str],
     **dict.fromkeys(("tokens", "overhead", "rate"), Annotated[float, Within(0)] | None),
-    **dict.fromkeys(("computed", "recomputed", "held_before"), list[Count] | None),
+    **dict.fromkeys(("computed", "recomputed"), list[Count] | None),
     **dict.fromkeys(("joiners", "differing", "members", "exposed", "source_groups"), list[Group] | None),
     "cut": list[list[Group]],
     **dict.fromkeys(("reason", "status", "source", "kind", "role", "address", "node", "phase", "fault"), str),

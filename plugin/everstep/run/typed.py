@@ -120,7 +120,7 @@ def words(kind: Any) -> str:
         return "one of " + ", ".join(json.dumps(choice) for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(words(member) for member in arguments if not (member is int and float in arguments))
-    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+    if origin in (list, frozenset) or (origin is tuple and arguments[-1] is Ellipsis):
         return f"an array, each element {words(arguments[0])}"
     if origin is tuple:
         return f"an array of {len(arguments)}: " + ", ".join(map(words, arguments))
@@ -145,9 +145,9 @@ def converter(kind: Any) -> Converter:
         return _plain(words(kind), lambda value: any(type(value) is type(one) and value == one for one in arguments))
     if origin is list:
         return _list(converter(arguments[0]))
-    if origin is tuple and arguments[-1] is Ellipsis:
+    if origin is frozenset or (origin is tuple and arguments[-1] is Ellipsis):
         each = _list(converter(arguments[0]))
-        return lambda value: tuple(each(value))
+        return lambda value: origin(each(value))
     if origin is tuple:
         return _tuple([converter(member) for member in arguments])
     if origin is dict:

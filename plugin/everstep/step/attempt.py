@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from everstep.quorum.heal import Door, Fetch
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
-from everstep.quorum.request import NO_STATE, Quorum
+from everstep.quorum.ranks import GroupRanks
+from everstep.quorum.request import Quorum, State
 from everstep.run.events import EventLog
 from everstep.step import ledger
-from everstep.step.interfaces import Clock, Commit, Ranks, RunFiles, Timeouts
+from everstep.step.interfaces import Clock, Commit, RunFiles, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Group:
     id: int
     life: str
     store: str
-    ranks: Ranks
+    ranks: GroupRanks
     membership: Membership | None
     sums: RankColumn
     door: Door
@@ -63,48 +64,32 @@ class Rules:
     audit_slots: float = 0.0
     seed: int = 0
 
-    def audited(self, step: int) -> tuple[int, ...]:
-        """The slots of a step that two groups compute."""
-        return ledger.audited_slots(self.seed, step, self.slots, self.audit_slots)
-
 
 class Turn(enum.Enum):
-    """What an attempt came to, besides a commit; the same on all ranks of the group."""
+    """What an attempt came to, besides a commit, and so a run; the same on all ranks of the group."""
 
     RETRY = "the step is tried again"
     CAUGHT_UP = "this group has taken over a state"
     FOLLOWED = "the others committed a step, which this group will apply when it has the state before it"
-    LEFT = "asked to leave, and there is no step to wait for"
+    LEFT = "this group was asked to leave, and there is no step to wait for"
     FENCED = "another start of this group counts now"
     OUT_OF_DATA = "the data ended before this step"
-    OVER = "the others, with the same state, make no more steps"
+    OVER = "no more steps are made on this group's state"
     TOO_LATE = "the run ended, with a later state than this group's"
 
 
 class Beginning(NamedTuple):
-    """What one rank brings to an attempt. All but step, history, `over` (`Asker.over`) and `slot_us` (`ledger.Row`) are
-    flags, 0 or 1."""
+    """What one rank brings to an attempt. `over`: see `Asker.over`; `slot_us`: see `ledger.Row`."""
 
     step: int
     history: int
-    over: int
-    asked_to_leave: int
-    gives_up: int
-    lost_peers: int
-    state_is_here: int
-    heal_failed: int
+    over: str
+    asked_to_leave: bool
+    gives_up: bool
+    lost_peers: bool
+    state_is_here: bool
+    heal_failed: bool
     slot_us: int
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Which state a group has: after `step`, of `history` (`ledger.extend`); NO_STATE and 0 for none."""
-
-    step: int
-    history: int
-
-
-NOTHING = State(NO_STATE, 0)
 
 
 @dataclass(slots=True)
@@ -143,8 +128,6 @@ class Attempt:
     number: int
     begun: float
     quorum: Quorum
-    is_asked: bool
-    """Whether the lighthouse was asked for it, and it is not the last one moved on."""
     computes: bool
     """Whether this group has the state that the step is made on."""
     waited_s: float
@@ -160,9 +143,4 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        return self.quorum.step + 1
-
-    @property
-    def base(self) -> State:
-        """The state that the step is made on."""
-        return State(self.quorum.step, self.quorum.history)
+        return self.quorum.state.step + 1

@@ -5,20 +5,17 @@ what only it saw. Each decision is one collective of the group, carries its plac
 it: ranks that are not at the same decision end the group instead of pairing what does not belong together.
 """
 
-import zlib
-from collections.abc import Sequence
+import json
+from typing import Any
 
 from everstep.quorum.errors import GroupBroken
-from everstep.step.interfaces import Ranks
-
-WORD = 7
-"""Bytes in an int64 word that never touches its sign."""
+from everstep.quorum.ranks import GroupRanks
 
 
 class Decisions:
     """Takes decisions with the other ranks of the group."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: GroupRanks) -> None:
         self._ranks = ranks
         self._taken = 0
 
@@ -26,33 +23,24 @@ class Decisions:
     def rank(self) -> int:
         return self._ranks.rank
 
-    def gather(self, point: str, words: Sequence[int]) -> list[list[int]]:
-        """What each rank said at `point`, by rank.
+    def gather(self, point: str, mine: Any) -> list[Any]:
+        """What each rank said at `point`, by rank: anything JSON can carry.
 
         Raises:
             GroupBroken: a rank is gone, or at another decision.
         """
         self._taken += 1
-        here = [self._taken, zlib.crc32(point.encode())]
-        answers = self._ranks.gather([*here, *words])
-        for rank, answer in enumerate(answers):
-            if answer[:2] != here:
+        here = [self._taken, point]
+        said = [json.loads(each) for each in self._ranks.gather(json.dumps([here, mine]).encode())]
+        for rank, (there, _) in enumerate(said):
+            if there != here:
                 raise GroupBroken(f"rank {rank} of this group is not at decision {self._taken}, '{point}'")
-        return [answer[2:] for answer in answers]
+        return [word for _, word in said]
 
     def all_true(self, point: str, flag: bool) -> bool:
         """Whether the flag holds on all ranks."""
-        return all(answer[0] for answer in self.gather(point, [int(flag)]))
+        return all(self.gather(point, flag))
 
-    def gather_bytes(self, point: str, mine: bytes) -> list[bytes]:
-        """What each rank gave at `point`, by rank."""
-        longest = max(length for [length] in self.gather(f"{point}, length", [len(mine)]))
-        padded = mine.ljust(longest, b"\0")
-        words = [int.from_bytes(padded[at : at + WORD], "little") for at in range(0, longest, WORD)]
-        said = self.gather(point, [len(mine), *words])
-        return [b"".join(word.to_bytes(WORD, "little") for word in packed)[:size] for size, *packed in said]
-
-    def first(self, point: str, payload: bytes) -> bytes:
-        """What rank 0 gave."""
-        self.gather(point, [])
-        return self._ranks.broadcast(payload)
+    def first(self, point: str, mine: Any) -> Any:
+        """What rank 0 said."""
+        return self.gather(point, mine)[0]

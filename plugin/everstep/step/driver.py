@@ -4,7 +4,6 @@ Applies commits, brings a state where no group has one, waits for one that may c
 writes the last checkpoint and the others stand by until it is there. All of it in decisions of the whole group.
 """
 
-import enum
 from datetime import timedelta
 
 from everstep.quorum.request import NO_STATE, Quorum
@@ -14,26 +13,9 @@ from everstep.step.protocol import StepProtocol
 
 STATE_POLL_S = 1.0
 """Between two looks whether a group that has a state comes back."""
-FREE_RETRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.05, 1.0
-"""After so many retries in a row each one waits, twice as long as the one before: what fails at once every time, such
-as a backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
-
-
-def pause_s(retries: int) -> float:
-    """To wait after so many retries in a row, in seconds."""
-    beyond = retries - FREE_RETRIES
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(beyond - 1, 16)) if beyond > 0 else 0.0
-
-
-class End(enum.Enum):
-    """Why a group's workers are done."""
-
-    COMPLETE = "the run is over"
-    LEFT = "this group was asked to leave"
-    FENCED = "another start of this group counts now"
-
-
-ENDS = {Turn.LEFT: End.LEFT, Turn.FENCED: End.FENCED, Turn.TOO_LATE: End.COMPLETE}
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
+"""After a retry; each one in a row waits twice as long as the one before: what fails at once every time, such as a
+backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
 
 
 class Driver:
@@ -51,53 +33,52 @@ class Driver:
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self._decisions = protocol.decisions
 
-    def run(self) -> End:
-        """Steps until the run is over or this group leaves.
+    def run(self) -> Turn:
+        """Steps until the run is over or this group leaves. Which it was: OVER, TOO_LATE, LEFT or FENCED.
 
         Raises:
             GroupBroken, GaveUp: this group has to start again.
             TimeoutError: the others neither finished the last step nor left.
         """
         turn: Commit | Turn | Quorum | None = None
-        retries = 0
+        pause_s = SHORTEST_PAUSE_S
         while self._work.goes_on():
             turn = self._protocol.attempt()
-            retries = retries + 1 if turn is Turn.RETRY else 0
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if turn is Turn.RETRY else SHORTEST_PAUSE_S
             match turn:
                 case Commit():
                     self._protocol.apply(turn)
                     if turn.all_leave:
                         break
                     if self._protocol.leaving:
-                        return End.LEFT
+                        return Turn.LEFT
                 case Turn.FOLLOWED:
                     if self._protocol.leaving:
-                        return End.LEFT
+                        return Turn.LEFT
                 case Quorum():
                     if end := self._find_state(turn):
                         return end
                 case Turn.LEFT | Turn.FENCED | Turn.TOO_LATE:
-                    return ENDS[turn]
+                    return turn
                 case Turn.OUT_OF_DATA | Turn.OVER:
                     break
                 case Turn.RETRY:
-                    if pause := pause_s(retries):
-                        self._clock.sleep(pause)
+                    self._clock.sleep(pause_s)
                 case Turn.CAUGHT_UP:
                     pass
         unsaved = self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE))
         met = turn is Turn.OVER
-        return self._finish(saved=not unsaved, met=met) if unsaved or met else End.COMPLETE
+        return self._finish(saved=not unsaved, met=met) if unsaved or met else Turn.OVER
 
-    def _find_state(self, quorum: Quorum) -> End | None:
+    def _find_state(self, quorum: Quorum) -> Turn | None:
         """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
         decides. Going back to the disk now would undo its steps."""
         others = sorted(self._files.groups_with_state())
-        said = self._decisions.gather("blank", [int(self._files.is_over()), int(not others)])
+        said = self._decisions.gather("blank", [self._files.is_over(), not others])
         if all(over for over, _ in said):
-            return End.COMPLETE
+            return Turn.OVER
         if self._protocol.leaving:
-            return End.LEFT
+            return Turn.LEFT
         if all(alone for _, alone in said):
             self._files.beat("restore", NO_STATE)
             self._protocol.restored(*self._work.restore(quorum))
@@ -106,7 +87,7 @@ class Driver:
             self._clock.sleep(STATE_POLL_S)
         return None
 
-    def _finish(self, *, saved: bool, met: bool) -> End:
+    def _finish(self, *, saved: bool, met: bool) -> Turn:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep meeting in quorums. The first of those that have the newest state writes; should it die in the
@@ -124,17 +105,17 @@ class Driver:
             if not self._decisions.all_true("finish", in_time):
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
-            quorum = self._protocol.meet(finishing=True, brief=saved)
+            quorum = self._protocol.meet(finishing=True)
             if isinstance(quorum, Turn):
-                return ENDS[quorum]
+                return quorum
             # One rank may see the marker that another group writes just now, and another rank not yet.
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):
-                return End.COMPLETE
+                return Turn.OVER
             if quorum is None or not quorum.able:
                 continue
             if self._protocol.group not in quorum.able:
-                return End.COMPLETE  # others went on, and have a newer state to save
+                return Turn.OVER  # others went on, and have a newer state to save
             met = True
             if quorum.able[0] == self._protocol.group and not saved:
                 self._files.beat("checkpoint", step)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from everstep.quorum.errors import GroupBroken
 from everstep.step import ledger
-from everstep.step.attempt import NOTHING, Attempt, Host, State
+from everstep.step.attempt import Attempt, Host
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import OutOfData, Work
 from everstep.step.pace import Pace
@@ -30,7 +30,7 @@ NOT_FINITE = "a gradient is not finite, or its norm is not"
 
 @dataclass(slots=True)
 class Held:
-    """What a group's gradients contain of the step after one state, and what it refused of that step.
+    """What a group's gradients contain of the step in progress, and what it refused of that step.
 
     Attributes:
         slots: what they contain.
@@ -46,7 +46,6 @@ class Held:
         told: of audited slots, all groups and their bits that were compared, in order.
     """
 
-    base: State = NOTHING
     slots: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     computed: list[int] = field(default_factory=list)
@@ -61,13 +60,14 @@ class Held:
 
 
 class Judged(NamedTuple):
-    """What one rank says of its sums, as flags: that it has them, that they are finite, that this group's part of them
-    is, and that the trainer holds what the ledger says."""
+    """What one rank says of its sums: that it has them, that they are finite, that this group's part of them is, and
+    that the trainer holds what the ledger says; and which slots its checks refuse."""
 
-    summed: int
-    finite: int
-    own_finite: int
-    whole: int
+    summed: bool
+    finite: bool
+    own_finite: bool
+    whole: bool
+    found: list[int]
 
 
 class Holding:
@@ -77,22 +77,18 @@ class Holding:
         work, reducer: the trainer's side.
         decisions: of the group.
         host: of this rank.
-        slots: S.
         group: this group's id.
     """
 
-    def __init__(
-        self, work: Work, reducer: GradientReducer, decisions: Decisions, host: Host, slots: int, group: int
-    ) -> None:
-        self._group = group
-        self._work, self._reducer, self._decisions, self._slots = work, reducer, decisions, slots
+    def __init__(self, work: Work, reducer: GradientReducer, decisions: Decisions, host: Host, group: int) -> None:
+        self._work, self._reducer, self._decisions, self._group = work, reducer, decisions, group
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.held = Held()
         self.pace = Pace()
 
-    def start(self, base: State) -> None:
-        """Another step comes, on this state: nothing of it is held."""
-        self.held = Held(base)
+    def start(self) -> None:
+        """Another step comes: nothing of it is held."""
+        self.held = Held()
         self._forget()
 
     def drop(self) -> None:
@@ -205,7 +201,7 @@ class Holding:
         finite, passed = self._reducer.own_finite(), slot not in self._work.refused()
         if not finite or not passed:
             held.refused_here.add(slot)
-        said = self._decisions.gather("slot", [int(finite), int(passed)])
+        said = self._decisions.gather("slot", [finite, passed])
         finite, passed = (all(flags) for flags in zip(*said, strict=True))
         if not finite:
             held.not_finite[slot] += 1
@@ -237,10 +233,9 @@ class Holding:
         own_finite = finite or self._reducer.own_finite()
         found = self._work.refused() - held.accepted
         held.refused_here |= found if own_finite else held.slots
-        mine = Judged(int(error == ""), int(finite), int(own_finite), int(computed == held.slots))
-        said = self._decisions.gather("sums", [*mine, *ledger.pack(found, self._slots)])
-        ranks = [Judged(*words[: len(mine)]) for words in said]
-        refused = frozenset().union(*(ledger.unpack(words[len(mine) :], self._slots) for words in said))
+        mine = Judged(error == "", finite, own_finite, computed == held.slots, sorted(found))
+        ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
+        refused = {slot for rank in ranks for slot in rank.found}
         if not all(rank.whole for rank in ranks):
             raise GroupBroken(f"the ledger says slots {sorted(held.slots)} and the trainer {sorted(computed)}")
         if not all(rank.own_finite for rank in ranks):

@@ -5,7 +5,7 @@ The protocol has no clock, thread, socket, process or file of its own: what acts
 and the files, and runs the rest as it is, over a network and clocks of its own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,11 +68,10 @@ class Commit:
         tokens: valid tokens by slot, float64 [S].
         loss: sum of their losses by slot, the same form.
         extra: `SlotSums.extra` over all groups.
-        owners: for each slot the group that computed it, -1 if none did.
+        owners: for each slot the group that computed it, -1 if none did, under `shrink`.
         groups: groups taking part, in rank order.
         able: those of them that have the state before this step, in order; the others heal. The first writes what a run
             writes once.
-        once: whether every slot is in the sum exactly once; a slot may be missing under `shrink`.
         all_leave: every group asked to stop after this step.
         unfit: slots that this rank refused and that another group could compute: this rank is at fault.
         quorum_id: torchft's id of the quorum, for logs.
@@ -89,7 +88,6 @@ class Commit:
     owners: tuple[int, ...]
     groups: tuple[int, ...]
     able: tuple[int, ...]
-    once: bool
     all_leave: bool
     unfit: tuple[int, ...]
     quorum_id: int
@@ -104,19 +102,6 @@ class Clock(Protocol):
         """Seconds on a clock that never goes back."""
 
     def sleep(self, seconds: float) -> None: ...
-
-
-class Ranks(Protocol):
-    """The ranks of this group. Both calls are collectives that all of them take in the same order."""
-
-    rank: int
-    size: int
-
-    def gather(self, words: Sequence[int]) -> list[list[int]]:
-        """Every rank's int64 words, by rank; equally many on each. Raises GroupBroken."""
-
-    def broadcast(self, payload: bytes) -> bytes:
-        """What rank 0 gave. Raises GroupBroken."""
 
 
 class Work(Protocol):

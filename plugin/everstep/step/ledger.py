@@ -10,17 +10,15 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
 
 from everstep.quorum.request import Quorum
+from everstep.run import typed
 from everstep.step.interfaces import SlotSums
 
-BITS_PER_WORD = 62  # an int64 word that never touches its sign
-ROW_HEADER = 9
-SLOT_SETS = 4  # of a row
 FLAGS = 4  # of a tally
 
 ASK_AFTER = 2
@@ -48,7 +46,7 @@ class Row:
 
     Attributes:
         group: its group id.
-        quorum: `quorum_word` of the quorum that it is in.
+        quorum: key of the quorum that it is in.
         step, history: of the state it computes on; of no meaning in a group that does not compute.
         computes: whether it can compute slots now. False for a group that heals.
         checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
@@ -61,7 +59,7 @@ class Row:
     """
 
     group: int
-    quorum: int
+    quorum: str
     step: int
     history: int
     computes: bool
@@ -73,48 +71,15 @@ class Row:
     disputed: frozenset[int] = frozenset()
     not_finite: frozenset[int] = frozenset()
 
-    @staticmethod
-    def words(slots: int) -> int:
-        """Length of an encoded row in int64 words, for S = `slots`."""
-        return ROW_HEADER + SLOT_SETS * -(-slots // BITS_PER_WORD)
-
-    @property
-    def _sets(self) -> tuple[frozenset[int], ...]:
-        return self.held, self.refused, self.disputed, self.not_finite
-
-    def encode(self, slots: int) -> list[int]:
-        """The row as `words(slots)` integers that fit int64."""
-        packed = [word for some in self._sets for word in pack(some, slots)]
-        audited, checksum = (0, 0) if self.checksum is None else (1, self.checksum)
-        flags = [int(self.computes), audited, checksum, int(self.proven), self.slot_us]
-        return [self.group, self.quorum, self.step, self.history, *flags, *packed]
+    def encode(self) -> bytes:
+        """As JSON text."""
+        values = {field.name: getattr(self, field.name) for field in fields(Row)}
+        return typed.dumps({name: sorted(v) if isinstance(v, frozenset) else v for name, v in values.items()})
 
     @staticmethod
-    def decode(values: Sequence[int], slots: int) -> "Row":
-        """The inverse of `encode`."""
-        group, quorum, step, history, computes, audited, checksum, proven, slot_us, *packed = values
-        size = len(packed) // SLOT_SETS
-        held, *refused = (unpack(packed[size * i : size * (i + 1)], slots) for i in range(SLOT_SETS))
-        checksum = checksum if audited else None
-        return Row(group, quorum, step, history, bool(computes), checksum, bool(proven), slot_us, held, *refused)
-
-
-def pack(some: frozenset[int], size: int) -> list[int]:
-    """A set of numbers below `size` as int64 words."""
-    words = [0] * -(-size // BITS_PER_WORD)
-    for number in some:
-        words[number // BITS_PER_WORD] |= 1 << number % BITS_PER_WORD
-    return words
-
-
-def unpack(words: Sequence[int], size: int) -> frozenset[int]:
-    """The inverse of `pack`."""
-    return frozenset(n for n in range(size) if words[n // BITS_PER_WORD] >> n % BITS_PER_WORD & 1)
-
-
-def quorum_word(key: str) -> int:
-    """A quorum's key as an int64 word."""
-    return int(key[:15], 16)
+    def decode(said: bytes) -> "Row":
+        """The inverse of `encode`. Raises UnfitError."""
+        return typed.parse(Row, typed.loads(said), "a row:")
 
 
 def objection(rows: Sequence[Row], quorum: Quorum) -> str:
@@ -122,14 +87,13 @@ def objection(rows: Sequence[Row], quorum: Quorum) -> str:
 
     Groups of another quorum, at another step or of another history are told apart here, before any sum.
     """
-    word = quorum_word(quorum.key)
-    if tuple(row.group for row in rows) != quorum.groups or any(row.quorum != word for row in rows):
+    if tuple(row.group for row in rows) != quorum.groups or any(row.quorum != quorum.key for row in rows):
         return "some group is in another quorum"
     computing = [row for row in rows if row.computes]
     if not computing:
         return "no group computes"
     for row in computing:
-        if (row.step, row.history) != (quorum.step, quorum.history):
+        if (row.step, row.history) != (quorum.state.step, quorum.state.history):
             return f"group {row.group} is at step {row.step} of another history"
     return ""
 

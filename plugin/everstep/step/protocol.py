@@ -26,18 +26,17 @@ from typing import TypeVar
 
 from everstep.quorum.errors import GroupBroken, SumsBroken
 from everstep.quorum.process_group import Place
-from everstep.quorum.request import NO_STATE, Quorum
+from everstep.quorum.request import NOTHING, Quorum, State
+from everstep.run.typed import UnfitError
 from everstep.step import ledger
-from everstep.step.asking import OVER, Asker
+from everstep.step.asking import Asker
 from everstep.step.attempt import (
-    NOTHING,
     Attempt,
     Beginning,
     Group,
     Healing,
     Host,
     Rules,
-    State,
     Turn,
 )
 from everstep.step.decisions import Decisions
@@ -72,11 +71,11 @@ class StepProtocol:
 
     def __init__(self, *, group: Group, rules: Rules, work: Work, reducer: GradientReducer, host: Host) -> None:
         self.group, self._rules, self._work, self._reducer = group.id, rules, work, reducer
-        self._sums, self._door = group.sums, group.door
+        self._sums, self._door, self._membership = group.sums, group.door, group.membership
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.decisions = Decisions(group.ranks)
         self._asker = Asker(group, self.decisions, host, rules.timeouts)
-        self._holding = Holding(work, reducer, self.decisions, host, rules.slots, group.id)
+        self._holding = Holding(work, reducer, self.decisions, host, group.id)
         self.state = NOTHING
         self.leaving = False
         """Whether this group stops after the next commit; settled anew in each attempt."""
@@ -119,7 +118,7 @@ class StepProtocol:
 
     def _have(self, state: State, checksum: int | None) -> None:
         self.state, self._checksum = state, checksum
-        self._holding.start(state)
+        self._holding.start()
         self._has_progressed()
 
     def _has_progressed(self) -> None:
@@ -159,14 +158,14 @@ class StepProtocol:
         self._tries += 1
         if turn := self._begin():
             return turn
-        begun, stands = self._clock.now(), self._next
-        met = stands or self.meet()
+        begun = self._clock.now()
+        met = self._next or self.meet()
         self._next = None
         if isinstance(met, Turn):
             return met
         if met is None:
             return Turn.LEFT if self.leaving else Turn.RETRY
-        if met.step == NO_STATE:
+        if met.state == NOTHING:
             return met
         if met.is_finishing():
             return Turn.OVER if self.group in met.able else Turn.RETRY
@@ -174,12 +173,11 @@ class StepProtocol:
             self._disconnect()
             self._progress = self._clock.now()  # the others go on, and have named this group
             return Turn.LEFT if self.leaving else Turn.RETRY
-        computes = self.state == State(met.step, met.history)
+        computes = self.state == met.state
         self._most = max(self._most, len(met.members))
-        attempt = Attempt(self._tries, begun, met, met is not stands, computes, self._clock.now() - begun)
+        attempt = Attempt(self._tries, begun, met, computes, self._clock.now() - begun)
         self._take_sides(attempt)
         held = self._holding.held
-        held_before = sorted(held.slots.difference(held.computed))
         outcome, reason = self._carry_out(attempt)
         self._events.emit(
             "attempt",
@@ -189,7 +187,6 @@ class StepProtocol:
             committed=isinstance(outcome, Commit),
             reason=reason,
             computed=list(held.computed),
-            held_before=held_before,
             recomputed=sorted(held.recomputed),
             took_s=round(self._clock.now() - begun, 4),
         )
@@ -235,13 +232,13 @@ class StepProtocol:
             heal_failed=healing is not None and healing.error != "",
             slot_us=self._holding.pace.slot_us,
         )
-        ranks = [Beginning(*said) for said in self.decisions.gather("begin", [int(word) for word in mine])]
+        ranks = [Beginning(*said) for said in self.decisions.gather("begin", mine)]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
-        if over := OVER[ranks[0].over]:
-            return over
+        if over := ranks[0].over:
+            return Turn[over]
         self.leaving = any(rank.asked_to_leave for rank in ranks)
         self._slot_us = max(rank.slot_us for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
@@ -255,44 +252,42 @@ class StepProtocol:
             self._give_up_healing()
         return None
 
-    def meet(self, *, finishing: bool = False, brief: bool = False) -> Quorum | Turn | None:
+    def meet(self, *, finishing: bool = False) -> Quorum | Turn | None:
         """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
         if self._next is not None and len(self._next.able) < len(self._next.members):
             self._disconnect()  # those that follow do not know that it was the last step
         self._next = None
         connected = self._connected.key if self._connected is not None else ""
         follows = self._healing.follows if self._healing is not None else NOTHING
-        return self._asker.ask(self.state, follows, finishing=finishing, connected=connected, brief=brief)
+        return self._asker.ask(self.state, follows, finishing=finishing, connected=connected)
 
     def _take_sides(self, attempt: Attempt) -> None:
         """Compute on, or begin to heal; and open the state to those who heal from here."""
         quorum = attempt.quorum
         if attempt.computes:
             self._give_up_healing()
-            if self._holding.held.base != attempt.base:
-                self._holding.start(attempt.base)
         else:
             self._holding.drop()
         if self.group in quorum.sources:
             self._heal_from(quorum.sources[self.group], attempt)
         if any(self.group in lenders for lenders in quorum.sources.values()):
-            self._door.serve(quorum.step, quorum.history, self._work.serve())
+            self._door.serve(quorum.state.step, quorum.state.history, self._work.serve())
 
     def _heal_from(self, sources: tuple[int, ...], attempt: Attempt) -> None:
         quorum = attempt.quorum
         self._give_up_healing()
         self._files.beat("heal", attempt.step)
-        if self.step > NO_STATE:
+        if self.state != NOTHING:
             self._events.emit(
                 "history_left",
                 self.step,
                 history=f"{self.state.history:x}",
-                for_step=quorum.step,
-                for_history=f"{quorum.history:x}",
+                for_step=quorum.state.step,
+                for_history=f"{quorum.state.history:x}",
             )
         doors = [quorum.member(source).doors[self.decisions.rank] for source in sources]
-        fetch = self._door.fetch(doors, quorum.step, quorum.history, self._work.serve())
-        self._healing = Healing(sources, attempt.base, fetch)
+        fetch = self._door.fetch(doors, quorum.state.step, quorum.state.history, self._work.serve())
+        self._healing = Healing(sources, quorum.state, fetch)
 
     def _give_up_healing(self) -> None:
         if self._healing is not None:
@@ -319,7 +314,7 @@ class StepProtocol:
         if known is quorum or stays:
             return
         self._disconnect()
-        self._files.beat("connect", quorum.step + 1)
+        self._files.beat("connect", quorum.state.step + 1)
         host, peers = quorum.host(), tuple(member.watches[self.decisions.rank] for member in quorum.members)
         place = Place(quorum.key, host.store, quorum.rank(host.group), quorum.rank(self.group), peers)
         self._with_peers("connect", lambda: self._sums.connect(place))
@@ -330,7 +325,8 @@ class StepProtocol:
         quorum, rules = attempt.quorum, self._rules
         mine = self._row(attempt)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, attempt))
-        attempt.plan = ledger.plan(rows, rules.slots, rules.dealing, rules.audited(attempt.step))
+        audited = ledger.audited_slots(rules.seed, attempt.step, rules.slots, rules.audit_slots)
+        attempt.plan = ledger.plan(rows, rules.slots, rules.dealing, audited)
         self._events.emit(
             "quorum",
             attempt.step,
@@ -338,7 +334,7 @@ class StepProtocol:
             quorum_id=quorum.id,
             groups=list(quorum.groups),
             joiners=[row.group for row in rows if not row.computes],
-            history=f"{quorum.history:x}",
+            history=f"{quorum.state.history:x}",
             wait_s=round(attempt.waited_s, 4),
         )
         self._heed_audit(attempt)
@@ -353,7 +349,7 @@ class StepProtocol:
         looks = 1 if len(quorum.able) > 1 else ledger.ASK_AFTER
         return ledger.Row(
             group=self.group,
-            quorum=ledger.quorum_word(quorum.key),
+            quorum=quorum.key,
             step=self.state.step,
             history=self.state.history,
             computes=computes,
@@ -367,10 +363,12 @@ class StepProtocol:
         )
 
     def _gather_rows(self, mine: ledger.Row, attempt: Attempt) -> list[ledger.Row]:
-        slots, timeouts = self._rules.slots, self._rules.timeouts
         # Where nobody was asked, one that is busy is waited for here, and as long as in a quorum.
-        late = self._late(attempt) if attempt.is_asked else min(timeouts.reduce, timeouts.join)
-        rows = [ledger.Row.decode(row, slots) for row in self._sums.gather(mine.encode(slots), late)]
+        late = min(self._rules.timeouts.reduce, self._rules.timeouts.join)
+        try:
+            rows = list(map(ledger.Row.decode, self._sums.gather(mine.encode(), late)))
+        except UnfitError as error:
+            raise SumsBroken(str(error)) from error
         if objection := ledger.objection(rows, attempt.quorum):
             raise SumsBroken(objection)
         return rows
@@ -463,7 +461,7 @@ class StepProtocol:
         self._files.beat("vote", step)
         digest = tally.digest() if tally is not None else 0
         wanting = tally.wanting if tally is not None else 0
-        votes = self.decisions.gather("vote", [int(tally is not None and not reason), digest, wanting])
+        votes = self.decisions.gather("vote", [tally is not None and not reason, digest, wanting])
         same = len({digest for _, digest, _ in votes}) == 1
         attempt.wanted = any(wanting for _, _, wanting in votes)
         if tally is not None and same:
@@ -477,16 +475,16 @@ class StepProtocol:
     def _wants_quorum(self, attempt: Attempt) -> bool:
         """Whether this rank wants one before the next step: somebody waits for it, its state comes from nowhere, or so
         many groups are away that as many may make the same steps."""
-        healing = self._healing
+        healing, told = self._healing, self._membership is not None and self._membership.wanted
         is_fed = attempt.computes or (healing is not None and not healing.error)
-        return self._asker.is_wanted() or not is_fed or 2 * len(attempt.quorum.members) <= self._most
+        return told or not is_fed or 2 * len(attempt.quorum.members) <= self._most
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
         total = self._sums.total(mine.encode(), self._late(attempt))
         notes = self._work.notes(attempt.step)
         if notes is not None:
-            self._work.noted(self._sums.gather_bytes(notes))
+            self._work.noted(self._sums.gather(notes))
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
@@ -494,20 +492,20 @@ class StepProtocol:
         self._waits.take(attempt.reduce_s, 1)
         owners = tuple(planned[slot] if count else -1 for slot, count in enumerate(tally.coverage))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
-        history, able = ledger.extend(quorum.history, attempt.step, quorum.key), tuple(sorted(attempt.plan.shares))
+        able, parent = tuple(sorted(attempt.plan.shares)), quorum.state.history
+        history = ledger.extend(parent, attempt.step, quorum.key)
         if not attempt.wanted:
-            self._connected = self._next = quorum.moved_on(attempt.step, history, able)
+            self._connected = self._next = quorum.moved_on(State(attempt.step, history), able)
         return Commit(
             step=attempt.step,
             history=history,
-            parent=quorum.history,
+            parent=parent,
             tokens=tally.sums.tokens,
             loss=tally.sums.loss,
             extra=tally.sums.extra,
             owners=owners,
             groups=quorum.groups,
             able=able,
-            once=all(count == 1 for count in tally.coverage),
             all_leave=tally.leaving == len(quorum.members),
             unfit=tuple(sorted(faults & held.refused_here)),
             quorum_id=quorum.id,
@@ -521,7 +519,7 @@ class StepProtocol:
         """Keep a commit for when the state is here that it is to be applied to."""
         if self._healing is not None:
             self._healing.keep(commit, self._reducer.stash)
-        self._holding.start(NOTHING)
+        self._holding.start()
         self._has_progressed()
 
     def _disconnect(self) -> None:

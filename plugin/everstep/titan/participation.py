@@ -14,8 +14,9 @@ from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.snapshot.segment import run_id
-from everstep.step.attempt import Group, Host, Rules
-from everstep.step.driver import Driver, End
+from everstep.step.attempt import Group, Host, Rules, Turn
+from everstep.step.decisions import Decisions
+from everstep.step.driver import Driver
 from everstep.step.interfaces import Timeouts
 from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
@@ -52,7 +53,7 @@ class Participation:
         ft: FaultTolerance = config.fault_tolerance
         self._ft = ft
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
-        self.life = self._ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+        self.life: str = Decisions(self._ranks).first("life", uuid.uuid4().hex)
         """Differs after every start of the group; the same on all its ranks."""
         degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
@@ -83,7 +84,7 @@ class Participation:
         """Load what the sums over the groups need, before anybody waits for this group."""
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
-    def run(self, work: Steps | Rounds) -> End:
+    def run(self, work: Steps | Rounds) -> Turn:
         """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
         end."""
         ft, semi, place = self._ft, self._config.semi_sync, self._place

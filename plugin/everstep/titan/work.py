@@ -183,7 +183,7 @@ class TrainerWork(ABC):
             quorum_id=commit.quorum_id,
             history=f"{commit.history:x}",
             parent=f"{commit.parent:x}",
-            coverage_ok=commit.once,
+            coverage_ok=-1 not in commit.owners,
             **fields,
         )
 
