@@ -64,6 +64,26 @@ def test_one_of_those_that_make_the_step_lets_all_ask(anew):
     at[0].close()
 
 
+def test_who_made_steps_before_the_newest_quorum_waits_for_those_that_make_them_now():
+    """It was away when that was formed. Else it makes steps with whoever joins, and those of one of them are lost."""
+    at = [a_gate(2)]
+    members = [a_member(group, at) for group in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(asks, members[0], 0, 1, State(0, 1))
+        assert asks(members[1], 1, 1, State(0, 1)) == other.result() == [0, 1]
+        joiner = pool.submit(asks, members[2], 2, 1, NOTHING)
+        assert asks(members[1], 1, 2, State(1, 1)) == joiner.result() == [1, 2], "group 0 stood still"
+        late = pool.submit(asks, members[0], 0, 2, State(0, 1))
+        joiner = pool.submit(asks, members[2], 2, 2, NOTHING)
+        time.sleep(3 * JOIN_S)
+        assert not late.done()
+        assert not joiner.done()
+        assert asks(members[1], 1, 3, State(2, 2)) == late.result() == joiner.result() == [0, 1, 2]
+    for member in members:
+        member.leave()
+    at[0].close()
+
+
 def test_groups_that_make_steps_apart_hear_of_each_other():
     """Each has a quorum of its own, as after a cut between them; then they beat at the same gate."""
     places = [[a_gate(1)], [a_gate(1)]]

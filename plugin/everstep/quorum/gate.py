@@ -135,6 +135,9 @@ class Gate:
         """By replica, its request while there is no quorum for it."""
         self._apart = False
         """Whether groups make steps in different quorums."""
+        self._makers = ""
+        """In which quorum those make steps that the others wait for; empty for any, while none was formed here. Whoever
+        made steps in an earlier one is one that waits: it was not there for the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
         """By replica, the connection on which it beats."""
         self._held = 0
@@ -287,7 +290,7 @@ class Gate:
 
     def _may_pass(self) -> bool:
         """Whether those that make no step may ask: one of those that do has, or none of them is heard."""
-        making = [name for name, makes in self._makes.items() if makes]
+        making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
         return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
     def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
@@ -315,8 +318,8 @@ class Gate:
             return _failed(f"fewer than {self._min_groups} groups reach each other: no connections between {pairs}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
-        makers, able = read.makers(), set(read.able)
-        self._makes |= {name: makers if one.request.group in able else "" for name, one in found.items()}
+        self._makers, able = read.makers(), set(read.able)
+        self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
 
