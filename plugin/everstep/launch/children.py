@@ -46,9 +46,11 @@ class Children:
     def __init__(self) -> None:
         self._guard = offspring.Guard()
         self._alive: dict[int, Child] = {}
-        self.awake_mono = self._waited_mono = time.monotonic()
-        """`awake_mono`: from when on silence counts (monotonic seconds). A launcher that was stopped together with what
-        it watches, by a batch system that suspends whole jobs for instance, must not take that for hung."""
+        self.awake_mono = self.looked_mono = time.monotonic()
+        """`looked_mono`: when the last wait ended, in monotonic seconds; `awake_mono`: from when on silence counts. A
+        launcher that was stopped together with what it watches, by a batch system that suspends whole jobs for
+        instance, must not take that for hung. As it may be stopped between a wait and what follows, silence is judged
+        as of the wait's end."""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler it would wake nobody
@@ -71,9 +73,9 @@ class Children:
             os.read(self._wake_r, 4096)
         self._reap()
         now = time.monotonic()
-        if now - self._waited_mono > PAUSE_S:
+        if now - self.looked_mono > PAUSE_S:
             self.awake_mono = now
-        self._waited_mono = now
+        self.looked_mono = now
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -154,7 +154,7 @@ class Group:
         elif reason := read_json(ended_file(settings.run_dir)).get("reason"):
             self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
         # Whoever is asked to stop later hears of this one until then.
-        elif not self._stopping() and (lost := meeting.lost(self._children.awake_mono)):
+        elif not self._stopping() and (lost := meeting.lost(self._children.looked_mono, self._children.awake_mono)):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
         self.leaves |= is_spare(settings)
         if self.end is not None or now is None or now.ending_mono:
@@ -166,7 +166,7 @@ class Group:
         if now.stall is None and now.running and meeting.is_awaited:
             now.kill()
         else:
-            now.look_for_stall(self.events, self._children.awake_mono)
+            now.look_for_stall(self.events, self._children.looked_mono, self._children.awake_mono)
 
     # A start
 

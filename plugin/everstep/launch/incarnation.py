@@ -89,7 +89,7 @@ class Incarnation:
         for child in self.running:
             child.signal(signum)
 
-    def look_for_stall(self, events: EventLog, awake_mono: float) -> None:
+    def look_for_stall(self, events: EventLog, now_mono: float, awake_mono: float) -> None:
         """Kill it if a rank hangs. Who does is said a look before, and each rank writes meanwhile where it is."""
         settings, ft = self.settings, self.settings.fault_tolerance
         if self.stall is not None:
@@ -102,7 +102,7 @@ class Incarnation:
             return ft.startup_timeout_s if compiles or phase == STARTUP else ft.stall_timeout_s
 
         beats = {rank: load_beat(beat_path(settings.run_dir, settings.group, rank)) for rank in self.workers}
-        stall = find_stall(self.pids, beats, self.started_mono, patience, time.monotonic(), awake_mono)
+        stall = find_stall(self.pids, beats, self.started_mono, patience, now_mono, awake_mono)
         if stall is not None:
             self.stall = stall
             told = {"phase": stall.phase, "idle_s": stall.idle_s, "stalled_rank": stall.rank}

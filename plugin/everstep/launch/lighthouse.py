@@ -81,7 +81,7 @@ class Lighthouse:
             self.up = True
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid, epoch=self.epoch)
         since = beat.mono if beat is not None and serves else self._started_mono
-        if time.monotonic() - max(since, self._children.awake_mono) > SILENCE_S:
+        if self._children.looked_mono - max(since, self._children.awake_mono) > SILENCE_S:
             self._hung = True
             child.signal(signal.SIGKILL)
 

@@ -142,17 +142,17 @@ class Meeting:
         listener, self._listener = self._listener, None
         return Round(self._run_id, notes[0].host, notes[0].port, self._settings.node_rank, sizes, listener)
 
-    def lost(self, awake_mono: float) -> str:
+    def lost(self, now_mono: float, awake_mono: float) -> str:
         """Why a node of the group must be taken for gone; "" if all are there, or may still come. Silence before
         `awake_mono` does not count."""
-        notes, now = self._notes(), time.monotonic()
+        notes = self._notes()
         for node in set(range(self._settings.nodes)) - {self._settings.node_rank}:
             if node not in notes:
-                if now - self._came_mono > ARRIVAL_S:
+                if now_mono - self._came_mono > ARRIVAL_S:
                     return f"the agent on node {node} of this group has not come within {ARRIVAL_S:g} s"
                 continue
             silent_s = age_s(agent_beat_path(self._settings.run_dir, self._settings.group, node))
-            if min(silent_s or 0.0, now - awake_mono) > SILENCE_S and not notes[node].ended:
+            if min(silent_s or 0.0, now_mono - awake_mono) > SILENCE_S and not notes[node].ended:
                 return f"the agent on node {node} of this group has been silent for {SILENCE_S:g} s"
         return ""
 
