@@ -390,7 +390,7 @@ class World:
         alive = {name_of(other.group.id, other.name) for other in lives}
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
         stands = alive == before == {member.name for member in members} and len(quorum.able) == len(members)
-        most = 2 * len(members) > self.plan.groups
+        most = 2 * len(members) > len(self.groups)  # those that joined count, as they may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
         if life.in_vain > IN_VAIN:
