@@ -150,6 +150,39 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert reducer.own_finite()
 
 
+def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
+    """As when the refused slot is dealt to another group, and there is nothing else to compute."""
+    params, sums = parameters(), Groups()
+    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    for slots in ([1], []):
+        sums.parts.clear()
+        reducer.begin(sums, WAIT)
+        for slot in slots:
+            reducer.begin_slot(last=True)
+            backward(params, slot, float("nan"))
+            reducer.end_slot()
+        reducer.finish()
+        assert reducer.finite() == (not slots)
+        reducer.forget()
+    assert all(not part.any() for part in sums.parts)
+
+
+def test_a_rank_may_have_no_part_of_any_parameter_of_a_bucket():
+    """As of a small parameter that FSDP splits."""
+    params, sums = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(3))], Groups()
+    reducer = GradientReducer(params, bucket_bytes=0, exact_slots=SLOTS)
+    reducer.begin(sums, WAIT)
+    for slot in range(3):
+        reducer.begin_slot(last=slot == 2)
+        (params[0].sum() + (params[1] * 2.0).sum()).backward()
+        reducer.end_slot()
+    reducer.finish()
+    assert reducer.own_finite()
+    assert reducer.finite()
+    reducer.assign(1.0)
+    assert params[1].grad.tolist() == [6.0] * 3
+
+
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("last", [2, 4])
 def test_a_gradient_that_is_added_to_once_more_than_before_is_computed_again(last, broken):

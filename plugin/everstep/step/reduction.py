@@ -91,7 +91,7 @@ class _Bucket:
         as often."""
         first = local(params[0])
         self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
-        """Where sums are exact: the least and the largest element of each gradient of the slot in progress."""
+        """Where sums are exact: the least and the largest element of each gradient that was taken last."""
         self._wrong = torch.zeros((), dtype=torch.float64, device=first.device)
         """Where sums are exact: NaN if a gradient that is held has no place in them, else 0."""
         self.filled = [False] * len(params)
@@ -115,8 +115,6 @@ class _Bucket:
         self.filled = [False] * len(self.params)
         self.additions = [0] * len(self.params)
         self.filled_on.clear()
-        if self.held is not None:
-            self._extremes.zero_()
 
     def _new_memory(self) -> _Memory:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
@@ -161,7 +159,7 @@ class _Bucket:
         for index, empty in enumerate(self._empty):
             if empty or self._waiting[index] is not None:
                 self._add_up(index)
-        self.held.flat[0].add_(self._wrong)
+        self.held.flat[:1].add_(self._wrong)  # this rank may have no part of these parameters
         return self.held.flat
 
     def judge(self, *, partly: bool = False) -> None:
@@ -180,6 +178,7 @@ class _Bucket:
         """Nothing is held."""
         self._empty = [True] * len(self.params)
         self._waiting = [None] * len(self.params)
+        self._extremes.zero_()
         self._wrong.zero_()
 
     def give(self, scale: float) -> None:
