@@ -363,24 +363,23 @@ class World:
 
     def _judge_members(self, commit: Commit) -> None:
         """Where nothing breaks, whoever has a state and writes no checkpoint takes part in every step."""
-        quiet_s = self.scheduler.now - self.last_fault
         for life in self.with_state():
-            if life.group.id in commit.groups or not life.group.wanted or life.saves:
-                life.missed.clear()
-            elif quiet_s > self.bound_s() and self.network.is_open():
-                life.missed.add(commit.step)
-                if len(life.missed) > MISSES:
-                    text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
-                    self.judge.violate("left out", text)
-
+            if self._is_missed(commit, life, life.missed, not life.group.wanted or life.saves):
+                text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
+                self.judge.violate("left out", text)
         for life in self.lives():
-            if life.asks_since > self.scheduler.now or life.group.id in commit.groups:
-                life.passed_by.clear()
-            elif quiet_s > self.bound_s() and self.network.is_open():
-                life.passed_by.add(commit.step)
-                if len(life.passed_by) > MISSES:
-                    text = f"{life.name} asks since {life.asks_since:.1f}, steps {sorted(life.passed_by)} are made"
-                    self.judge.violate("not let in", text)
+            if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now):
+                text = f"{life.name} asks since {life.asks_since:.1f}, steps {sorted(life.passed_by)} are made"
+                self.judge.violate("not let in", text)
+
+    def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool) -> bool:
+        """Whether with this commit too many steps were made without it in which nothing broke; they are in `missed`."""
+        if excused or life.group.id in commit.groups:
+            missed.clear()
+        elif self.scheduler.now - self.last_fault > self.bound_s() and self.network.is_open():
+            missed.add(commit.step)
+            return len(missed) > MISSES
+        return False
 
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
         """Where nothing breaks and nobody comes, goes or heals, a group that made a step with most of the others asks
