@@ -237,17 +237,17 @@ class Slots:
             # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
             self._rows[self._slot][place] = rows_of(grad if self.computes_eagerly else grad + 0.0)
 
-    def _rows_of(self, slot: int) -> torch.Tensor:
+    def _digest(self, slot: int) -> int:
         rows = self._rows[slot]
-        return torch.cat([*rows_of(self._losses[slot]), *chain.from_iterable(rows[place] for place in sorted(rows))])
+        return digest([*rows_of(self._losses[slot]), *chain.from_iterable(rows[place] for place in sorted(rows))])
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
-        return sum_in_group(digest(self._rows_of(slot))) % AUDIT_BITS + 1
+        return sum_in_group(self._digest(slot)) % AUDIT_BITS + 1
 
     def own_bits(self) -> dict[int, str]:
         """Of each slot that is held, on this rank. None without exact sums."""
-        return {slot: f"{digest(self._rows_of(slot)):x}" for slot in sorted(self._rows.keys() & self._tokens.keys())}
+        return {slot: f"{self._digest(slot):x}" for slot in sorted(self._rows.keys() & self._tokens.keys())}
 
     def audit(self, step: int, slot: int) -> int:
         """See `Work.audit`."""
@@ -257,16 +257,16 @@ class Slots:
         self.compute(step, slot, whole=False)
         processor.ntokens_since_last_log = counted
         for param in self.trainable:
-            if param.grad is not None:
-                self.see(param, local(param.grad))
+            if param.grad is None:
+                continue
+            self.see(param, local(param.grad))
+            if self.computes_eagerly:
+                param.grad = None
+            else:
+                local(param.grad).zero_()
         bits = self.bits(slot)
         del self._tokens[slot], self._losses[slot], self._rows[slot]
         self._reached = reached
-        for param in self.trainable:
-            if self.computes_eagerly:
-                param.grad = None
-            elif param.grad is not None:
-                local(param.grad).zero_()
         for load, before in zip(self.expert_loads, loads, strict=True):
             local(load).copy_(before)
         return bits

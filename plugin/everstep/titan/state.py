@@ -9,6 +9,7 @@ Random numbers need no state: every slot and every optimizer step seeds its own 
 
 import hashlib
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,19 +141,14 @@ class TrainingState:
     def checksum(self) -> int:
         """63 bits over the parameters' own bits on this rank: equal states have equal checksums. One host
         synchronisation for all of one device."""
-        return digest(row_sums(param.detach() for param in self.parameters.values()))
-
-
-def row_sums(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of this rank's part of
-    tensors, in order; None counts for nothing. One flipped bit anywhere changes one of them. They are made at the speed
-    of memory, and stay on the device."""
-    sums = [rows for tensor in tensors if tensor is not None for rows in rows_of(local(tensor))]
-    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64)
+        params = self.parameters.values()
+        return digest(chain.from_iterable(rows_of(local(param).detach()) for param in params))
 
 
 def rows_of(part: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of `row_sums`, of one tensor that is no DTensor."""
+    """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of a tensor that is no
+    DTensor. One flipped bit anywhere changes one of them. They are made at the speed of memory, and stay on the
+    device."""
     start = part.storage_offset() * part.itemsize
     if part.nbytes % 8 or part.data_ptr() % 8 or start % 8 or not part.is_contiguous():
         flat = part.contiguous().view(-1).view(torch.uint8)
@@ -163,6 +159,8 @@ def rows_of(part: torch.Tensor) -> list[torch.Tensor]:
     return [*rows, words[whole:].sum(0, keepdim=True)] if whole < words.numel() else rows
 
 
-def digest(rows: torch.Tensor) -> int:
-    """63 bits of what `row_sums` gave."""
-    return int.from_bytes(hashlib.blake2b(rows.cpu().numpy().tobytes(), digest_size=8).digest(), "little") >> 1
+def digest(rows: Iterable[torch.Tensor]) -> int:
+    """63 bits of what `rows_of` gave, in order. One host synchronisation."""
+    found = list(rows)
+    whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return int.from_bytes(hashlib.blake2b(whole.cpu().numpy().tobytes(), digest_size=8).digest(), "little") >> 1
