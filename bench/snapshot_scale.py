@@ -9,6 +9,7 @@ One rank is restored by the real code; the transfer alone is the same bytes over
 
 import argparse
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from everstep import wire
 from everstep.run.token import run_token
 from everstep.snapshot import parity, peers, recovery
 from everstep.snapshot.buffer import chunk_digests, root_of
-from everstep.snapshot.header import Header
+from everstep.snapshot.header import Header, listed
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code, Domains, part_bounds
 from everstep.snapshot.restore import pack_own
@@ -57,10 +58,9 @@ class Light:
     def __init__(self, run: str, token: bytes, groups: int, ranks: int, state_bytes: int, group: int) -> None:
         self._run, self._groups, self._ranks = run, groups, ranks
         self._bytes, self._group = state_bytes, group
-        held = [self._held(kind, rank)[0] for rank in range(ranks) for kind in ("data", "parity")]
-        listed = [header.to_json() for header in held]
+        held = [self._held(kind, rank)[0] for kind in ("data", "parity") for rank in range(ranks)]
         # Encoded once: each keeper has a host of its own, and here nine hundred share two cores with who asks.
-        self._inventory = wire.encoded({"buffers": listed})
+        self._inventory = wire.encoded({"buffers": listed(held)})
         self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
 
     def _talk(self, channel: wire.Channel) -> None:
@@ -129,7 +129,7 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
         shards.append(shard)
     out = parity.aligned_bytes(length)
     parity.combine([[1] * len(shards)], shards, [out])
-    covers = json.dumps([parts[g][0].to_json() for g in mine]).encode()
+    covers = json.dumps(listed([parts[g][0] for g in mine])).encode()
     payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
     own = parts[group][0]
     values: dict[str, Any] = {
@@ -179,6 +179,7 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
             path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, os.getpid(), "", 1.0).__dict__))
+        gc.disable()  # as torchtitan does in a trainer
         began, used = time.monotonic(), time.process_time()
         # As rank 0 decides for its group and fetches its own state; the other ranks fetch at the same time elsewhere.
         found = recovery.recover(

@@ -1,10 +1,11 @@
 """The pure function that says which step is restorable, and from where."""
 
+import json
 from typing import Any
 
 import pytest
 
-from everstep.snapshot.header import Header, pairs_of
+from everstep.snapshot.header import Header, listed, pairs_of, read_list
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import decide
 
@@ -67,3 +68,13 @@ def test_the_newest_state_that_can_be_had_whole_is_taken_and_why_not_a_newer_one
     assert (decision.source, decision.step) == found
     assert reason in " ".join(decision.reasons)
     assert bool(reason) == bool(decision.reasons)
+
+
+def test_headers_are_told_by_what_is_other_than_in_the_one_before():
+    headers = [held.header for held in everything(5) + two_ranks(6)]
+    told = json.loads(json.dumps(listed(headers)))
+    assert read_list(told) == headers
+    assert told[3].keys() == {"kind", "part", "roots"}
+    for bad in ({"part": [0, 901]}, {"step": "6"}, {"stop": 6}, [], None):
+        with pytest.raises(ValueError, match=r"part|step|stop|table"):
+            read_list([*told, bad])

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from chain import Chain
+from everstep import wire
 from everstep.report.protection import Protection
 from everstep.snapshot import peers, recovery
 from everstep.snapshot.parity import Domains
@@ -121,6 +122,28 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
         for group in (0, groups - 1):
             run.lose_host(group)
         assert run.recover(group=1).decision.step >= protected(run)[-1]
+
+
+def test_a_member_that_is_slow_in_the_middle_of_its_part_does_not_break_the_others_connections():
+    """They wait to send as long as it has time, however soon silence is too long where a state is restored."""
+    with Cluster(3, coding_timeout_s=60.0, transfer_timeout_s=0.5) as run:
+        run.take(1, scale=200)
+        with slowed(run, 2, 1.0, 0.05):
+            run.commit(2, scale=200)
+            run.all_settled()
+        run.settled(2)
+
+
+def test_a_start_reads_from_each_keeper_over_one_connection(monkeypatch):
+    """Part and parity; another asks it what it has."""
+    with Cluster(4) as run:
+        run.take(1)
+        run.kill_trainers()
+        run.lose_host(3)
+        addresses, connect = [], wire.connect
+        monkeypatch.setattr(wire, "connect", lambda address, *_: addresses.append(address) or connect(address, *_))
+        run.resumes("parity", 1)
+        assert sorted(addresses) == sorted(2 * [place.address for place in peers.read_places(run.run_dir)])
 
 
 def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_protected():

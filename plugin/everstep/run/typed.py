@@ -247,24 +247,30 @@ def _inside(place: int | str, member: Converter, item: Any) -> Any:
         raise
 
 
-def _dataclass(kind: type) -> Converter:
+@functools.cache
+def fields_of(kind: type) -> Converter:
+    """Those fields of a dataclass that a table has, by name."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
-    converters = {name: converter(hints[name]) for name in fields}
-    needed = {
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    converters = {field.name: converter(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
 
     def convert(value: Any) -> Any:
-        if unknown := _object(value).keys() - fields.keys():
+        if unknown := _object(value).keys() - converters.keys():
             raise UnfitError(f"has the unknown key {ascii(min(unknown, key=str))[:60]}")
-        if missing := needed - value.keys():
+        return {name: _inside(name, converters[name], item) for name, item in value.items()}
+
+    return convert
+
+
+def _dataclass(kind: type) -> Converter:
+    fields, given = dataclasses.fields(kind), fields_of(kind)
+    needed = {f.name for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING}
+
+    def convert(value: Any) -> Any:
+        found = given(value)
+        if missing := needed - found.keys():
             raise UnfitError(f"has no {min(missing)}")
-        given = {name: _inside(name, converters[name], item) for name, item in value.items()}
         try:
-            return kind(**given)
+            return kind(**found)
         except ValueError as error:  # of its own __post_init__
             raise UnfitError(f": {error}") from error
 

@@ -188,9 +188,10 @@ def _parsed(body: bytes) -> Header | None:
 class BufferReader:
     """Reads a buffer that another process may be overwriting or deleting."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError: it is not there, not ours, or no file, such as a pipe, which would be waited for."""
-        self.path = path
+    def __init__(self, path: Path, payload_bytes: int = 0) -> None:
+        """`payload_bytes`: of what is to be served. Raises OSError: it is not there, not ours, or no file, such as a
+        pipe, which would be waited for."""
+        self.path, self.size = path, payload_bytes + table_bytes(payload_bytes)
         with open_regular(path) as file:
             self._fd = os.dup(file.fileno())
         self._buffer = memoryview(b"")

@@ -5,6 +5,7 @@ looks for, and a header that is consistent in itself; `checked` refuses every ot
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -69,9 +70,8 @@ class Header:
     @functools.cached_property
     def identity(self) -> str:
         """What parts of one state of one rank column share, and no other two states."""
-        named = [self.run, self.step, self.history, self.start, self.shared_by, self.rank, self.ranks]
-        body = json.dumps([*named, self.topology, self.state_bytes])
-        return xxhash.xxh3_128_hexdigest(body.encode())
+        named = (self.run, self.step, self.history, self.start, self.shared_by, self.rank, self.ranks)
+        return _digest(*named, self.topology, self.state_bytes)
 
     @property
     def name(self) -> str:
@@ -117,6 +117,26 @@ class Header:
 
 
 _FIELDS = tuple(field.name for field in fields(Header))
+
+
+def listed(headers: Sequence[Header]) -> list[dict[str, Any]]:
+    """Headers as JSON: the first, and of each other what is not as in the one before."""
+    found = [header.to_json() for header in headers]
+    later = [{k: v for k, v in body.items() if v != before[k]} for before, body in itertools.pairwise(found)]
+    return found[:1] + later
+
+
+def read_list(body: Any) -> list[Header]:
+    """The inverse of `listed`. Raises ValueError."""
+    found, given = [], typed.fields_of(Header)
+    for one in typed.parse(list, body):
+        found.append(Header(**found[-1].to_json() | given(one)).checked() if found else Header.from_json(one))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(*named: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(named).encode())
 
 
 def pairs_of(members: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -30,9 +30,9 @@ from typing import Any
 from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
-from everstep.snapshot.buffer import BufferReader, SnapshotError, table_bytes
+from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import SLOWEST_BYTES_S, Watch
-from everstep.snapshot.header import KINDS, Header
+from everstep.snapshot.header import KINDS, Header, listed
 from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
 from everstep.snapshot.section import Snapshot
@@ -174,8 +174,8 @@ class Keeper:
     def _inventory(self) -> list[dict[str, Any]]:
         """The header of every buffer that is published here."""
         columns = [(self.segment.beside(group), rank) for group, rank in self.segment.columns()]
-        held = [segment.headers(kind, rank) for segment, rank in columns for kind in KINDS]
-        return [header.to_json() for header in itertools.chain(*held) if header]
+        held = [segment.held(kind, rank) for kind in KINDS for segment, rank in columns]
+        return listed([header for _, header in itertools.chain(*held)])
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
         """The newest buffer of the snapshot that is asked for, if it is held here."""
@@ -186,7 +186,7 @@ class Keeper:
         held = [(path, header) for path, header in segment.held(kind, rank) if header.identity == identity]
         for path, header in sorted(held, key=lambda one: -one[1].sequence):
             with contextlib.suppress(OSError):
-                return BufferReader(path), header
+                return BufferReader(path, header.payload_bytes), header
         return None
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -196,10 +196,13 @@ class Keeper:
             channel.send_frame({"header": None})
             return channel.receive_frame()
         reader, header = found
+        # Who codes takes all members' blocks in turn, and so at the pace of the slowest.
+        patience_s = self.settings.coding_timeout_s + header.payload_bytes / SLOWEST_BYTES_S
+        channel.set_timeout(timedelta(seconds=patience_s))
         with contextlib.closing(reader):
             channel.send_frame({"header": header.to_json()})
             try:
-                return wire.serve_ranges(channel, _Served(reader, header))
+                return wire.serve_ranges(channel, reader)
             except SnapshotError as error:
                 raise wire.WireError(str(error)) from error
 
@@ -208,14 +211,6 @@ class Keeper:
         with opened(self.segment.path, str(message.get("name"))) as held:
             channel.send_frame({"size": held and held.size})
             return wire.serve_ranges(channel, held or wire.Pieces([]))
-
-
-class _Served:
-    """A buffer's payload and table as `wire.Bytes`."""
-
-    def __init__(self, reader: BufferReader, header: Header) -> None:
-        self.size = header.payload_bytes + table_bytes(header.payload_bytes)
-        self.views = reader.views
 
 
 OOM_SCORE_ADJ = -500

@@ -12,14 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from everstep import wire
 from everstep.run import typed
 from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
-from everstep.snapshot.header import Header, Kind
+from everstep.snapshot.buffer import root_of, table_bytes
+from everstep.snapshot.header import Header, Kind, read_list
 
-TRIES = 3
-"""To download a buffer."""
 ASKERS = 256
 """Keepers that are asked at a time."""
 LOOK_S = 1.0
@@ -44,15 +45,6 @@ class Held:
 
     address: str
     header: Header
-
-    def to_json(self) -> list[Any]:
-        return [self.address, self.header.to_json()]
-
-    @classmethod
-    def from_json(cls, body: Sequence[Any]) -> "Held":
-        """Raises ValueError for a header that is none."""
-        address, header = body
-        return cls(address, Header.from_json(header))
 
 
 def places_dir(run_dir: Path) -> Path:
@@ -95,28 +87,16 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
         return channel.ask(message)
 
 
-def _listed(address: str, answer: dict[str, Any]) -> list[Held]:
-    try:
-        return [Held(address, Header.from_json(header)) for header in typed.parse(list, answer.get("buffers"))]
-    except ValueError as error:
-        raise wire.WireError(f"{address} keeps buffers of another version: {error}") from error
-
-
-def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identity: str) -> Header:
+def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identity: str) -> dict[str, Any]:
     """Have a keeper serve, from now on, the payload and table of its newest buffer of that snapshot, end to end.
+    Returns the header that it says it has.
 
     Raises wire.RefusedError when it does not hold one.
     """
     question = {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": identity}
-    answer = channel.ask(question).get("header")
-    if answer is None:
+    header = channel.ask(question).get("header")
+    if not isinstance(header, dict):
         raise wire.RefusedError(f"{channel.peer} does not hold that step of group {group}")
-    try:
-        header = Header.from_json(answer)
-    except ValueError as error:
-        raise wire.WireError(f"{channel.peer} sent {error}") from error
-    if (header.kind, header.group, header.rank, header.identity) != (kind, group, rank, identity):
-        raise wire.RefusedError(f"{channel.peer} serves another buffer of group {group}")
     return header
 
 
@@ -139,10 +119,13 @@ class Neighbours:
         for address in addresses:
             channel = None
             try:
-                channel = wire.connect(address, self._token, _left(deadline))
+                left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+                channel = wire.connect(address, self._token, left)
                 channel.set_deadline(deadline)
-                header = open_buffer(channel, "data", group, rank, identity)
-            except wire.WireError as error:
+                header = Header.from_json(open_buffer(channel, "data", group, rank, identity))
+                if (header.kind, header.group, header.rank, header.identity) != ("data", group, rank, identity):
+                    raise wire.RefusedError(f"{address} serves another buffer of group {group}")
+            except (wire.WireError, ValueError) as error:
                 why = str(error)
                 if channel is not None:
                     channel.close()
@@ -155,30 +138,18 @@ class Neighbours:
         raise wire.WireError(why)
 
 
-def _left(deadline: float) -> timedelta:
-    """Raises wire.WireError when there is nothing left of it."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise wire.WireError("the time for it is over")
-    return timedelta(seconds=left_s)
+def download(channel: wire.Channel, header: Header, payload: wire.Pieces) -> None:
+    """Fill `payload` with a buffer's, with the table that the header vouches for.
 
-
-def download(address: str, token: bytes, timeout: timedelta, header: Header, sink: wire.Bytes) -> None:
-    """Fill `sink` with a buffer's payload and table; begin again if it breaks off. Raises wire.WireError of the last
-    try."""
-    for left in reversed(range(TRIES)):
-        try:
-            with contextlib.closing(wire.connect(address, token, timeout)) as channel:
-                if open_buffer(channel, header.kind, header.group, header.rank, header.identity) != header:
-                    raise wire.RefusedError(f"{address} does not hold step {header.step} as it did")
-                wire.pull(channel, sink)
-                return
-        except wire.RefusedError:
-            raise  # it is not there any more: no use in asking again
-        except wire.WireError:
-            if not left:
-                raise
-            time.sleep(0.1)  # lets a keeper that is being restarted listen again
+    Raises wire.RefusedError when the keeper does not hold it, or other bytes; wire.WireError.
+    """
+    offered = open_buffer(channel, header.kind, header.group, header.rank, header.identity)
+    if offered.get("root") != header.root:
+        raise wire.RefusedError(f"{channel.peer} does not hold step {header.step} as it did")
+    table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+    wire.pull(channel, wire.Pieces([*payload.views(0, payload.size), table.view(np.uint8).data]))
+    if root_of(table) != header.root:
+        raise wire.RefusedError(f"the {header.kind} that {channel.peer} sent is not the one that it announced")
 
 
 def reachable(
@@ -190,9 +161,9 @@ def reachable(
     # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
     for place, answer in answers.items():
         try:
-            held[place] = _listed(place.address, answer)
-        except wire.WireError as error:
-            silent[place] = str(error)
+            held[place] = [Held(place.address, header) for header in read_list(answer.get("buffers"))]
+        except ValueError as error:
+            silent[place] = f"{place.address} keeps buffers of another version: {error}"
     return held, silent
 
 

@@ -5,9 +5,13 @@ cover it exactly once and every payload, fetched or decoded, has matched the chu
 decoded payload: the root of that table, which the parity's publishers kept).
 """
 
+import contextlib
+import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,15 +21,16 @@ import numpy as np
 
 from everstep import wire
 from everstep.snapshot import parity, peers
-from everstep.snapshot.buffer import as_table, chunk_digests, chunks, root_of, table_bytes
-from everstep.snapshot.header import Header, coverage_error
+from everstep.snapshot.buffer import as_table, chunk_digests, chunks, root_of
+from everstep.snapshot.header import Header, coverage_error, read_list
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code
-from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import Column, code_of
 
 PARALLEL = 8
 """Keepers that one rank reads from at a time."""
+TRIES = 3
+"""To read from a keeper."""
 
 
 class RestoreError(RuntimeError):
@@ -104,16 +109,20 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
     """
     step, rank, missing = column.any.step, column.any.rank, frozenset(column.missing)
     failed = lambda why, names: RestoreError(f"step {step} of rank {rank}: {why}", names)  # noqa: E731
-    codes = _pieces(column, token, timeout)
+    flat = parity.aligned_bytes(column.any.state_bytes)
+    payloads = {holder: _Payload(held.header, flat) for holder, held in column.data.items()}
+    sinks = {held.header.name: payloads[holder].pieces for holder, held in column.data.items()}
+    coded = [[piece.header for piece in held] for held in column.parity]
+    shards = {header.name: parity.aligned_bytes(header.payload_bytes) for header in itertools.chain(*coded)}
+    sinks |= {name: wire.Pieces([memory.data]) for name, memory in shards.items()}
+    _fetch_all(column, sinks, group, token, timeout)
+    codes = [_pieces_of(headers, shards, column.any) for headers in coded]
     covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in missing}
     headers = {**{holder: held.header for holder, held in column.data.items()}, **covers}
     why_not = coverage_error(list(headers.values()))
     if why_not or covers.keys() != missing:
         raise failed(why_not or "its parity is over other parts", _parity_of(column) or column.names)
-    flat = parity.aligned_bytes(next(iter(headers.values())).state_bytes)
-    payloads = {holder: _Payload(header, flat) for holder, header in headers.items()}
-    fetch = lambda held: _download(held, payloads[held.header.group].pieces, token, timeout)  # noqa: E731
-    _each(fetch, [column.data[holder] for holder in in_turn(column.data, first=group)])
+    payloads |= {holder: _Payload(header, flat) for holder, header in covers.items()}
     for pieces in codes:
         pieces.decode(payloads, missing)
     for holder, payload in payloads.items():
@@ -147,60 +156,56 @@ def in_turn(groups: Iterable[int], first: int) -> list[int]:
     return sorted(groups, key=lambda group: (group < first, group))
 
 
-def _each(work: Callable[[Held], Any], held: Iterable[Held]) -> list[Any]:
-    """`work` on each buffer, of several keepers at a time. Raises RestoreError, which names the first that failed."""
-
-    def attempt(buffer: Held) -> Any:
-        header = buffer.header
-        try:
-            return work(buffer)
-        except (wire.WireError, ValueError, TypeError, KeyError) as error:
-            what = f"step {header.step} of rank {header.rank}, the {header.kind} of group {header.group}"
-            raise RestoreError(f"{what}: {error}", [header.name]) from error
-
+def _fetch_all(column: Column, sinks: Mapping[str, wire.Pieces], group: int, token: bytes, timeout: timedelta) -> None:
+    """All files of a column into their sinks, by `Header.name`; of several keepers at a time. Raises RestoreError."""
+    turns = {each: turn for turn, each in enumerate(in_turn({held.header.group for held in column.held}, first=group))}
+    by_keeper: dict[str, list[Header]] = defaultdict(list)
+    for held in sorted(column.held, key=lambda held: turns[held.header.group]):
+        by_keeper[held.address].append(held.header)
     with ThreadPoolExecutor(PARALLEL) as pool:
-        return list(pool.map(attempt, held))
+        fetch = functools.partial(_fetch, sinks=sinks, token=token, timeout=timeout)
+        list(pool.map(fetch, by_keeper, by_keeper.values()))
 
 
-def _download(held: Held, sink: wire.Pieces, token: bytes, timeout: timedelta) -> None:
-    """Payload into `sink`, and after it the table, which must be the one that the header vouches for."""
-    header = held.header
-    table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
-    whole = wire.Pieces([*sink.views(0, sink.size), table.view(np.uint8).data])
-    peers.download(held.address, token, timeout, header, whole)
-    if root_of(table) != header.root:
-        raise wire.WireError(f"the {header.kind} that {held.address} sent is not the one that it announced")
+def _fetch(
+    address: str, headers: list[Header], sinks: Mapping[str, wire.Pieces], token: bytes, timeout: timedelta
+) -> None:
+    """What a keeper holds, over one connection, or another if it breaks off. Raises RestoreError, which names the
+    buffer that failed."""
+    done = broken = 0
+    while done < len(headers):
+        try:
+            with contextlib.closing(wire.connect(address, token, timeout)) as channel:
+                for header in headers[done:]:
+                    peers.download(channel, header, sinks[header.name])
+                    done += 1
+        except wire.WireError as error:
+            broken += 1
+            if broken == TRIES or isinstance(error, wire.RefusedError):  # it is not there any more
+                header = headers[done]
+                what = f"step {header.step} of rank {header.rank}, the {header.kind} of group {header.group}"
+                raise RestoreError(f"{what}: {error}", [header.name]) from error
+            time.sleep(0.1)  # lets a keeper that is being restarted listen again
 
 
-def _pieces(column: Column, token: bytes, timeout: timedelta) -> list["_Pieces"]:
-    """The pieces of each code, fetched. Raises RestoreError."""
-
-    def one(piece: Held) -> tuple[np.ndarray, bytes]:
-        header = piece.header
-        payload = parity.aligned_bytes(header.payload_bytes)
-        _download(piece, wire.Pieces([payload.data]), token, timeout)
-        if root_of(chunk_digests(payload.data)) != header.root:
-            raise wire.WireError("it does not match its checksums")
-        return payload[: header.last_section].reshape(header.parity, -1), payload[header.last_section :].tobytes()
-
-    fetched = iter(_each(one, itertools.chain(*column.parity)))
-    return [_pieces_of(held, list(itertools.islice(fetched, len(held))), column.any) for held in column.parity]
-
-
-def _pieces_of(held: Sequence[Held], fetched: list[tuple[np.ndarray, bytes]], any_part: Header) -> "_Pieces":
-    """The pieces of one code: their shards, and the headers that each says it is over, as JSON. Raises RestoreError."""
-    (_, said), code = fetched[0], code_of(held[0].header)
+def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_part: Header) -> "_Pieces":
+    """The pieces of one code, with the headers that each says it is over. Raises RestoreError."""
+    what = f"step {any_part.step} of rank {any_part.rank}"
+    for header in held:
+        if root_of(chunk_digests(fetched[header.name].data)) != header.root:
+            raise RestoreError(f"{what}: the parity of group {header.group} is not what was coded", [header.name])
+    said = {fetched[header.name][header.last_section :].tobytes() for header in held}
+    code = code_of(held[0])
     try:
-        covers = [Header.from_json(body) for body in json.loads(said)]
+        shards = {h.group: fetched[h.name][: h.last_section].reshape(h.parity, -1) for h in held}
+        covers = read_list(json.loads(max(said)))
     except (ValueError, TypeError):
-        covers = []
-    sound = all(h.identity == any_part.identity and h.kind == "data" for h in covers)
-    alike = all(others == said for _, others in fetched)
-    named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, held[0].header.roots, strict=True))
-    if not (sound and alike and named):
-        what = f"step {any_part.step} of rank {any_part.rank}"
-        raise RestoreError(f"{what}: its parity is over other parts", [piece.header.name for piece in held])
-    return _Pieces(code, covers, {piece.header.group: shards for piece, (shards, _) in zip(held, fetched, strict=True)})
+        shards, covers = {}, []
+    sound = len(said) == 1 and all(h.identity == any_part.identity and h.kind == "data" for h in covers)
+    named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, held[0].roots, strict=True))
+    if not (sound and named):
+        raise RestoreError(f"{what}: its parity is over other parts", [header.name for header in held])
+    return _Pieces(code, covers, shards)
 
 
 @dataclass
@@ -219,36 +224,28 @@ class _Pieces:
         length = next(iter(self.shards.values())).shape[1]
         for stripe in range(len(code.members)):
             givers, holders = code.columns(stripe), code.rows(stripe)
-            lost = [c for c, giver in enumerate(givers) if giver in missing]
+            at = [code.stripes_of(giver).index(stripe) * length for giver in givers]
+            # What is beyond the end of a payload is known.
+            ends = [payloads[giver].pieces.size if giver in missing else 0 for giver in givers]
+            lost = [column for column, end in enumerate(ends) if at[column] < end]
             if not lost:
                 continue
             k = len(givers)
-            at = [code.stripes_of(giver).index(stripe) * length for giver in givers]
-            shards = {}
-            for column, giver in enumerate(givers):
-                if column not in lost:
-                    shards[column] = parity.aligned_bytes(length)
-                    shards[column][:] = 0  # what is beyond a payload's end
-                    for view, place in _shard(payloads[giver].pieces, at[column], length):
-                        shards[column][place] = view
-            for row, holder in enumerate(holders):
-                if holder in self.shards:
-                    shards[k + row] = self.shards[holder][row]
+            there = {c: _views(payloads[g].pieces, at[c], length) for c, g in enumerate(givers) if c not in lost}
+            whole = {c: b"".join(views).ljust(length, b"\0") for c, views in there.items()}
+            shards = {c: np.frombuffer(data, dtype=np.uint8) for c, data in whole.items()}
+            shards |= {k + row: self.shards[holder][row] for row, holder in enumerate(holders) if holder in self.shards}
             have, out = list(shards)[:k], [parity.aligned_bytes(length) for _ in lost]
             rows = parity.decoding_rows(k, code.parity, lost, have)
             parity.combine(rows, [shards[index] for index in have], out)
-            for column, decoded in zip(lost, out, strict=True):
-                for view, place in _shard(payloads[givers[column]].pieces, at[column], length):
-                    view[:] = decoded[place]
+            for column, decoded in zip(lost, (each.data for each in out), strict=True):
+                for view in _views(payloads[givers[column]].pieces, at[column], length):
+                    view[:], decoded = decoded[: len(view)], decoded[len(view) :]
 
 
-def _shard(payload: wire.Pieces, offset: int, length: int) -> list[tuple[np.ndarray, slice]]:
-    """The bytes from `offset` on as far as they are there, and where in the shard each belongs."""
-    found, at = [], 0
-    for view in payload.views(offset, max(0, min(length, payload.size - offset))):
-        found.append((np.frombuffer(view, dtype=np.uint8), slice(at, at + len(view))))
-        at += len(view)
-    return found
+def _views(payload: wire.Pieces, offset: int, length: int) -> list[memoryview]:
+    """The bytes from `offset` on as far as they are there."""
+    return payload.views(offset, max(0, min(length, payload.size - offset)))
 
 
 def whose(header: Header) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, coverage_error
+from everstep.snapshot.header import Header, coverage_error, listed, read_list
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
 
@@ -63,7 +63,10 @@ class Decision:
     """Why each newer or better source was passed over, newest first."""
 
     def to_json(self) -> list[Any]:
-        held = {str(rank): [one.to_json() for one in column.held] for rank, column in self.columns.items()}
+        held = {
+            str(rank): [[one.address for one in column.held], listed([one.header for one in column.held])]
+            for rank, column in self.columns.items()
+        }
         return [self.source, self.step, held, self.reasons]
 
     @classmethod
@@ -82,7 +85,8 @@ class Decision:
 
 def _from_json(held: Sequence[Any]) -> Column:
     """Of files that make up a column."""
-    column, why_not = _column(list(map(Held.from_json, held)))
+    addresses, headers = held
+    column, why_not = _column(list(map(Held, addresses, read_list(headers))))
     if column is None:
         raise ValueError(f"the files that were chosen do not do: {why_not}")
     return column
