@@ -16,9 +16,11 @@ from everstep.snapshot.layout import State
 from snapshot_cluster import Cluster, assert_is_step
 
 
-def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatch):
-    """Else the next snapshot would be written over the only one that can be restored."""
-    with Cluster(2, parity=0) as run:
+@pytest.mark.parametrize("parity", [0, 1])
+def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatch, parity):
+    """Else the next snapshot would be written over the only one that can be restored. By its own keeper, or if it is
+    coded by those of the others."""
+    with Cluster(2, parity=parity) as run:
         run.take(1, coded=False)
         plain = np.copyto
 

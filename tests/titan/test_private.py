@@ -7,6 +7,7 @@ from pathlib import Path
 import torch._utils
 from datasets import Dataset
 from datasets.iterable_dataset import BufferShuffledExamplesIterable, _BaseExamplesIterable
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torchtitan.components import metrics
@@ -36,6 +37,7 @@ def test_torch_and_torchtitan_have_what_is_relied_on():
     assert parameters(metrics._get_metrics_rank) == ["parallel_dims", "pp_schedule"]
     assert {"llama3", "qwen3", "deepseek_v3"} <= set(private.models())
     assert private.EXPERT_LOADS in inspect.getsource(moe)
+    assert "_local_tensor" in DTensor.__slots__
 
 
 def test_what_is_read_of_datasets_is_there():

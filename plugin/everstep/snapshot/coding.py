@@ -2,8 +2,9 @@
 
 With m members of a parity group that may be lost, a keeper makes m rows of parity over shards of the other members'
 payloads. It asks their keepers for the parts, block by block of all at once, verifies every block against its giver's
-checksums and combines it while the next is on its way. Nobody chooses anything: the parity group stands in the header
-that the trainer wrote. Who is not there in time is named, and the trainers leave it out of the next snapshot.
+checksums and combines it while more is on its way. Its own part is verified by them, each byte by m. Nobody chooses
+anything: the parity group stands in the header that the trainer wrote. Who is not there in time is named, and the
+trainers leave it out of the next snapshot.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from everstep.snapshot.buffer import (
     root_of,
     table_bytes,
 )
-from everstep.snapshot.header import Header
+from everstep.snapshot.header import Header, listed
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Neighbours
 from everstep.snapshot.section import Snapshot
@@ -115,9 +116,10 @@ class Watch:
         self._dealt, reason, waits_for = newest, "", self._segment.group
         self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
         try:
-            reason = self._damage(newest)
-            if newest.parity and not reason:
+            if newest.parity:  # the others verify what they are given of it, which is all
                 self._code(newest, deadline)
+            else:
+                reason = self._damage(newest)
         except CodingError as error:
             reason, waits_for = str(error), error.group
         except SnapshotError as error:
@@ -147,7 +149,7 @@ class Watch:
         with contextlib.ExitStack() as stack:
             givers = self._givers(own, code, _Waits(deadline), stack)
             headers = [own if member == own.group else givers[member].header for member in code.members]
-            covers = json.dumps([header.to_json() for header in headers]).encode()
+            covers = json.dumps(listed(headers)).encode()
             length = code.shard_bytes([header.payload_bytes for header in headers])
             size = code.parity * length + len(covers)
             writer = self._writer(own, size)
@@ -186,15 +188,11 @@ class Watch:
                     why = why or f"group {member}: {error}"
                 if time.monotonic() >= waits.deadline:
                     raise waits.failed(member, why)
-            if self._over.is_set() or self._is_old(own):
+            if self._over.is_set() or ((newest := self._newest()) and newest.sequence > own.sequence):
                 raise CodingError("a newer step was published meanwhile", NOBODY)
             with waits.on(*(late := [member for member in absent if member not in found])):
                 self._over.wait(ASK_AGAIN_S if late else 0.0)
         return found
-
-    def _is_old(self, header: Header) -> bool:
-        newest = self._newest()
-        return newest is not None and newest.sequence > header.sequence
 
     def _writer(self, own: Header, size: int) -> BufferWriter:
         """The parity buffer that does not belong to the other snapshot that is held here, emptied, with room for `size`
@@ -214,6 +212,7 @@ class _Giver:
     def __init__(self, channel: wire.Channel, header: Header, waits: _Waits) -> None:
         self._channel, self.header, self._waits = channel, header, waits
         self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
+        self._first = 0
         self.close = channel.close
 
     @classmethod
@@ -234,24 +233,26 @@ class _Giver:
             raise
         return giver
 
-    def ask(self, at: int) -> None:
-        """Ask for the block at this byte of the payload, if there is one."""
-        count = min(CHUNK_BYTES, self.header.payload_bytes - at)
+    def ask(self, first: int, length: int) -> None:
+        """Ask for the shard that begins at this byte of the payload, as far as there is one."""
+        self._first, count = first, min(length, self.header.payload_bytes - first)
         if count > 0:
             try:
-                self._channel.ask_range(at, count)
+                self._channel.ask_range(first, count)
             except wire.WireError as error:
                 raise self._waits.failed(self.header.group, str(error)) from error
 
     def take(self, at: int, block: np.ndarray) -> None:
-        """The block that was asked for, verified; zeros beyond the payload's end."""
+        """The next block of the shard, verified; zeros beyond the payload's end."""
         count = max(0, min(CHUNK_BYTES, self.header.payload_bytes - at))
         block[count:] = 0
         if not count:
             return
         try:
             with self._waits.on(self.header.group):
-                self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
+                if at == self._first:
+                    self._channel.receive_frame()
+                self._channel.receive_chunks(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
             raise self._waits.failed(self.header.group, str(error)) from error
         if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
@@ -259,16 +260,14 @@ class _Giver:
 
 
 def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:
-    """Row `row` of parity over shards that begin at these bytes of the givers' payloads. One block of each is combined
-    while the next is on its way."""
+    """Row `row` of parity over shards that begin at these bytes of the givers' payloads. A block of each is combined
+    while more is on its way."""
     blocks = [parity.aligned_bytes(min(CHUNK_BYTES, len(out))) for _ in shards]
     coefficients = parity.encoding_rows(len(shards), row + 1)[row:]
     for giver, first in shards:
-        giver.ask(first)
+        giver.ask(first, len(out))
     for start in range(0, len(out), CHUNK_BYTES):
-        following, target = start + CHUNK_BYTES, out[start : start + CHUNK_BYTES]
+        target = out[start : start + CHUNK_BYTES]
         for (giver, first), block in zip(shards, blocks, strict=True):
-            if following < len(out):
-                giver.ask(first + following)
             giver.take(first + start, block[: len(target)])
         parity.combine(coefficients, [block[: len(target)] for block in blocks], [target])

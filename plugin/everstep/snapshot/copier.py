@@ -69,11 +69,12 @@ class Copier:
     def word(self) -> Word:
         """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
         next commit."""
-        taken, header, notes = self.agreed.taken, self._newest, self._segment.read_notes(self._rank)
+        taken, header = self.agreed.taken, self._newest
         able = time.monotonic() >= self._unable_until
         under_way = not self.idle
         if taken is None or header is None or header.moment != taken or under_way:
             return Word(settled=not under_way, able=able)
+        notes = self._segment.read_notes(self._rank)
         dealt = notes.sequence == header.sequence
         # A keeper that has only now been started has said nothing yet.
         silent = notes.is_silent and time.monotonic() - self._published_at > KEEPER_SILENT_S
@@ -110,7 +111,6 @@ class Copier:
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
-        self._segment.ring()
         waiting, left_out = self._learn(words)
         members = members_of(groups, words, left_out)
         due = step % self._settings.interval == 0

@@ -73,7 +73,7 @@ def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
 
 def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
     """out[r] = Σ_c rows[r][c] · shards[c], for uint8 arrays [length], contiguous and all of one length, which is a
-    multiple of 8: with `encoding_rows` parity, with `decoding_rows` what was lost.
+    multiple of 8: with `encoding_rows` parity, with `decoding_rows` what was lost. No row is all zeros.
 
     Horner's rule over the coefficients' bits: Σ_c f_c · d_c is Σ_b 2^b · (the XOR of those d_c whose f_c has bit b),
     from the highest bit on. 64 bits at a time and a tile after the other, so that a tile stays in the cache.
@@ -82,14 +82,14 @@ def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Se
     for start in range(0, len(out[0]), _TILE_BYTES):
         columns = [_words(shard, start) for shard in shards]
         for row, target in zip(rows, out, strict=True):
-            total = _words(target, start)
-            total[:] = 0
+            total, begun = _words(target, start), False
             for bit in reversed(range(max(row).bit_length())):
-                if bit + 1 < max(row).bit_length():
+                if begun:
                     _double(total, scratch[: len(total)])
                 for factor, column in zip(row, columns, strict=True):
                     if factor >> bit & 1:
-                        np.bitwise_xor(total, column, out=total)
+                        np.bitwise_xor(total, column, out=total) if begun else np.copyto(total, column)
+                        begun = True
 
 
 def _words(array: np.ndarray, start: int) -> np.ndarray:

@@ -4,7 +4,7 @@ everstep-RUN/                       everstep-RUN-group-K where each group counts
     lock                            held by the keeper (flock)
     group-K.rank-R.buffer-0, -1     the newest snapshots of a rank, written by its trainer
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
-    bell                            a pipe: trainers write to it at every commit and publication, which wakes the keeper
+    bell                            a pipe: trainers write to it at every publication, which wakes the keeper
     group-K.rank-R.notes            what the keeper knows about the rank's newest snapshot, for the trainer
 """
 
@@ -48,7 +48,7 @@ class Notes:
     sequence: int = -1
     """The youngest buffer that the keeper has dealt with."""
     coded: bool = False
-    """Its bytes match their checksums, and parity over it is published here, if there is to be parity."""
+    """Parity over others' parts is published here, whose bytes match their checksums; without parity, its own do."""
     settled: bool = False
     """No work on it is under way or to come."""
     reason: str = ""

@@ -21,6 +21,12 @@ local_box = compute_local_shape_and_global_offset
 """(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
 
 
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, as it lies in memory: `to_local` makes a view for autograd, which takes ten times
+    as long. Any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def train_on(device: str) -> None:
     """The kind of device that torchtitan finds when it is imported from now on."""
     replace(torch._utils, "_get_available_device_type", lambda: device)

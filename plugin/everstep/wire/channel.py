@@ -17,7 +17,6 @@ from cryptography.exceptions import InvalidTag
 from everstep.wire.sealing import TAG_BYTES, Sealer
 
 CHUNK_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
-RANGE_BYTES = 8 << 20  # what one request asks for; the next is asked for before the last has arrived
 FRAME_LIMIT_BYTES = 64 << 20
 _FRAME, _CHUNK = 0, 1
 _HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
@@ -148,7 +147,8 @@ class Channel:
                 left_s = self._deadline - time.monotonic()
                 if left_s <= 0:
                     raise WireError(f"{self.peer} took too long")
-                self.set_timeout(timedelta(seconds=left_s))
+                if abs(self._timeout_s - left_s) > 0.1:  # to tell the kernel each time costs as much as to receive
+                    self.set_timeout(timedelta(seconds=left_s))
             try:
                 n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
@@ -232,14 +232,20 @@ class Channel:
         Raises WireError on the first chunk that is not right.
         """
         self.receive_frame()
-        sealed = memoryview(bytearray(min(CHUNK_BYTES, length) + TAG_BYTES))
+        self.receive_chunks(sink, offset, length, base)
+
+    def receive_chunks(self, sink: Bytes, offset: int, length: int, base: int) -> None:
+        """What comes next of an answer whose first message was received: any of it that begins and ends between
+        chunks. The rest as `receive_range`."""
+        memory = memoryview(bytearray(_HEAD.size + min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
-            head = self.receive(_HEAD.size)
+            record = memory[: _HEAD.size + n + TAG_BYTES]
+            self.receive_into(record)
+            head = bytes(record[: _HEAD.size])
             if head != _HEAD.pack(_CHUNK, start, n):
                 raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
-            self.receive_into(sealed[: n + TAG_BYTES])
-            self._open(head, sealed[: n + TAG_BYTES], sink.views(start - base, n))
+            self._open(head, record[_HEAD.size :], sink.views(start - base, n))
 
 
 def digest_of(views: Sequence[memoryview]) -> int:
@@ -253,14 +259,9 @@ def digest_of(views: Sequence[memoryview]) -> int:
 
 
 def pull(channel: Channel, sink: Bytes) -> None:
-    """Fill `sink` from the byte ranges that `channel` serves. Uses RANGE_BYTES of unread data. Raises WireError."""
-    ranges = [(offset, min(RANGE_BYTES, sink.size - offset)) for offset in range(0, sink.size, RANGE_BYTES)]
-    for ahead in ranges[:1]:
-        channel.ask_range(*ahead)
-    for number, due in enumerate(ranges, start=1):
-        for ahead in ranges[number : number + 1]:
-            channel.ask_range(*ahead)
-        channel.receive_range(sink, *due)
+    """Fill `sink` from the byte ranges that `channel` serves. Raises WireError."""
+    channel.ask_range(0, sink.size)
+    channel.receive_range(sink, 0, sink.size)
 
 
 def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
