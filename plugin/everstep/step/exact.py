@@ -26,7 +26,7 @@ _ROOM = 2.0**11
 
 _OFF_THE_MIDDLE = 1.0 + 2.0**-52
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 15
 """Elements that a CPU converts to float64 at a time: they stay in its cache."""
 
 

@@ -86,13 +86,13 @@ class _Bucket:
         """Where sums are exact: of the gradients that were taken, with the offset of `exact`."""
         self._empty = [True] * len(params)
         """Of which of them nothing is added up: what the memory has is of an earlier step."""
-        self._waiting: list[torch.Tensor | None] = [None] * len(params)
+        self._waiting: list[list[torch.Tensor]] = [[] for _ in params]
         """Gradients of one slot that are added up together with those of the next one: the sum is read and written half
         as often."""
         first = local(params[0])
         self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
         """Where sums are exact: the least and the largest element of each gradient that was taken last."""
-        self._wrong = torch.zeros((), dtype=torch.float64, device=first.device)
+        self.wrong = torch.zeros((), dtype=torch.float64, device=first.device)
         """Where sums are exact: NaN if a gradient that is held has no place in them, else 0."""
         self.filled = [False] * len(params)
         """Which gradients were taken in this attempt; with exact sums, in the slot in progress."""
@@ -119,74 +119,69 @@ class _Bucket:
     def _new_memory(self) -> _Memory:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
-    def fill(self, index: int, see: Seen, *, last: bool) -> None:
+    def fill(self, index: int, see: Seen) -> None:
         """Take what is held of a gradient into the memory that is summed; with exact sums, what a slot made of it into
-        what is held. `last`: of an attempt's slots."""
+        what is held."""
         param = self.params[index]
         grad = None if param.grad is None else local(param.grad)
         if self.held is not None:
             if grad is not None:
-                self._take(index, grad, see, last=last)
+                self._take(index, grad, see)
         elif grad is None:
             self.memory.views[index].zero_()
         else:
             self.memory.views[index].copy_(grad)
         self.filled[index] = True
 
-    def _take(self, index: int, grad: torch.Tensor, see: Seen, *, last: bool) -> None:
-        param, earlier = self.params[index], self._waiting[index]
+    def _take(self, index: int, grad: torch.Tensor, see: Seen) -> None:
+        param, waiting = self.params[index], self._waiting[index]
         see(param, grad)
         if grad.numel():
             torch.aminmax(grad, out=self._extremes[index].unbind())
-        if earlier is None and not last and not self._in_place:
-            self._waiting[index] = grad
-        else:
-            self._add_up(index, grad)
+        waiting.append(grad)
+        if self._in_place or len(waiting) > 1:
+            self._add_up(index)
         if self._in_place:
             grad.zero_()
         else:
             param.grad = None
 
-    def _add_up(self, index: int, *grads: torch.Tensor) -> None:
+    def _add_up(self, index: int) -> None:
         assert self.held is not None
-        earlier, self._waiting[index] = self._waiting[index], None
-        exact.add(self.held.views[index], *([] if earlier is None else [earlier]), *grads, first=self._empty[index])
+        exact.add(self.held.views[index], *self._waiting[index], first=self._empty[index])
         self._empty[index] = False
-
-    def own(self) -> torch.Tensor:
-        """The flat memory of what is held, where sums are exact."""
-        assert self.held is not None
-        for index, empty in enumerate(self._empty):
-            if empty or self._waiting[index] is not None:
-                self._add_up(index)
-        self.held.flat[:1].add_(self._wrong)  # this rank may have no part of these parameters
-        return self.held.flat
+        self._waiting[index].clear()
 
     def judge(self, *, partly: bool = False) -> None:
         """All gradients of a slot were taken. If one has no place in an exact sum, or is there `partly`, a sum becomes
         NaN."""
         if self._most is not None:
-            self._wrong.add_(torch.nan if partly else exact.nan_beyond(self._most, self._extremes))
+            self.wrong.add_(torch.nan if partly else exact.nan_beyond(self._most, self._extremes))
 
     def complete(self) -> None:
         """All gradients were taken: the memory that is summed is."""
-        if self.held is not None:
-            self.judge()
-            torch.sub(self.own(), exact.OFFSET, out=self.memory.flat)
+        if self.held is None:
+            return
+        self.judge()
+        for index, empty in enumerate(self._empty):
+            if empty or self._waiting[index]:
+                self._add_up(index)
+        torch.sub(self.held.flat, exact.OFFSET, out=self.memory.flat)
+        self.memory.flat[:1].add_(self.wrong)  # this rank may have no part of these parameters
 
     def forget(self) -> None:
         """Nothing is held."""
         self._empty = [True] * len(self.params)
-        self._waiting = [None] * len(self.params)
+        self._waiting = [[] for _ in self.params]
         self._extremes.zero_()
-        self._wrong.zero_()
+        self.wrong.zero_()
 
     def give(self, scale: float) -> None:
         """Make the sums, times `scale`, the parameters' gradients."""
         for param, view in zip(self.params, self.memory.views, strict=True):
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            local(param.grad).copy_(view.mul_(scale))
+            local(param.grad).copy_(view).mul_(scale)
 
     def give_up(self) -> torch.Tensor:
         """Go on in other memory, as a sum may still write to this one."""
@@ -324,7 +319,7 @@ class GradientReducer:
     def own_finite(self) -> bool:
         """Whether this group's own part is, by so much that sums of such parts are `finite`. A host synchronisation."""
         if self._is_exact:
-            return all_within(exact.MOST, (bucket.own() for bucket in self._buckets))
+            return all_within(0.0, (bucket.wrong for bucket in self._buckets))
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all_within(LARGEST_PART, own)
 
@@ -358,7 +353,7 @@ class GradientReducer:
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
         with torch.no_grad():
-            bucket.fill(index, self._see, last=self._last)
+            bucket.fill(index, self._see)
         bucket.filled_on[stream] = self._streams.record()
 
     def _fill_rest(self, bucket: _Bucket) -> None:
