@@ -126,8 +126,13 @@ SHAPES = {
     "exact sums": (1, {"fault_tolerance": {"exact": True}}),
     "attention check": (1, {"attention_check": {"enable": True}}),
     "diloco": (
-        1,
-        {"semi_sync": {"method": "diloco", "workers": 2, "sync_steps": 2}, "snapshot": {"enable": False}},
+        2,
+        {
+            "training": {"global_batch_size": 8},
+            "semi_sync": {"method": "diloco", "workers": 2, "sync_steps": 2},
+            "snapshot": {"enable": False},
+            "checkpoint": {"enable": True, "interval": 20},
+        },
     ),
 }
 """Ranks of a group, and sections."""

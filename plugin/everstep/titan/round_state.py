@@ -173,14 +173,15 @@ class RoundState(TrainingState):
     # What a checkpoint has besides torchtitan's own
 
     def on_disk(self, workers: dict[int, bytes]) -> dict[str, Any]:
-        """Outer momentum and the own states of workers, as tensors that are sharded like the model's.
+        """Outer momentum and the own states of workers, as tensors that are sharded like the model's; those of workers
+        are in the host's memory, as a device has room for its own.
 
         Args:
             workers: by worker its own state; empty to load into.
         """
         found: dict[str, Any] = dict(self._momentum)
         for worker, own in workers.items():
-            tensors = {name: torch.empty_like(tensor) for name, tensor in self._own().items()}
+            tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._own().items()}
             if own:
                 _unpack(own, tensors.values())
             found |= {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
