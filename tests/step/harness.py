@@ -89,7 +89,7 @@ class Run:
     def __init__(self, run_dir: Path, context, **lighthouse: float | str) -> None:
         self.run_dir = run_dir
         self.port, self.host = 0, lighthouse.get("host", "127.0.0.1")
-        self.timeouts, self.asked = lighthouse, context.Value("i", 0)
+        self.timeouts = lighthouse
         self._context = context
         self.members: list[Rank] = []
         self.start_lighthouse()
@@ -99,7 +99,7 @@ class Run:
         self.lighthouse = self._context.Process(
             target=member.lighthouse,
             args=(self.port, theirs),
-            kwargs=self.timeouts | {"asked": self.asked},
+            kwargs=self.timeouts,
             daemon=True,
         )
         self.lighthouse.start()

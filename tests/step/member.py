@@ -16,15 +16,11 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchft.coordination import LighthouseClient
 
-from everstep.quorum import gate as gates
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.gate import Gate
 from everstep.quorum.gate import Rules as GateRules
@@ -247,24 +243,11 @@ def lighthouse(
     groups: int = 0,
     host: str = "127.0.0.1",
     namespace: str = "",
-    asked: Synchronized | None = None,
 ) -> None:
-    """A lighthouse behind its gate on a port (0: any), which is sent back; until killed. `asked`: how often it was."""
+    """A lighthouse behind its gate on a port (0: any), which is sent back; until killed."""
     if namespace:
         enter(namespace)
 
-    class Client:
-        def __init__(self, *args: Any) -> None:
-            self._client = LighthouseClient(*args)
-            self.heartbeat = self._client.heartbeat
-
-        def quorum(self, **request: Any) -> Any:
-            if asked is not None:
-                with asked.get_lock():
-                    asked.value += 1
-            return self._client.quorum(**request)
-
-    gates.LighthouseClient = Client
     rules = GateRules(1, join_timeout_s, heartbeat_timeout_s, groups)
     gate = Gate(TOKEN, (host, port), rules, lambda count, last: None)
     connection.send(int(gate.address.rpartition(":")[2]))

@@ -48,6 +48,21 @@ def backward(params, slot, bad=0.0):
     (params[2] * weights[2]).sum().backward()
 
 
+def compute(reducer, params, slots, *, last, bad=(None, 0.0)):
+    """Slots of an attempt, whose last one is `last`. `bad`: which of them has what number in it."""
+    for slot in slots:
+        reducer.begin_slot(last=slot == last)
+        backward(params, slot, bad[1] if slot == bad[0] else 0.0)
+        reducer.end_slot()
+
+
+def attempt(reducer, params, sums, slots, **bad):
+    """A whole one: its slots, and their sums."""
+    reducer.begin(sums, WAIT)
+    compute(reducer, params, slots, last=slots[-1] if slots else None, **bad)
+    reducer.finish()
+
+
 def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
     """Gradients of a step whose slots were computed in these shares; slots of `refused` are dropped once on the way."""
     reducers = []
@@ -56,19 +71,11 @@ def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
         reducer, sums = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=exact_slots), Groups()
         if set(share) & set(refused):
             reducer.begin(Groups(), WAIT)
-            for slot in share:
-                reducer.begin_slot(last=False)
-                backward(params, slot)
-                reducer.end_slot()
+            compute(reducer, params, share, last=None)
             reducer.forget()
             for param in params:
                 param.grad = None
-        reducer.begin(sums, WAIT)
-        for slot in share:
-            reducer.begin_slot(last=slot == share[-1])
-            backward(params, slot)
-            reducer.end_slot()
-        reducer.finish()
+        attempt(reducer, params, sums, share)
         reducers.append((reducer, sums.parts, params))
     totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*(parts for _, parts, _ in reducers), strict=True)]
     for reducer, parts, _ in reducers:
@@ -107,12 +114,7 @@ def test_a_retry_goes_on_with_what_is_held():
     reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
     for first, last in pairwise([0, 5, 6, SLOTS]):
         sums.parts.clear()
-        reducer.begin(sums, WAIT)
-        for slot in range(first, last):
-            reducer.begin_slot(last=slot == last - 1)
-            backward(params, slot)
-            reducer.end_slot()
-        reducer.finish()
+        attempt(reducer, params, sums, range(first, last))
     reducer.assign(0.37)
     for ours, whole in zip(params, summed([list(range(SLOTS))])[0], strict=True):
         assert torch.equal(ours.grad, whole)
@@ -122,10 +124,7 @@ def test_a_sum_has_all_slots_also_if_data_ended_before_the_last_one():
     params, sums = parameters(), Groups()
     reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
     reducer.begin(sums, WAIT)
-    for slot in range(SLOTS - 1):
-        reducer.begin_slot(last=False)
-        backward(params, slot)
-        reducer.end_slot()
+    compute(reducer, params, range(SLOTS - 1), last=None)
     reducer.begin_slot(last=True)
     reducer.finish()
     reducer.assign(0.37)
@@ -138,12 +137,7 @@ def test_a_sum_has_all_slots_also_if_data_ended_before_the_last_one():
 def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     params, sums = parameters(), Groups()
     reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
-    reducer.begin(sums, WAIT)
-    for slot in range(SLOTS):
-        reducer.begin_slot(last=slot == SLOTS - 1)
-        backward(params, slot, bad if slot == at else 0.0)
-        reducer.end_slot()
-    reducer.finish()
+    attempt(reducer, params, sums, range(SLOTS), bad=(at, bad))
     assert not reducer.own_finite()
     assert not reducer.finite()
     reducer.forget()
@@ -156,12 +150,7 @@ def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
     reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
     for slots in ([1], []):
         sums.parts.clear()
-        reducer.begin(sums, WAIT)
-        for slot in slots:
-            reducer.begin_slot(last=True)
-            backward(params, slot, float("nan"))
-            reducer.end_slot()
-        reducer.finish()
+        attempt(reducer, params, sums, slots, bad=(1, float("nan")))
         assert reducer.finite() == (not slots)
         reducer.forget()
     assert all(not part.any() for part in sums.parts)
