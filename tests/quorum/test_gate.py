@@ -15,6 +15,7 @@ import pytest
 from torchft.coordination import LighthouseClient
 
 from everstep import wire
+from everstep.launch.machine import free_port
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
@@ -26,12 +27,6 @@ SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
 BEATS_S = 1.0
 """The lighthouse's heartbeat timeout."""
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Lighthouse:

@@ -1,23 +1,19 @@
 """Process groups between real members, and a member that comes only halfway."""
 
-import contextlib
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from everstep import wire
-from everstep.launch.machine import free_port
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.process_group import Place, RankColumn, reach
-from everstep.quorum.watch import PURPOSE, PeerWatch
+from everstep.quorum.watch import PeerWatch
+from watched import until
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)
@@ -88,50 +84,7 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     assert_they_add(board, "after-stuck", cross, crosses())
     assert broken == [False], "what it waits for is broken when it is left behind"
     go_on.set()
-    wait_for(lambda: broken == [False, True], "what was connected too late is broken")
-
-
-def test_members_that_cannot_be_reached_are_named_until_they_answer(board, crosses):
-    """After the second time: a busy one may be late once. The others lose nothing by it."""
-    one, two = crosses(SHORT), crosses(SHORT)
-    port = free_port()
-    refuses = f"{HOST}:{port}"
-    with full_backlog() as drops:
-        for key in ("first", "second"):
-            assert not one.unreached()
-            begin = time.monotonic()
-            told = place(board, f"{key} of four", [one, two])
-            with pytest.raises(SumsBroken, match="could not connect"):
-                one.connect(replace(told, peers=(*told.peers, refuses, drops)))
-            assert time.monotonic() - begin < LONG.total_seconds() / 2
-        assert one.unreached() == {refuses, drops}
-        assert_they_add(board, "of two", one, two)
-        again = wire.Door(HOST, TOKEN, lambda peer, _: peer.close(), purpose=PURPOSE, port=port)
-        wait_for(lambda: one.unreached() == {drops}, "one that answers can be reached again")
-        again.close()
-
-
-@contextlib.contextmanager
-def full_backlog():
-    """An address whose kernel drops what comes."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        listener.listen(0)
-        waiting = []
-        for _ in range(4):
-            waiting.append(socket.socket())
-            waiting[-1].setblocking(False)
-            waiting[-1].connect_ex(listener.getsockname())
-        yield f"{HOST}:{listener.getsockname()[1]}"
-        for one in waiting:
-            one.close()
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + LONG.total_seconds()
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    until(lambda: broken == [False, True], "what was connected too late is broken")
 
 
 def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(board, crosses):
@@ -144,6 +97,6 @@ def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(
     for column, one in zip(columns, pending, strict=False):
         with pytest.raises(SumsBroken):
             column.finish(one)
-    wait_for(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
+    until(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
     assert time.monotonic() - begin < LONG.total_seconds()
     assert_they_add(board, "again", *columns)
