@@ -2,6 +2,8 @@
 
 import json
 import os
+import select
+import subprocess
 import sys
 import time
 
@@ -11,7 +13,7 @@ from everstep.run import beats, fence
 from everstep.run.beats import BeatFile, beat_path
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holder, holds
-from forked import ran
+from forked import Forked
 from launched import DEADLINE_S, alive, until
 
 
@@ -86,21 +88,22 @@ def test_no_wall_clock_says_how_old_a_beat_is(tmp_path, monkeypatch, host, skew_
     assert 0.0 <= age_s < 1.0
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from everstep.launch.worker import await_predecessor
+await_predecessor(Path(sys.argv[1]), 0, 0)
+print("mine", flush=True)
+time.sleep(1000)
+"""
+
+
 def test_a_rank_waits_for_its_predecessor_of_a_launcher_that_was_killed(tmp_path):
-    hold = (
-        "import sys, time; from pathlib import Path; from everstep.launch.worker import await_predecessor\n"
-        "await_predecessor(Path(sys.argv[1]), 0, 0); print('mine', flush=True); time.sleep(float(sys.argv[2]))"
-    )
-    first = ran([sys.executable, "-c", hold, str(tmp_path), "0"])
-    assert first.stdout == "mine\n", first.stderr
-    both = (
-        "import subprocess, sys, time\n"
-        f"first = subprocess.Popen([sys.executable, '-c', {hold!r}, sys.argv[1], '1000'], stdout=subprocess.PIPE)\n"
-        "first.stdout.readline()\n"
-        f"second = subprocess.Popen([sys.executable, '-c', {hold!r}, sys.argv[1], '0'], stdout=subprocess.PIPE)\n"
-        "time.sleep(1.5); waits = second.poll() is None; first.kill()\n"
-        "print(waits, second.communicate()[0].decode().strip())"
-    )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = ran([sys.executable, "-c", both, str(tmp_path)], env=env)
-    assert done.stdout == "True mine\n", done.stderr
+    first, second = (Forked([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(2))
+    ready, _, _ = select.select([first.stdout, second.stdout], [], [], DEADLINE_S)
+    (early,) = (one for one in (first, second) if one.stdout in ready)
+    late = second if early is first else first
+    assert select.select([late.stdout], [], [], 1.5)[0] == [], "it waits"
+    early.kill()
+    assert late.stdout.readline() == "mine\n"
+    late.kill()

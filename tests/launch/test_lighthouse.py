@@ -1,4 +1,4 @@
-"""The lighthouse of a cluster: published, kept up, started again when it dies or hangs, ended with its run."""
+"""The lighthouse of a cluster: published, and the newest of a run is the one that counts."""
 
 import os
 import sys
@@ -33,11 +33,6 @@ def start(tmp_path):
         if process.poll() is None:
             process.kill()
         process.wait()
-
-
-@pytest.fixture
-def lighthouse(start):
-    return start()
 
 
 def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):

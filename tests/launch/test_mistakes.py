@@ -1,6 +1,6 @@
 """Mistakes of a new user: each is told in a sentence, ends with the right status, and leaves nothing behind.
 
-Those of a config are in tests/run/test_refusals.py.
+Those of a config are in tests/config/test_checks.py.
 """
 
 import os

@@ -6,32 +6,16 @@ import subprocess
 import sys
 
 from everstep.launch.view import RunState
-
-
-def commit(step, t, groups=(0, 1), loss=2.0, tokens=100):
-    return {
-        "kind": "commit",
-        "t": t,
-        "group": 0,
-        "step": step,
-        "loss": loss,
-        "tokens": tokens,
-        "groups": groups,
-        "history": f"{step} at {t}",
-        "parent": "",
-    }
-
-
-def event(kind, t=0.0, **fields):
-    return {"kind": kind, "t": t, "group": None, "rank": None, "step": None, **fields}
+from timeline import Timeline
 
 
 def test_a_dead_group_takes_no_part_until_it_commits_again():
-    state = RunState(2)
-    state.apply(commit(1, 0.0))
-    state.apply(event("workers_died", group=1, reason="rank 0 was killed by SIGKILL"))
+    state, line = RunState(2), Timeline().commit(0.0, 1, (0, 1))
+    line.add(0.5, "workers_died", 1, role="agent", reason="rank 0 was killed by SIGKILL", exitcodes={"0": -9})
+    for event in line.events:
+        state.apply(event)
     assert state.taking_part == {0}
-    state.apply(commit(2, 1.0))
+    state.apply(line.commit(1.0, 2, (0, 1)).logged[-1])
     assert state.taking_part == {0, 1}
 
 
@@ -47,7 +31,8 @@ for event in json.loads(sys.argv[1]):
 def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", SHOWN_TO_NOBODY, json.dumps([commit(1, 0.0), commit(2, 1.0)])]
+    shown = Timeline().commit(0.0, 1, (0,)).commit(1.0, 2, (0,)).events
+    command = [sys.executable, "-c", SHOWN_TO_NOBODY, json.dumps(shown)]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
