@@ -1,7 +1,5 @@
 """What tests of semi-synchronous runs share: a config, and what a run left behind."""
 
-import time
-
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -45,12 +43,7 @@ def final_parameters(run_dir, expected, step=ROUNDS * SYNC_STEPS):
 
 def soon(run, condition):
     """What `condition()` gives once it is true, on a machine however slow; while the run lasts."""
-    end = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert run.process.poll() is None, f"the run ended: {run.said()}"
-        assert time.monotonic() < end, run.said()
-        time.sleep(0.01)
-    return found
+    return run.until(condition, "it", DEADLINE_S)
 
 
 def losses_of(run):

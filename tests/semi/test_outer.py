@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everstep.semi.outer import outer_step
-from everstep.semi.rounds import fragments_of, slots_of, steps_of
+from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 
 
@@ -31,12 +31,6 @@ def test_local_sgd_ends_where_the_mean_of_its_workers_is():
     change = torch.stack([theta - worker for worker in workers]).mean(0)
     outer_step(SemiSync(method="local_sgd", outer_lr=0.1), [theta], [change], [])
     torch.testing.assert_close(theta, torch.tensor([3.0, 1.0, 1.0, 3.0]))
-
-
-def test_every_step_and_slot_is_one_workers():
-    assert [list(steps_of(round_, 3)) for round_ in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
-    slots = [slot for worker in range(4) for slot in slots_of(worker, 12, 4)]
-    assert slots == list(range(12))
 
 
 def test_layers_are_dealt_to_fragments_in_turn():
