@@ -18,9 +18,8 @@ from everstep.run.events import EventLog
 from everstep.run.token import run_token
 from everstep.snapshot import keepers, peers, recovery, restore, sources
 from everstep.snapshot.agreement import Agreed
-from everstep.snapshot.buffer import HEADER_BYTES, SnapshotError
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.header import Kind
 from everstep.snapshot.layout import Layout, State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
@@ -42,12 +41,6 @@ def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
         meta={"step": step, "lr": 0.5**step},
         blobs={"data": step.to_bytes(8, "little") * 5},
     )
-
-
-def file_of(segment: Segment, kind: Kind, step: int, rank: int = 0) -> Path:
-    """The buffer that holds the rank's part, or parity, of a step."""
-    held = zip(segment.files(kind, rank), segment.headers(kind, rank), strict=True)
-    return next(path for path, header in held if header and header.step == step)
 
 
 class Cluster:
@@ -123,14 +116,6 @@ class Cluster:
         for each in self.groups:
             if self.host_of(each) == self.host_of(group):
                 peers.place_file(self.run_dir, each).unlink(missing_ok=True)
-
-    def damage(self, group: int, step: int, at: int, kind: Kind = "data") -> None:
-        """Flip one bit of a buffer; `at` counts from the payload's first byte."""
-        with file_of(self.segment(group), kind, step).open("r+b") as file:
-            file.seek(HEADER_BYTES + at)
-            byte = file.read(1)[0]
-            file.seek(HEADER_BYTES + at)
-            file.write(bytes([byte ^ 4]))
 
     def kill_trainers(self) -> None:
         for copier in self.copiers.values():

@@ -164,13 +164,6 @@ def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_p
         assert run.recover(group=1).decision.step == 2
 
 
-def test_what_cannot_be_survived_is_said():
-    with Cluster(2, per_host=2) as run:
-        run.take(1, 2, coded=False)
-        run.commit(3)
-        assert "survives all trainers, NOT the loss of (group 0) (group 1)" in line_of(run)
-
-
 @pytest.mark.parametrize(
     ("hosts", "parity", "exposed"),
     [
