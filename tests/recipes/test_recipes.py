@@ -16,24 +16,19 @@ def outcome(suite, name, folder):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("suite", "name"),
     [
-        "llama3_debugmodel_pp2_1f1b",
-        pytest.param("llama3_debugmodel_pp2_zbv", marks=pytest.mark.slow),
-        pytest.param("llama3_debugmodel_hsdp2x2", marks=pytest.mark.slow),
-        pytest.param("llama3_debugmodel_tp2", marks=pytest.mark.slow),
-        pytest.param("llama3_debugmodel_ddp2_cp2", marks=pytest.mark.slow),
-        pytest.param("llama3_debugmodel_sft", marks=pytest.mark.slow),
+        ("features", "llama3_debugmodel_pp2_1f1b"),
+        pytest.param("features", "llama3_debugmodel_pp2_zbv", marks=pytest.mark.slow),
+        pytest.param("features", "llama3_debugmodel_hsdp2x2", marks=pytest.mark.slow),
+        pytest.param("features", "llama3_debugmodel_tp2", marks=pytest.mark.slow),
+        pytest.param("features", "llama3_debugmodel_ddp2_cp2", marks=pytest.mark.slow),
+        pytest.param("features", "llama3_debugmodel_sft", marks=pytest.mark.slow),
+        pytest.param("models", "deepseek_v3_debugmodel_hsdp2x2_ep2", marks=pytest.mark.slow),
     ],
 )
-def test_a_recipe_survives_a_kill_in_mid_step_with_torchtitans_losses(tmp_path, name):
-    found = outcome("features", name, tmp_path)
-    assert (found["result"], found["why"]) == ("passes", "")
-
-
-@pytest.mark.slow
-def test_experts_of_two_ranks_survive_a_kill_in_mid_step(tmp_path):
-    found = outcome("models", "deepseek_v3_debugmodel_hsdp2x2_ep2", tmp_path)
+def test_a_recipe_survives_a_kill_in_mid_step_with_torchtitans_losses(tmp_path, suite, name):
+    found = outcome(suite, name, tmp_path)
     assert (found["result"], found["why"]) == ("passes", "")
 
 

@@ -188,17 +188,6 @@ def back(run, group, since):
 
 
 @pytest.mark.slow
-def test_a_dead_node_gives_its_group_to_another(shared):
-    node, killed = shared.node_of(1), time.time()
-    shared.cluster.kill_node(node)
-    shared.wait_for_step((0, 2), after=killed)
-    try:
-        assert back(shared, 1, killed)["node"] != node
-    finally:
-        shared.cluster.start_node(node)
-
-
-@pytest.mark.slow
 def test_of_two_incarnations_only_the_later_one_trains(shared):
     node, frozen = shared.node_of(1), time.time()
     daemon = psutil.Process(shared.cluster.pid(f"slurmd.{node}.pid"))
