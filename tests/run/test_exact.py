@@ -136,18 +136,27 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def without_flips(start, tmp_path_factory):
+    """Starts runs of so many steps in which no bit is flipped; one for all tests."""
+    known = {}
+
+    def _start(steps):
+        if steps not in known:
+            known[steps] = start(config_of(tmp_path_factory.mktemp("clean"), "flips", steps=steps), "--groups", "1")
+        return known[steps]
+
+    return _start
+
+
 @pytest.mark.parametrize("wrong", [*list(WRONG)[:2], *(pytest.param(way, marks=SLOW) for way in list(WRONG)[2:])])
-def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, tmp_path, monkeypatch, wrong):
+def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, tmp_path, monkeypatch, wrong):
     """The state is that of a run in which no bit was flipped."""
     flip, groups, settings = WRONG[wrong]
-    config = write_config(
-        tmp_path / "flipped.toml",
-        job={"module": "faulty_job", "config": "debugmodel"},
-        training={"steps": 40 if "thirty" in wrong else 6},
-        fault_tolerance={"exact": True, **settings},
-    )
-    clean = start(config, "--groups", "1")
+    steps = 40 if "thirty" in wrong else 6
+    clean = without_flips(steps)
     sick(monkeypatch, flip, 0.03 if "thirty" in wrong else 1.0)
+    config = config_of(tmp_path, "flips", steps=steps, fault_tolerance=settings)
     hit = start(config, "--groups", str(groups))
     assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
     found = compare(clean.run_dir, hit.run_dir)
@@ -176,18 +185,6 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
     assert run.wait() == 1
     assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.said()
     assert "Traceback" not in run.said()
-
-
-@pytest.mark.slow
-def test_a_group_that_computes_other_bits_ends_with_a_sentence(start, tmp_path, monkeypatch):
-    config = write_config(tmp_path / "other.toml", training={"steps": 2}, fault_tolerance={"exact": True})
-    first = start(config, "--groups", "1")
-    assert first.wait() == 0, first.said()
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
-    again = start(config, "--groups", "1", "--steps", "4", run_dir=first.run_dir)
-    assert again.wait() == 1
-    assert "environment is NCCL_ALGO=Tree " in again.said()
-    assert "Traceback" not in again.said()
 
 
 @pytest.mark.slow
