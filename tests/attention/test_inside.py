@@ -49,30 +49,26 @@ def test_every_extreme_is_found_and_97_percent_of_the_others_that_harm(campaigns
         assert found >= (1.0 if dtype == torch.float32 else 0.97) * harmful, (dtype, found, harmful)
 
 
-def test_a_saved_lse_of_infinity_is_seen_in_a_long_row():
-    """Its row of P is 0 and of dQ, too: one row's share is missing from sums over all rows."""
-    campaign = Campaign(torch.bfloat16)
-    inputs = operands("normal", 2048, 2, 2, 64, torch.bfloat16, 1)
-    for place in (0.01, 0.99):
-        _, found = campaign._run(inputs, Strike("saved lse", 0, Fault("inf", place)))
-        assert found, place
-    assert not campaign._run(inputs, untouched)[1]
+LSE_LOST = [Strike("saved lse", 0, Fault("inf", place)) for place in (0.01, 0.99)]
+SIGNS_OF_DV = [Strike("dv", 0, Fault("bitflip", place, bit=15)) for place in (0.067162, 0.164162, 0.186546, 0.248726)]
+"""Of one of 512 rows and 64 columns, as large as they are on average: 1.1 % of dV."""
 
 
-def test_a_lost_row_is_seen_where_sums_are_rounded_often():
-    """As PyTorch's kernel on a CPU does: P is rounded once all the same."""
-    campaign = Campaign(torch.bfloat16, flex=False)
-    inputs = operands("trained", 512, 4, 4, 64, torch.bfloat16, 1)
-    assert campaign._run(inputs, Strike("saved lse", 0, Fault("inf", 0.55)))[1]
-    assert not campaign._run(inputs, untouched)[1]
-
-
-def test_a_sign_of_dv_that_harms_is_seen_where_sums_are_rounded_often():
-    """One of 512 rows and 64 columns, as large as they are on average: 1.1 % of dV."""
-    campaign = Campaign(torch.bfloat16, flex=False)
-    inputs = operands("normal", 512, 2, 1, 64, torch.bfloat16, 1)
-    for place in (0.067162, 0.164162, 0.186546, 0.248726):
-        assert campaign._run(inputs, Strike("dv", 0, Fault("bitflip", place, bit=15)))[1], place
+@pytest.mark.parametrize(
+    ("flex", "inputs", "strikes"),
+    [
+        # In a long row: its row of P is 0 and of dQ, too, so one row's share is missing from sums over all rows.
+        (True, ("normal", 2048, 2, 2), LSE_LOST),
+        # Where sums are rounded often, as PyTorch's kernel on a CPU does: P is rounded once all the same.
+        (False, ("trained", 512, 4, 4), [Strike("saved lse", 0, Fault("inf", 0.55))]),
+        (False, ("normal", 512, 2, 1), SIGNS_OF_DV),
+    ],
+)
+def test_one_row_or_sign_that_harms_is_seen_in_long_rows_and_where_sums_are_rounded_often(flex, inputs, strikes):
+    campaign = Campaign(torch.bfloat16, flex=flex)
+    inputs = operands(*inputs, 64, torch.bfloat16, 1)
+    for strike in strikes:
+        assert campaign._run(inputs, strike)[1], strike
     assert not campaign._run(inputs, untouched)[1]
 
 
