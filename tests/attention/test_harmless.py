@@ -20,6 +20,12 @@ def test_healthy_attention_raises_no_alarm(seeds):
         assert not findings, (seed, what)
 
 
+def test_long_rows_that_share_their_gradient_raise_no_alarm():
+    """Where PyTorch's kernel rounds partial sums of dV that are nearly the same for every key."""
+    what, findings = case(21890, (64, 100, 200, 500, 800))
+    assert not findings, what
+
+
 def test_long_rows_of_pytorchs_kernel_raise_no_alarm(bench):
     """On a CPU it rounds dK after each block of queries of each of a group's heads."""
     q, k, v, do = operands("normal", 2048, 4, 4, 128, torch.bfloat16, 0)

@@ -72,6 +72,17 @@ def test_one_row_or_sign_that_harms_is_seen_in_long_rows_and_where_sums_are_roun
     assert not campaign._run(inputs, untouched)[1]
 
 
+def test_tokens_that_come_twice_hide_no_lost_score():
+    """Two queries that are alike are rounded alike, and no more of them than follow each other."""
+    campaign = Campaign(torch.bfloat16)
+    campaign.checks.schedule.fixed, campaign.checks.looks_at_rows = 0.0, True
+    q, *rest = operands("normal", 128, 2, 1, 32, torch.bfloat16, 0)
+    q[:, 1::4] = q[:, ::4]
+    fault = Fault("inf", (20 * 64 + 0.5) / (2 * 64 * 64), sign=-1)
+    assert campaign._run((q, *rest), Strike("bs", 0, fault))[1]
+    assert not campaign._run((q, *rest), untouched)[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "fault"),

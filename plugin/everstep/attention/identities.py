@@ -22,6 +22,7 @@ of squares, which is then at least the square of their plain sum (Cauchy and Sch
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -32,14 +33,13 @@ from .roundoff import accumulator, growth, norms, operand_roundoff, underflow, u
 ALIKE = 1 / 16
 """Rows, or scores, that differ by less than this share may be rounded alike in bf16."""
 
-COLUMN, COLUMN_NARROW, COLUMN_ONCE = 6.5, 3.6, 2.4
+COLUMN, COLUMN_NARROW = 6.5, 2.4
 """Rounding errors of one column stay below so many times the estimate, which takes every rounding for the largest
-possible: at least eight standard deviations of what they are. Where a wide dtype is summed, where partial sums are
-rounded to a narrow one, and where the whole sum is rounded once."""
+possible: at least six standard deviations of what they are. Of a wide dtype, and of a narrow one."""
 
 ISOTROPIC, ONE_WAY = 0.4, 2.4
 """The same for the norm over all columns of a head: where the rows point every way, which averages over columns, and
-where all point one way, as one channel or a common offset has it. Between the two by `_concentration`."""
+where all point one way, as one channel or a common offset has it. Between the two by `_of_norm`."""
 
 DK = 0.52
 """All of this for dK, whose estimate is the sum of three roundings, each at its largest."""
@@ -50,7 +50,7 @@ SUMS = 15
 OF_P, OF_O = 3.0, 8.0
 """By how many units of the kernel's dtype they may differ: of what P makes of V's rows, and of themselves."""
 
-PROBES, PROBED = 4, 2.6
+PROBES, PROBED, PROBED_NARROW = 4, 2.6, 2.0
 """How many s there are, of signs without a pattern; the same factor for the norm of one column over all of them."""
 
 
@@ -62,7 +62,8 @@ def probing_values(v: torch.Tensor, columns: int) -> torch.Tensor:
     """
     sums = _signed_sums(v)[..., : columns - 1]
     size = sums.square().mean(-1, keepdim=True).sqrt()
-    return torch.nn.functional.pad(torch.cat([sums, size], -1), (0, columns - 1 - sums.shape[-1])).to(v.dtype)
+    both = torch.cat([sums.to(v.dtype), size.to(v.dtype)], -1)
+    return torch.nn.functional.pad(both, (0, columns - both.shape[-1]))
 
 
 def _signed_sums(x: torch.Tensor) -> torch.Tensor:
@@ -135,33 +136,37 @@ def _roundings(length: int, groups: int, like: torch.Tensor) -> float:
     return blocks * (groups + 1) / 2 + (groups > 1)
 
 
+def _by_head(rows: torch.Tensor) -> torch.Tensor:
+    """(B, L, N_kv, G, ...) as (B, N_kv, L·G, ...)."""
+    return rows.transpose(1, 2).flatten(2, 3)
+
+
 class _Rows:
     """The rows of x (B, L, N, H) by key head: all query heads of a group are rows of one matrix.
 
-    wide: (B, N_kv, L·G, H) in the accumulator dtype. norm2: |x_i|² (B, N_kv, L·G). alike: whether a row is nearly
-    the one before it of the same head, likewise.
+    given: (B, L, N_kv, G, H), and wide: (B, N_kv, L·G, H), in the accumulator dtype. norm2: |x_i|² (B, N_kv, L·G).
+    alike: whether a row is nearly the one before it of the same head, by 0 and 1, likewise; follows: whether the one
+    before it is so as well. probes: x_i · s for each s.
     """
 
-    def __init__(self, x: torch.Tensor, n_kv: int) -> None:
+    def __init__(self, x: torch.Tensor, n_kv: int, *, probed: bool = False) -> None:
         b, length, n, h = x.shape
         groups = n // n_kv
-        wide = x.to(accumulator(x.dtype)).reshape(b, length, n_kv, groups, h)
-        self.wide = wide.transpose(1, 2).flatten(2, 3)
-        self.squares = self.wide.square()
-        self.norm2 = self.squares.sum(-1)
-        # In the shape of the norms, so that a compiler makes both in one pass.
-        apart2 = (self.wide - self.wide.roll(groups, 2)).square().sum(-1)
-        follows = torch.arange(length * groups, device=x.device) >= groups
-        self.alike = (apart2 <= ALIKE**2 * self.norm2) & follows
-
-    def longest(self) -> torch.Tensor:
-        """The largest |x_i| (B, N_kv, 1)."""
-        return self.norm2.amax(-1, keepdim=True).sqrt()
+        self.given = given = x.to(accumulator(x.dtype)).reshape(b, length, n_kv, groups, h)
+        self.wide = _by_head(given)
+        # In the order that x has, and all in one shape, so that a compiler makes them in one pass.
+        self.norm2 = _by_head(given.square().sum(-1))
+        apart2 = _by_head((given - given.roll(1, 1)).square().sum(-1))
+        signs = product.signs(h, given.dtype, x.device)[:, : PROBES * probed]
+        self.probes = [_by_head((given * s).sum(-1)) for s in signs.unbind(-1)]
+        second = torch.arange(length * groups, device=x.device) >= groups
+        self.alike = ((apart2 <= ALIKE**2 * self.norm2) & second).to(given.dtype)
+        self.follows = self.alike * self.alike.roll(groups, -1)
 
 
-def _counted(alike: torch.Tensor) -> torch.Tensor:
-    """How much each row (B, N_kv, rows) counts in a sum of squares: 1, and those that are alike as many as they are."""
-    return 1.0 + alike * alike.sum(-1, keepdim=True)
+def _sums(*rows: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Sums of what there is for each row (B, N_kv, rows): (B, N_kv, 1). As one, for which a device is asked once."""
+    return torch.stack(rows).sum(-1, keepdim=True).unbind()
 
 
 def _weighed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -174,26 +179,10 @@ def _weighed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (weight.unsqueeze(-2) @ rows).squeeze(-2)
 
 
-def _concentration(x: torch.Tensor) -> torch.Tensor:
-    """How much the rows of x (B, L, N, H) of a head point one way, from 1 / √H to 1 (B, N, 1): the root of the share of
-    two rows' squared inner products in that of their lengths."""
-    acc = accumulator(x.dtype)
-    by_head = x.permute(0, 2, 1, 3).flatten(0, 1)
-    if x.dtype != acc and x.device.type != "cpu":
-        gram = product.narrow_product(by_head.mT, by_head, acc)
-    else:
-        gram = by_head.to(acc).mT @ by_head.to(acc)
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    apart = torch.linalg.vector_norm(gram / (size.view(-1, 1, 1) + torch.finfo(acc).tiny), dim=(-2, -1))
-    # Of rows too short to be squared nothing is known.
-    known = size > 1e6 * torch.finfo(acc).tiny
-    return torch.where(known, apart.clamp_max(1.0), 1.0).view(x.shape[0], x.shape[2], 1)
-
-
-def _probed(by: _Rows, rows: _Rows) -> torch.Tensor:
-    """Σ_i (by_i · s) rows_i for each s: (B, N_kv, PROBES, H)."""
-    signs = product.signs(by.wide.shape[-1], by.wide.dtype, by.wide.device)[:, :PROBES]
-    return torch.stack([_weighed(rows.wide, (by.wide * s).sum(-1)) for s in signs.unbind(-1)], -2)
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of each column over these tensors."""
+    first, *others = (part.square() for part in parts)
+    return sum(others, first).sqrt()
 
 
 def backward_deviation(
@@ -214,7 +203,7 @@ def backward_deviation(
 ) -> Deviation:
     """The backward identities; residual (B, N_kv, columns).
 
-    Columns of Σ dV - Σ dO and their norm; with plain scores the norm of Σ dK and columns of the probes' sums.
+    Columns of Σ dV - Σ dO; with plain scores the norm of Σ dK and columns of the probes' sums.
 
     Args:
         q, dq: (B, L, N, H); k, dk: (B, L, N_kv, H); v, dv: (B, L, N_kv, H_v); out, d_out: (B, L, N, H_v).
@@ -233,90 +222,115 @@ def backward_deviation(
     stored = once if wide_sums else once * math.sqrt(_roundings(keys, groups, q))
     if lse is not None:
         d_out = torch.where((lse > -torch.inf).unsqueeze(-1), d_out, 0)
-    queries, outs, d_outs, of_keys, values, d_values = (_Rows(x, n_kv) for x in (q, out, d_out, k, v, dv))
-    q_most, k_most, v_most = queries.longest(), of_keys.longest(), values.longest()
+    outs, d_outs, of_keys, values, d_values = (_Rows(x, n_kv) for x in (out, d_out, k, v, dv))
+    queries = _Rows(q, n_kv, probed=plain_scores)
+    # Nothing below reads these where scores are not plain.
+    d_queries, d_keys, of_k = queries, queries, [queries.norm2]
+    delta = crossed = dk_square = weight_dk = k_columns = queries.norm2
+    if plain_scores:
+        # delta = rowsum(dO ∘ O) takes O rounded, and O was made of a rounded P: what a row of dS then sums to.
+        products = d_outs.given * outs.given
+        delta = _by_head(products.sum(-1)).abs()
+        crossed = _by_head(products.square().sum(-1)).sqrt() + underflow(value_dim, dtype)
+        d_queries, d_keys = _Rows(dq, n_kv), _Rows(dk, n_kv, probed=True)
+    q_most = queries.norm2.amax(-1, keepdim=True).sqrt()
+    k_most, v_most = torch.stack([of_keys.norm2, values.norm2]).amax(-1, keepdim=True).sqrt().unbind()
+    # What a row counts in a sum of squares: 1, and if it is alike as many as can be one behind the other of their head.
+    k_square, v_square, of_runs = _sums(of_keys.norm2, values.norm2, d_values.follows)
+    weight_dv = 1 + d_values.alike * (1 + of_runs)
+    d_square, q_square, alike, of_runs = _sums(d_outs.norm2, queries.norm2, d_outs.alike, d_outs.follows)
+    # Alike rows of dO are alike in every partial sum of dV and dK that a kernel rounds.
+    together = 1 + alike * (1 + of_runs) / count
+    weight_dv = weight_dv.maximum(together)
+    if plain_scores:
+        dk_square, dk_runs = _sums(d_keys.norm2, d_keys.follows)
+        weight_dk = (1 + d_keys.alike * (1 + dk_runs)).maximum(together)
+        of_k = [_weighed(of_keys.wide, weight) for weight in d_keys.probes]
+        k_columns = _weighed(of_keys.wide.square(), weight_dk * d_keys.norm2)
 
     # The forward's S and the backward's agree to a few units of the largest score, and P with them.
-    unit = stored + 8 * wide_unit * (1 + scale * q_most * k_most) + wide_unit * math.sqrt(count)
+    rest = 8 * wide_unit * (1 + scale * q_most * k_most) + wide_unit * math.sqrt(count)
+    unit, unit_once = stored + rest, once + rest
     summed = growth(count, dtype)  # of terms of one sign
     # A row of P whose scores are all but equal is rounded alike; else its roundings are as many as it has large terms,
     # and |O|² / mean |V|² is about Σ_j P_ij².
     do_norm, q_norm = d_outs.norm2.sqrt() + underflow(value_dim, dtype), queries.norm2.sqrt()
-    spread = (of_keys.wide - of_keys.wide.mean(2, keepdim=True)).abs().mean(-1).mean(-1, keepdim=True)
-    flat = scale * q_norm * spread < ALIKE
-    v_norm2 = values.norm2.mean(-1, keepdim=True) + tiny
-    same_p = flat | queries.alike
-    share = torch.where(same_p, 1.0, (outs.norm2 / v_norm2 + 1.0 / keys).clamp_max(1.0))
-    counted = _counted(queries.alike | (flat & d_outs.alike))
-    # Alike rows of dO are alike in every partial sum of dV and dK that a kernel rounds.
-    together = _counted(d_outs.alike).mean(-1, keepdim=True)
-    # Of all that rounding does, the share that alike rows do: to every column in the same measure.
-    common = 1.0 - count / counted.sum(-1, keepdim=True)
+    middle = of_keys.wide.mean(2).square().sum(-1, keepdim=True)
+    spread = ((k_square / keys - middle).clamp_min(0.0) / key_dim).sqrt()
+    flat = (scale * q_norm * spread < ALIKE).to(acc)
+    v_norm2 = v_square / keys + tiny
+    same_p = flat.maximum(queries.alike)
+    spread_p = (outs.norm2 / v_norm2 + 1.0 / keys).clamp_max(1.0)
+    share = spread_p.maximum(same_p)
+    same = queries.alike.maximum(flat * d_outs.alike)
+    alike, of_runs = _sums(same, same * same.roll(groups, -1))
+    counted = 1 + same * (1 + of_runs)
+    # Of all that rounding does, the share that alike rows do: to every column of dK in the same measure.
+    common = 1.0 - count / (count + alike * (1 + of_runs))
 
-    of_same, total = _weighed(d_outs.wide, same_p.to(acc)), d_outs.wide.sum(2)
-    if torch.compiler.is_compiling():  # two parts of one sum, which are made in the pass that adds up squares
-        total = of_same + _weighed(d_outs.wide, 1 - same_p.to(acc))
-    d_square = d_outs.norm2.sum(-1, keepdim=True)
+    # One tensor, or a compiler makes them anew for each column; and two parts of one sum, in the pass of the squares.
+    same_p, other_p, noisy = torch.stack([same_p, 1 - same_p, counted * share]).unbind()
+    of_same = _weighed(d_outs.wide, same_p)
+    total = of_same + _weighed(d_outs.wide, other_p)
+    column = COLUMN if dtype == acc else COLUMN_NARROW
     most_v = (d_square.sqrt() + underflow(count * value_dim, dtype)) * math.sqrt(count)
-    rounded_once = (1 - (stored - once) / unit).square()  # as P and dS are, however often sums of them
-    through_p = rounded_once * _weighed(d_outs.squares, counted * share)
-    weight_dv = _counted(d_values.alike).maximum(together)
-    noise = _weighed(d_values.squares, weight_dv) + through_p + count * tiny
-    if groups > 1 and not wide_sums:  # heads whose parts of dV cancel: of each at least its sum, spread over all keys
-        of_heads = d_outs.wide.unflatten(2, (-1, groups)).sum(2).square().sum(2)
-        noise = noise + weight_dv.mean(-1, keepdim=True) * of_heads / keys
-    shared = unit * of_same.abs() + summed * total.abs()
+    rounded_once = (unit_once / unit).square()  # as P and dS are, however often sums of them
+    through_p = rounded_once * _weighed(d_outs.wide.square(), noisy)
+    d_columns = _weighed(d_values.wide.square(), weight_dv) + tiny
+    noise = d_columns + through_p + count * tiny
+    # Partial sums of dV that are the same for all keys, as those of a dO that all queries share, are rounded one way.
+    in_part = total.abs() * (total.square() / (keys * d_columns)).clamp_max(1.0)
+    if groups > 1 and not wide_sums:  # and those of heads that cancel
+        of_heads = d_outs.wide.unflatten(2, (-1, groups)).sum(2).square().sum(2).sqrt()
+        in_part = in_part.maximum(of_heads - total.abs())
+    shared = unit_once * of_same.abs() + 2 * summed * total.abs() + 0.75 * (stored - once) * in_part
     parts = [
-        _columns(
+        Deviation(
             d_values.wide.sum(2) - total,
-            unit * _capped(noise, most_v * math.sqrt(keys)),
-            torch.minimum(shared, most_v),
-            COLUMN if dtype == acc else COLUMN_ONCE if wide_sums else COLUMN_NARROW,
-            _of_norm(dv, common),
-        ),
+            column * unit * _capped(noise, most_v * math.sqrt(keys)) + torch.minimum(shared, most_v),
+        )
     ]
     if plain_scores:
-        d_queries, d_keys = _Rows(dq, n_kv), _Rows(dk, n_kv)
-        # delta = rowsum(dO ∘ O) takes O rounded, and O was made of a rounded P: what a row of dS then sums to.
-        delta = (d_outs.wide * outs.wide).sum(-1).abs()
-        of_p = share.sqrt() * (do_norm * (v_norm2 / value_dim).sqrt() + delta)
+        of_p = spread_p.sqrt() * do_norm * (v_norm2 / value_dim).sqrt() + share.sqrt() * delta
         of_scores = 8 * wide_unit * scale * q_norm * k_most
-        crossed = (d_outs.squares * outs.squares).sum(-1).sqrt() + underflow(value_dim, dtype)
         row = (once + 4 * wide_unit) * (crossed + of_p) + of_scores * of_p
-        from_lse, largest_lse = torch.zeros_like(queries.wide[:, :, 0]), torch.zeros_like(spread)
+        from_lse = largest_lse = torch.zeros_like(spread)
         if d_lse is not None:
             d_lse_rows = _Rows(d_lse.unsqueeze(-1), n_kv).wide
             from_lse = scale * (d_lse_rows * queries.wide).sum(2)
             largest_lse = d_lse_rows.abs().amax(2)
         row_most = 2 * do_norm.amax(-1, keepdim=True) * v_most + largest_lse
         most_q = scale * row_most * k_most
-        q_size = queries.norm2.sum(-1, keepdim=True).sqrt()
-        most_k = scale * row_most * math.sqrt(count) * q_size
-        weight_dq, weight_dk = _counted(d_queries.alike), _counted(d_keys.alike).maximum(together)
-        # What rounding dS does to dK, by dK itself and by dQ, which dS made as well.
-        through_q = (weight_dq * d_queries.norm2 * queries.norm2).sum(-1, keepdim=True)
-        through_q = rounded_once * through_q / (of_keys.norm2.mean(-1, keepdim=True) + tiny)
+        q_size = (count * q_square).sqrt()
+        most_k = scale * row_most * q_size
+        weight_dq = 1 + d_queries.alike * (1 + d_queries.follows.sum(-1, keepdim=True))
+        # What rounding dS does to dK, by dK itself and by dQ, which dS made as well. What terms of dQ = dS K are.
+        through_q, rows, pairs = _sums(
+            weight_dq * d_queries.norm2 * queries.norm2,
+            counted * row.square() * queries.norm2,
+            d_outs.norm2 * queries.norm2,
+        )
+        through_q = rounded_once * through_q / (k_square / keys + tiny)
         squares = torch.maximum((weight_dk * d_keys.norm2).sum(-1, keepdim=True), through_q)
-        rows = (counted * row.square() * queries.norm2).sum(-1, keepdim=True) + count * key_dim * tiny
-        sigma = DK * (unit * _capped(squares, most_k * math.sqrt(keys)) + scale * rows.sqrt())
+        rows = (rows + count * key_dim * tiny).sqrt()
+        sigma = DK * (unit * _capped(squares, most_k * math.sqrt(keys)) + scale * rows)
         norm = torch.linalg.vector_norm
         of_lse = summed * torch.minimum(norm(from_lse, dim=-1, keepdim=True), most_k)
-        # Terms of dQ = dS K that cancel, where rows of K are much alike, leave what the accumulator lost of them.
-        pairs = (d_outs.norm2 * queries.norm2).sum(-1, keepdim=True)
+        # Where rows of K are much alike these cancel, and leave what the accumulator lost of them.
         cancelled = (4 + math.sqrt(keys)) * wide_unit * scale * pairs.sqrt() * v_most * k_most
-        probed = _probed(queries, d_queries)
-        most = most_q * math.sqrt(count) * q_size
-        of_probes = _weighed(d_queries.squares, weight_dq * queries.norm2)
-        of_probes = unit * _capped(of_probes + _weighed(of_keys.squares, weight_dk * d_keys.norm2), most)
-        alike_terms = summed * torch.minimum(norm(probed, dim=-2), math.sqrt(PROBES) * most)
+        of_queries = [_weighed(d_queries.wide, weight) for weight in queries.probes]
+        most = most_q * q_size
+        of_probes = rounded_once * _weighed(d_queries.wide.square(), weight_dq * queries.norm2)  # dQ is summed wide
+        of_probes = unit * _capped(of_probes + k_columns, most)
+        alike_terms = summed * torch.minimum(_together(of_queries), math.sqrt(PROBES) * most)
         parts += [
             Deviation(
                 norm(d_keys.wide.sum(2) - from_lse, dim=-1, keepdim=True),
-                _of_norm(dk, common) * sigma + 2 * of_lse,
+                _of_norm(dk, dk_square, common) * sigma + 2 * of_lse,
             ),
             Deviation(
-                norm(probed - _probed(d_keys, of_keys), dim=-2),
-                math.sqrt(PROBES) * (PROBED * of_probes + cancelled) + alike_terms,
+                _together([a - b for a, b in zip(of_queries, of_k, strict=True)]),
+                math.sqrt(PROBES) * ((PROBED if wide_sums else PROBED_NARROW) * of_probes + cancelled) + alike_terms,
             ),
         ]
     # What squares lose below the least normal number, and values of the narrow dtype do.
@@ -330,28 +344,21 @@ def _capped(squares: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     return torch.minimum(squares.sqrt(), most)
 
 
-def _of_norm(gradient: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
-    """How many times the estimate the norm of a sum of `gradient`'s rows may be off (B, N_kv, 1); common: the share of
-    the estimate, 0 to 1, that may be the same in every column."""
-    most_ways = 1 / math.sqrt(gradient.shape[-1])
-    one_way = (_concentration(gradient) - most_ways).clamp_min(0.0) / max(1 - most_ways, most_ways)
+def _of_norm(gradient: torch.Tensor, square: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    """How many times the estimate the norm of a sum of rows (B, L, N_kv, H), of that sum of squares, may be off
+    (B, N_kv, 1); common: the share of the estimate, 0 to 1, that may be the same in every column.
+
+    How much the rows of a head point one way, from 1 / √H to 1, is the root of the share of two rows' squared inner
+    products in that of their lengths. Of rows too short to be squared nothing is known.
+    """
+    acc, most_ways = accumulator(gradient.dtype), 1 / math.sqrt(gradient.shape[-1])
+    by_head = gradient.permute(0, 2, 1, 3).flatten(0, 1)
+    if gradient.dtype != acc and gradient.device.type != "cpu":
+        gram = product.narrow_product(by_head.mT, by_head, acc)
+    else:
+        gram = by_head.to(acc).mT @ by_head.to(acc)
+    apart = torch.linalg.vector_norm(gram / (square.view(-1, 1, 1) + torch.finfo(acc).tiny), dim=(-2, -1))
+    one_way = torch.where(square > 1e6 * torch.finfo(acc).tiny, apart.view_as(square).clamp_max(1.0), 1.0)
+    one_way = (one_way - most_ways).clamp_min(0.0) / max(1 - most_ways, most_ways)
     factor = ISOTROPIC * (1 + 5 * most_ways) + (ONE_WAY - ISOTROPIC) * one_way
     return factor + (COLUMN - factor) * common
-
-
-def _columns(
-    residual: torch.Tensor, sigma: torch.Tensor, shared: torch.Tensor, column: float, of_norm: torch.Tensor
-) -> Deviation:
-    """Residual columns (B, N_kv, H), with their norm as one column more.
-
-    Args:
-        sigma: what rounding does to a column.
-        shared: what all terms may have in common.
-        column, of_norm: how many times sigma a column, and its norm their norm, may be off.
-    """
-    norm = torch.linalg.vector_norm
-    of_all = of_norm * norm(sigma, dim=-1, keepdim=True) + 2 * norm(shared, dim=-1, keepdim=True)
-    return Deviation(
-        torch.cat([residual, norm(residual, dim=-1, keepdim=True)], -1),
-        torch.cat([column * sigma + 2 * shared, of_all], -1),
-    )

@@ -84,13 +84,6 @@ def tile_sums(b: torch.Tensor) -> TileSums:
     return TileSums(plain, reach, step)
 
 
-def halves(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (K, T) in fp32 as two matrices of `dtype` side by side (K, 2 T) whose sum is x to twice the
-    digits."""
-    high = x.to(dtype)
-    return torch.cat([high, (x - high.to(x.dtype)).to(dtype)], dim=-1)
-
-
 def bias_sums(bias: torch.Tensor) -> BiasSums:
     """BiasSums of a bias (N,), in the accumulator dtype."""
     return BiasSums(tile_totals(bias), tile_magnitudes(bias))
@@ -106,12 +99,12 @@ def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 def sums_and_norms(a: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_sums`, and about SLACK times the norms of a's rows (M,), in one product: a is read once, and stays narrow.
 
-    The sums are split in two, since copying `a` to fp32 would cost more than the product. Beside them stand PROBES
-    columns of signs: the mean square of a row's sums under them is about the square of its norm. Where the result is
+    The sums are split in two of a's dtype, since copying `a` to fp32 would cost more. Beside them stand PROBES columns
+    of signs: the mean square of a row's sums under them is about the square of its norm. Where the result is
     rounded to a narrow dtype, what a norm bounds is less than a tenth of the whole bound.
     """
-    b = torch.cat([halves(plain, a.dtype), signs(a.shape[-1], a.dtype, a.device)], dim=-1)
-    tiles = plain.shape[-1]
+    high, tiles = plain.to(a.dtype), plain.shape[-1]
+    b = torch.cat([high, (plain - high.to(plain.dtype)).to(a.dtype), signs(a.shape[-1], a.dtype, a.device)], dim=-1)
     high, low, probes = narrow_product(a, b, plain.dtype).split([tiles, tiles, PROBES], dim=-1)
     size = SLACK * (probes.square().sum(-1) / PROBES).sqrt()
     return high + low, size + underflow(a.shape[-1], a.dtype)
@@ -164,7 +157,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # Half the digits of the checksum product may be lost on a GPU (`halves`), hence store² more.
+        # Half the digits of the checksum product may be lost on a GPU (`sums_and_norms`), hence store² more.
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
