@@ -46,11 +46,14 @@ WAYS = {
     "way", ["halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
 )
 def test_kills_change_nothing(start, reference, tmp_path, way):
-    """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk."""
+    """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk: from
+    between two fragments, if there are several."""
     sections, both = WAYS[way], (0, 1)
-    sync_steps = sections.get("semi_sync", {}).get("sync_steps", SYNC_STEPS)
+    semi = sections.get("semi_sync", {})
+    sync_steps = semi.get("sync_steps", SYNC_STEPS)
     steps = 48 // sync_steps * sync_steps
-    more = {"training": {"steps": steps}, "checkpoint": {"interval": 2 * sync_steps}}
+    interval = sync_steps + sync_steps // semi.get("fragments", 1)
+    more = {"training": {"steps": steps}, "checkpoint": {"interval": interval}}
     config = semi_config(tmp_path / "run.toml", **sections | more)
     run = start(config, pace_s=0.1)
     for victim in both:

@@ -103,9 +103,7 @@ def _await_run(started: subprocess.Popen[bytes], run_dir: Path) -> Target:
 def _run_again(command: Trial, run_dir: Path, flags: Sequence[str]) -> Path:
     """The same run without faults, as far as that one came."""
     figures, config = score(run_dir), read_source(run_dir / "config.toml").table
-    # Of a semi-synchronous run the score counts rounds; it ends with a whole turn of all fragments.
-    whole = config.get("semi_sync", {}).get("sync_steps", 1) if figures["inner_steps"] else 1
-    steps = -(-(figures["last_step"] or 1) * (figures["inner_steps"] or 1) // whole) * whole
+    steps = (figures["last_step"] or 1) * (figures["inner_steps"] or 1)  # of a semi-synchronous run it counts rounds
     total = config.get("lr_scheduler", {}).get("total_steps")
     total = total if isinstance(total, int) else config["training"]["steps"]
     reference = run_dir.with_name(run_dir.name + "-reference")

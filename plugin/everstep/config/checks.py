@@ -296,10 +296,10 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         ("validator.freq", config.validator.freq if config.validator.enable else 0),
     ):
         yield (
-            value % semi.sync_steps > 0,
+            value % semi.round_steps > 0,
             key,
-            f"= {value} must be a multiple of [semi_sync] sync_steps = {semi.sync_steps}: between two rounds there are "
-            "no global parameters",
+            f"= {value} must be a multiple of [semi_sync] sync_steps / fragments = {semi.round_steps}: between two "
+            "rounds there are no global parameters",
         )
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
     for is_wrong, key, what in (

@@ -333,9 +333,8 @@ class Rounds(TrainerWork):
             del self._disk.states[CHECKPOINT]
         round_, history = super().restore(quorum)
         self._disk.states[CHECKPOINT] = self
-        step, sync_steps = self._trainer.step, self._settings.sync_steps
-        if step % sync_steps:
-            self._refuse(f"the checkpoint is of step {step}, not of the end of a round of {sync_steps} steps")
+        if self._trainer.step % self._steps:
+            self._refuse(f"the checkpoint is of step {self._trainer.step}, and a round has {self._steps} steps")
         self.state.begin()
         own, self._loaded = self._loaded or dict.fromkeys(range(self.shares), self.state.leave()), {}
         self.state.mark(round_, history)
