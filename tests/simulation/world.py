@@ -322,7 +322,8 @@ class World:
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
             self._judge_audit(rank, commit)
-            self._judge_members(commit)
+            if rank.life.group.id in commit.able:  # who catches up applies what was made long ago
+                self._judge_members(commit)
             self.applied_count += 1
             self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
