@@ -6,10 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.titan.trainer import EverstepTrainer
+from watched import Watched, write_config
+
+DEADLINE_S = 400.0
+REDUCE_S = 3.0
+"""Much less than compiling takes."""
 
 
 def test_a_group_computes_and_connects_before_it_announces_itself():
-    """The order alone, of a trainer of which nothing else is there."""
+    """The short form: the order alone, of a trainer of which nothing else is there."""
     done = []
 
     class Trainer:
@@ -32,3 +37,34 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     with pytest.raises(ZeroDivisionError):
         EverstepTrainer.train(Trainer())
     assert done == ["compute", "discard", "warm"]
+
+
+@pytest.mark.slow
+def test_a_group_that_compiles_holds_nobody_up(tmp_path):
+    """With a cold compiler cache. The group that was killed asks for a quorum when it can compute a slot at once."""
+    waits = {"reduce_timeout_s": REDUCE_S, "connect_timeout_s": REDUCE_S - 1.0, "join_timeout_s": REDUCE_S}
+    config = write_config(
+        tmp_path / "run.toml",
+        job={"module": "cold_compiler", "config": "tiny"},
+        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
+        compile={"enable": True},
+        fault_tolerance={"groups": 2, "quorum_timeout_s": 15.0, "stall_timeout_s": 120.0, **waits},
+        checkpoint={"enable": False},
+    )
+    run = Watched(config, tmp_path / "run")
+    try:
+        run.wait_for_step((0, 1), after=0.0, deadline_s=DEADLINE_S)
+        killed = run.kill(1)
+        healed = run.wait_for("heal", after=killed, deadline_s=DEADLINE_S, group=1)
+        run.until(lambda: len(run.events("commit", healed["t"], group=1)) >= 5, "five steps of both", DEADLINE_S)
+        told = run.events("compiled", killed, group=1)
+        assert told, "it compiled"
+        assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
+        failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
+        assert failed == []
+        begun = told[0]["t"] - told[0]["took_s"]
+        meanwhile = [event for event in run.events("commit", begun, group=0) if event["t"] < told[0]["t"]]
+        # One who waits for the group commits nothing until it has compiled.
+        assert len(meanwhile) > told[0]["took_s"] / REDUCE_S
+    finally:
+        run.end()
