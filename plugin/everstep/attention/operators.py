@@ -2,9 +2,9 @@
 
 Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
 operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
-Its guard is found by the guard's `ticket`, a small tensor on the host, which is an input of the graph like any other: a
-number would be compiled in, once for every layer. Every operator says that it changes its ticket, and so is neither
-dropped, nor merged with another one, nor put into another order.
+An operator finds its guard by `ticket`, a small tensor on the host, which is an input of the graph like any other: a
+number would be compiled in, once for every layer. Every operator is declared to mutate its ticket, so it is not
+dropped, merged or reordered.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ _LIBRARY = Library("everstep", "FRAGMENT")
 
 
 def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An operator of that name, which says that it changes its ticket; fake: makes its result without values.
+    """An operator of that name, declared to mutate its ticket; fake: makes its result without values.
 
-    `torch.library.custom_op` would do, and take twice as long in each call, for autograd that is not needed here.
+    `torch.library.custom_op` would work, but takes twice as long per call, for autograd that is not needed here.
     """
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +122,8 @@ class _Touched(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
+    """`fused._Inputs` for a graph."""
+
     @staticmethod
     def forward(ctx, q, k, v, ticket, injecting, with_lse, uses_lse, scale, plain_scores, wide_sums):
         ctx.save_for_backward(q, k, v)
@@ -143,6 +145,8 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
+    """`fused._Output` for a graph."""
+
     @staticmethod
     def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse):
         ctx.save_for_backward(out, lse)
@@ -174,8 +178,8 @@ def attention(
 
     Args:
         hands_out_lse: whether `attend` returns one. uses_lse: whether the model computes with it.
-        mask: what tells `kernel` the mask by; None: there is none.
-        twice: whether `kernel` computes what `attend` does.
+        mask: a tensor that identifies the mask to `kernel`; None: no mask.
+        twice: whether to run `kernel`, which computes what `attend` does.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.checks.injector.active

@@ -102,7 +102,7 @@ def agree(run_dir: Path, mine: dict[str, str]) -> None:
 
 def _probe(device: torch.device) -> str:
     """A digest of the bits that a product, a softmax, a norm and their gradients come to."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(0)
         x, w = (torch.randn(64, 192).to(device).requires_grad_() for _ in range(2))
         scores = F.softmax(F.layer_norm(x, (192,)) @ w.T, dim=-1)

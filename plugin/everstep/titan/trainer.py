@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan import trainer as titan
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -40,7 +41,7 @@ from everstep.titan.steps import Steps
 class EverstepTrainer(titan.Trainer):
     """A torchtitan trainer whose optimizer steps survive the death of any replica group.
 
-    With `fault_tolerance.enable = false` this is torchtitan's trainer. Otherwise `train` runs the step protocol
+    With `fault_tolerance.enable = false` it trains as torchtitan's does. Otherwise `train` runs the step protocol
     (`everstep.step`), which drives `work`: step, learning rate, data and metrics advance on commits only.
     """
 
@@ -160,6 +161,7 @@ class EverstepTrainer(titan.Trainer):
             step_tokens=rows * training.seq_len,
         )
 
+    @record
     @exactness.naming_operators()
     def train(self) -> None:
         if not self.config.fault_tolerance.enable:
@@ -193,7 +195,8 @@ class EverstepTrainer(titan.Trainer):
         begin = time.monotonic()
         processor = self.metrics_processor
         counted = processor.ntokens_since_last_log
-        with torch.random.fork_rng(), contextlib.suppress(OutOfData):
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices), contextlib.suppress(OutOfData):
             self.slots.compute(1, 0, whole=True)
             processor.data_loading_times.pop()
         processor.ntokens_since_last_log = counted
