@@ -213,12 +213,13 @@ def _bounded(inner: Converter, marks: list[Within]) -> Converter:
 
 def _either(members: list[Converter], names: str) -> Converter:
     def convert(value: Any) -> Any:
+        inside = None
         for member in members:
             try:
                 return member(value)
-            except UnfitError:
-                continue
-        raise _unfit(names, value)
+            except UnfitError as error:
+                inside = error if error.where else inside
+        raise inside or _unfit(names, value)
 
     return convert
 
