@@ -74,7 +74,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         environment = settings.pop("environment", {})
         if settings.pop("published", True):
-            publish_address(self.run_dir, "http://127.0.0.1:1", 7)
+            publish_address(self.run_dir, "http://127.0.0.1:1")
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
         config_file(self.run_dir).parent.mkdir(exist_ok=True)
         config_file(self.run_dir).write_text(

@@ -1,6 +1,5 @@
 """Which start of a group counts, and what an agent does when another one does."""
 
-import json
 import os
 import select
 import subprocess
@@ -9,8 +8,8 @@ import time
 
 import pytest
 
-from everstep.run import beats, fence
-from everstep.run.beats import BeatFile, beat_path
+from everstep.run import beats
+from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holder, holds
 from forked import Forked
@@ -63,7 +62,7 @@ def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path):
     assert second.process.wait(DEADLINE_S) == FENCED_EXIT
     assert f"is run by process {first.process.pid} on" in second.said()
     assert len(first.events("workers_started")) == 1
-    assert not json.loads(fence.fence_file(tmp_path / "run", 0).read_text())["ended"]
+    assert read_beat(agent_beat_path(tmp_path / "run", 0)).phase == "watching", "the first one has not ended"
     first.process.kill()
     first.process.wait(DEADLINE_S)
     agent("--training.steps", "1000000", job=7)

@@ -55,7 +55,7 @@ def started(run_dir, number):
 def test_an_agent_without_an_address_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
     one = agent("--training.steps", "1000000", published=False)
     assert one.events("workers_started") == []
-    publish_address(tmp_path / "run", "http://127.0.0.1:1", 7)
+    publish_address(tmp_path / "run", "http://127.0.0.1:1")
     one.wait_for("commit")
     stop_file(tmp_path / "run").touch()
     assert one.process.wait(DEADLINE_S) == 0

@@ -13,8 +13,8 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
-from everstep.run import fence
 from everstep.run.address import await_address
+from everstep.run.beats import DONE
 from everstep.run.directory import End, LaunchError, bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -48,7 +48,9 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
         if EXITS[end.status]:
             print(end.reason, flush=True)
         patiently("its end", lambda: _leave_word(settings, end, launcher.events), lambda: False)
-        return EXITS[end.status]
+    if launcher.groups and end.status != "fenced":
+        launcher.groups[0].beat(DONE)  # of its workers nothing is left
+    return EXITS[end.status]
 
 
 def _start(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) -> End | None:
@@ -75,5 +77,3 @@ def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
     final = first_node and (end.status == "done" or (end.status == "stopped" and unwanted))
     if settings.job and (final or end.status == "failed"):  # what one node gives up is no better on the others
         write_json(over_file(run_dir, settings.group), asdict(end))
-    if settings.job and first_node:
-        fence.release(run_dir, settings.group, settings.claim)

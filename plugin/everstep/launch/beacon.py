@@ -10,7 +10,7 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import LaunchError, over_file, stop_file, wanted_groups
+from everstep.run.directory import over_file, stop_file, wanted_groups
 
 PRELOAD = ("everstep.quorum.lighthouse",)
 LINGER_S = 60.0
@@ -38,12 +38,10 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         launcher.run(
             lambda: (
                 bool(launcher.stops)  # the stop file is for groups, which finish their step
-                or bool(lighthouse.cannot_start or lighthouse.superseded)
+                or lighthouse.superseded
                 or _all_over(run_dir, config.groups)
             )
         )
-    if lighthouse.cannot_start:
-        raise LaunchError(lighthouse.cannot_start)
     return 0
 
 

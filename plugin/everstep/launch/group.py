@@ -132,14 +132,16 @@ class Group:
             fence.claim_group(settings.run_dir, settings.group, settings.claim, self._stopping)
         if self._heart is None:
             self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group, settings.node_rank))
-        self._beat()  # before the note, by which others begin to listen
+        self.beat()  # before the note, by which others begin to listen
         start = settings.claim if settings.nodes > 1 else self._first_number
         self._meeting = Meeting(settings, f"group-{settings.group}.{start}")
         return self._meeting
 
-    def _beat(self) -> None:
-        assert self._heart is not None
-        self._heart.beat("watching")
+    def beat(self, phase: str = "watching") -> None:
+        """Say that this agent lives, or with DONE that it ends."""
+        if self._heart is None:  # it has not come so far
+            return
+        self._heart.beat(phase)
         if self.settings.shared:  # other hosts look as well
             run_dir, group, node_rank = self.settings.run_dir, self.settings.group, self.settings.node_rank
             push([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])
@@ -148,7 +150,7 @@ class Group:
 
     def _watch(self, meeting: Meeting) -> None:
         settings, now = self.settings, self._now
-        self._beat()
+        self.beat()
         if not fence.holds(settings.run_dir, settings.group, settings.claim):
             self.finish("fenced", f"group {settings.group} was started again elsewhere; this start of it ends")
         elif reason := read_json(ended_file(settings.run_dir)).get("reason"):

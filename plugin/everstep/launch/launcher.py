@@ -12,6 +12,7 @@ group: it is named, and tried again after a pause.
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from everstep.launch.forking import preload
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.scarce import Pause, is_scarce, patiently
+from everstep.launch.scarce import LONGEST_S, backoff_s, is_scarce, patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
@@ -64,7 +65,8 @@ class Launcher:
         self.page = ""
         """Its address."""
         self._run_dir, self._show = run_dir, show
-        self._pauses: dict[str, Pause] = {}
+        self._shortages: dict[str, tuple[int, float]] = {}
+        """By job for which there is no room: how often in a row, and until when it is not tried."""
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
@@ -127,16 +129,18 @@ class Launcher:
 
     def _try(self, name: str, job: Job, log: EventLog) -> None:
         """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while."""
-        pause = self._pauses.setdefault(name, Pause())
-        if pause.is_over:
-            try:
-                job()
-                pause.worked()
-            except OSError as error:
-                if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
-                    raise
-                again_s = pause.failed()
-                log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
+        failures, again_mono = self._shortages.get(name, (0, 0.0))
+        if time.monotonic() < again_mono:
+            return
+        try:
+            job()
+            self._shortages.pop(name, None)
+        except OSError as error:
+            if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
+                raise
+            again_s = backoff_s(failures + 1, LONGEST_S)
+            self._shortages[name] = failures + 1, time.monotonic() + again_s
+            log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
 
     def _give_up_together(self) -> None:
         """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has

@@ -4,6 +4,7 @@ It keeps no state itself. Groups were told an address that must hold, so it come
 know it. Its process beats: one that hangs keeps its port and its connections.
 """
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -12,12 +13,13 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.machine import free_port
-from everstep.run.address import publish_address, superseded
+from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
-from everstep.run.directory import wanted_groups
+from everstep.run.directory import LaunchError, wanted_groups
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
+"""At least between two starts."""
 ATTEMPTS = 5
 """Ports that are tried, one after the other, before nobody knows one."""
 SILENCE_S = 12.0
@@ -36,39 +38,29 @@ class Lighthouse:
     """
 
     def __init__(self, run_dir: Path, host: str, ft: FaultTolerance, children: Children, events: EventLog) -> None:
-        self.up = False
-        """Whether it serves, and its address is published."""
+        self.known = False
+        """Whether its address was published, and holds from then on."""
         self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
         self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
-        self.epoch = 0
-        """Of the last publication; 0: there was none."""
-        self._port = 0
-        self._attempts = 0
-        self._hung = False
-        self._next_mono = self._started_mono = 0.0
+        self._serves = self._hung = False
+        self._port = self._attempts = 0
+        self._started_mono = -math.inf
 
     @property
     def address(self) -> str:
         return f"http://{self._host}:{self._port}"
 
     @property
-    def cannot_start(self) -> str:
-        """Why there is no use in trying again; "": it may work."""
-        log = self._run_dir / "logs" / "lighthouse.log"
-        where = f"{self._host}:{self._port}" if self._port else self._host
-        return f"the lighthouse does not start on {where}, see {log}" if self._attempts >= ATTEMPTS else ""
-
-    @property
     def superseded(self) -> bool:
         """Whether another lighthouse of the run was published after this one."""
-        return self.epoch > 0 and superseded(self._run_dir, self.epoch)
+        return self.known and published_address(self._run_dir) not in ("", self.address)
 
     def keep(self) -> None:
-        """Start it if it is not there, publish it once it serves, kill it if it hangs. Raises OSError if there is no
-        room for that."""
+        """Start it if it is not there, publish it once it serves, kill it if it hangs. Raises LaunchError if it does
+        not start, and OSError if there is no room for that."""
         if (child := self._child) is None:
-            if time.monotonic() >= self._next_mono:
+            if time.monotonic() - self._started_mono > PAUSE_S:
                 self._start()
             return
         if not child.alive:
@@ -76,10 +68,10 @@ class Lighthouse:
             return
         beat = read_beat(self._beats)
         serves = beat is not None and beat.pid == child.pid
-        if serves and not self.up:
-            self.epoch = publish_address(self._run_dir, self.address, child.pid)
-            self.up = True
-            self._events.emit("lighthouse_started", address=self.address, pid=child.pid, epoch=self.epoch)
+        if serves and not self._serves:
+            publish_address(self._run_dir, self.address)
+            self.known = self._serves = True
+            self._events.emit("lighthouse_started", address=self.address, pid=child.pid)
         since = beat.mono if beat is not None and serves else self._started_mono
         if self._children.looked_mono - max(since, self._children.awake_mono) > SILENCE_S:
             self._hung = True
@@ -99,12 +91,15 @@ class Lighthouse:
         words = [str(word) for option in options.items() for word in option]
         log = self._run_dir / "logs" / "lighthouse.log"
         self._child = self._children.start(Request("everstep.quorum.lighthouse:main", [words], log))
-        self._started_mono, self._hung = time.monotonic(), False
+        self._started_mono, self._serves, self._hung = time.monotonic(), False, False
 
     def _ended(self, child: Child) -> None:
         reason = "did not answer" if self._hung else "ended"
         self._events.emit("lighthouse_died", exitcode=child.exitcode, reason=reason)
-        self._child, self._next_mono, self.up = None, time.monotonic() + PAUSE_S, False
-        if not self.epoch:
-            self._port = 0  # taken between looking and binding
+        self._child = None
+        if not self.known:
             self._attempts += 1
+            if self._attempts == ATTEMPTS:
+                log = self._run_dir / "logs" / "lighthouse.log"
+                raise LaunchError(f"the lighthouse does not start on {self._host}:{self._port}, see {log}")
+            self._port = 0  # taken between looking and binding

@@ -1,9 +1,9 @@
 """What the system has none of for a while: room on a disk, processes, descriptors, memory. A launcher waits for it."""
 
 import errno
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,42 +27,20 @@ def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:
     return 0.0 if failures < 1 else min(longest_s, 0.5 * 2.0 ** min(failures - 1, 60))
 
 
-@dataclass
-class Pause:
-    """When something that failed for want of room is tried again."""
-
-    failures: int = 0
-    """In a row."""
-    until_mono: float = 0.0
-
-    def failed(self) -> float:
-        """One more failure; how long to wait, in seconds."""
-        self.failures += 1
-        wait_s = backoff_s(self.failures, LONGEST_S)
-        self.until_mono = time.monotonic() + wait_s
-        return wait_s
-
-    def worked(self) -> None:
-        self.failures, self.until_mono = 0, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self.until_mono
-
-
 def patiently(what: str, action: Callable[[], T], stopping: Callable[[], bool]) -> T | None:
     """What `action` returns, tried again for as long as there is no room for it; None if asked to stop meanwhile. Each
     failure is said on stdout. Raises what `action` raises for another reason."""
-    pause = Pause()
-    while True:
+    for failures in itertools.count(1):
         try:
             return action()
         except OSError as error:
             if not is_scarce(error):
                 raise
-            wait_s = pause.failed()
+            wait_s = backoff_s(failures, LONGEST_S)
             print(f"{what}: {error.strerror}; it is tried again in {wait_s:g} s", flush=True)
-        while not pause.is_over:
+        again_mono = time.monotonic() + wait_s
+        while time.monotonic() < again_mono:
             if stopping():
                 return None
             time.sleep(POLL_S)
+    return None

@@ -88,9 +88,13 @@ class Supervisor:
             launcher.jobs = {"events": self._look} | launcher.jobs | {"groups": keep_groups}
             if self._settings.chaos_every_s:
                 self._break(found)
-            launcher.run(lambda: bool(lighthouse.cannot_start) or self._is_over())
+            cannot_go_on = ""
+            try:
+                launcher.run(self._is_over)
+            except LaunchError as error:
+                cannot_go_on = str(error)
             self._look()
-            return self._finish(lighthouse.cannot_start)
+            return self._finish(cannot_go_on)
 
     def _is_over(self) -> bool:
         if not self._launcher.groups:
@@ -100,7 +104,7 @@ class Supervisor:
     def _groups_ended(self) -> bool:
         return all(group.end for group in self._launcher.groups)
 
-    def _finish(self, cannot_start: str) -> int:
+    def _finish(self, cannot_go_on: str) -> int:
         """Tell how the run ended; the exit status."""
         ends = [group.end for group in self._launcher.groups if group.end is not None]
         kinds = {end.status for end in ends}
@@ -109,8 +113,8 @@ class Supervisor:
             self._children.kill_everything()
             status, reason = "stopped", "stopped at once, without a final checkpoint"
             exit_status = STOPPED_AT_ONCE_EXIT
-        elif cannot_start:
-            status, reason = "failed", cannot_start
+        elif cannot_go_on:
+            status, reason = "failed", cannot_go_on
         elif "killed" in kinds:
             status, reason = "failed", "some workers did not end by themselves when asked to stop"
         elif self._launcher.is_stopping():
@@ -170,7 +174,7 @@ class Supervisor:
         """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
         was asked to leave ends first, and is started anew if it is wanted again."""
         groups = self._launcher.groups
-        if not lighthouse.up or self._launcher.is_stopping():
+        if not lighthouse.known or self._launcher.is_stopping():
             return
         wanted = wanted_groups(self._run_dir, found.groups)
         groups[:] = [group for group in groups if not (group.leaves and group.end)]

@@ -1,59 +1,33 @@
 """Where the lighthouse is: one small file in the run directory, which all nodes share.
 
 Whoever runs the lighthouse writes it once the lighthouse listens; agents and workers that were not given an address
-read it, workers before every quorum: the lighthouse may have moved to another node. Each publication has a higher epoch
-than the one before, so of two lighthouses the older one sees that it is not the one any more, and ends.
+read it, workers before every quorum: the lighthouse may have moved to another node. Of two lighthouses the older one
+sees that another address stands there, and ends.
 """
 
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run.files import locked, read_typed, write_json
-from everstep.run.typed import Count
+from everstep.run.files import read_json, write_json
 
 POLL_S = 0.2
 ADDRESS = re.compile(r"https?://(?:\[[A-Za-z0-9.:%]{1,253}\]|[A-Za-z0-9._:-]{1,255}):([0-9]{1,5})/?")
-
-
-@dataclass(frozen=True)
-class _Publication:
-    """What the file holds."""
-
-    address: str
-    pid: int
-    since: float
-    """Wall time, for a person who reads it."""
-    epoch: Count
 
 
 def address_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "lighthouse.json"
 
 
-def publish_address(run_dir: Path, address: str, pid: int) -> int:
-    """Say that the lighthouse is at `address` (http://host:port); the epoch of this publication."""
-    path = address_file(run_dir)
-    with locked(path):
-        before = read_typed(_Publication, path)
-        here = _Publication(address, pid, time.time(), 1 if before is None else before.epoch + 1)
-        write_json(path, asdict(here))
-    return here.epoch
-
-
-def superseded(run_dir: Path, epoch: int) -> bool:
-    """Whether another lighthouse was published after the one of `epoch`."""
-    newest = read_typed(_Publication, address_file(run_dir))
-    return newest is not None and newest.epoch > epoch
+def publish_address(run_dir: Path, address: str) -> None:
+    """Say that the lighthouse is at `address` (http://host:port)."""
+    write_json(address_file(run_dir), {"address": address})
 
 
 def published_address(run_dir: Path) -> str:
-    """The lighthouse's address as it was last published; "" if it never was, or something
-    else stands there."""
-    newest = read_typed(_Publication, address_file(run_dir))
-    found = None if newest is None else ADDRESS.fullmatch(newest.address)
+    """The lighthouse's address as it was last published; "" if it never was, or something else stands there."""
+    found = ADDRESS.fullmatch(str(read_json(address_file(run_dir)).get("address")))
     return found[0] if found and int(found[1]) <= 65535 else ""
 
 

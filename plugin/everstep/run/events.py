@@ -14,6 +14,7 @@ most one torn line, which readers skip and the next writer closes. A line that i
 import heapq
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Set
@@ -29,6 +30,9 @@ LONGEST_LINE = 16 << 20
 LONGEST_READ = 64 << 20
 """Bytes of one file after which a tail stops until the next call."""
 MOST_UNWRITTEN = 100
+_END = 1 << 16
+"""Bytes at the end of a log in which an event is looked for first."""
+_KIND = re.compile(rb'"kind":"([^"]*)"')
 RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
 
@@ -100,12 +104,19 @@ class EventLog:
             self._fd = -1
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
+    """The event of a line; None: it is none, or of none of these kinds."""
+    # To look is cheaper than to parse it, and safe, as an event's kind stands before its own fields.
+    found = None if kinds is None else _KIND.search(line)
+    if kinds is not None and found and found[1].decode(errors="replace") not in kinds:
+        return None
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not fits(event):
+        return None
+    if kinds is not None and event["kind"] not in kinds:
         return None
     event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
     return event if line.isascii() and b"\\" not in line else _shown(event)
@@ -123,13 +134,6 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _may_be(line: bytes, kinds: Set[bytes]) -> bool:
-    """False when the line is surely of none of these kinds. Cheaper than parsing it, and safe, as an event's
-    kind stands before its own fields."""
-    start = line.find(b'"kind":"') + 8
-    return start < 8 or line[start : line.find(b'"', start)] in kinds
-
-
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Lines of a log from where the file stands, but for one that is torn by a crash or being written. One that is too
     long for an event comes in parts."""
@@ -138,18 +142,12 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
-    names = None if kinds is None else {kind.encode() for kind in kinds}
     try:
         file = open_regular(path, links=False)
     except OSError:  # a link, a pipe, or gone
         return
     with file:
-        for line in _lines(file):
-            if names is not None and not _may_be(line, names):
-                continue
-            event = _parse(line)
-            if event is not None and (kinds is None or event["kind"] in kinds):
-                yield event
+        yield from filter(None, (_parse(line, kinds) for line in _lines(file)))
 
 
 def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -163,35 +161,27 @@ def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[s
     yield from heapq.merge(*readers, key=lambda event: event["t"])
 
 
-_BLOCK = 1 << 16
-
-
 def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
     """The newest event of these kinds in one log, read from its end; None: there is none.
 
     What it costs does not grow with the log, as long as such events are not rare in it.
     """
-    names = {kind.encode() for kind in kinds}
     try:
         log = open_regular(path, links=False)
     except OSError:  # none yet, or no log
         return None
     with log as file:
-        begin = file.seek(0, os.SEEK_END)
-        rest = b""
-        while begin > 0:
-            size = min(_BLOCK, begin)
-            begin = file.seek(begin - size)
-            first, newline, data = (file.read(size) + rest).partition(b"\n")
+        size, length = file.seek(0, os.SEEK_END), _END
+        while True:
+            begin = max(0, size - length)
+            file.seek(begin)
+            lines = file.read(size - begin).splitlines(keepends=True)
+            for line in reversed(lines[1 if begin else 0 :]):  # the first may be a part of one
+                if line.endswith(b"\n") and (event := _parse(line, kinds)) is not None:
+                    return event
             if begin == 0:
-                first, data = b"", first + newline + data
-            for line in reversed(data.splitlines(keepends=True)):
-                if line.endswith(b"\n") and _may_be(line, names):
-                    event = _parse(line)
-                    if event is not None and event["kind"] in kinds:
-                        return event
-            rest = first + newline
-    return None
+                return None
+            length *= 8
 
 
 class EventTail:

@@ -1,9 +1,9 @@
 """Which start of a group is the one that counts.
 
 A batch system may start a group again while the earlier start still runs: its node was taken for dead and is not. The
-start with the higher claim (job, restart) wins. It waits until the earlier one has ended or has been silent for
-LEASE_S, and the earlier one, as soon as it can do anything again, sees that it lost and ends: its agent looks twice a
-second, its workers before they ask for a quorum.
+start with the higher claim (job, restart) wins. It waits until the earlier one's agent has ended, as its last beat
+says, or has been silent for LEASE_S. The earlier one, as soon as it can do anything again, sees that it lost and ends:
+its agent looks twice a second, its workers before they ask for a quorum.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.run.beats import age_s, agent_beat_path
+from everstep.run.beats import DONE, age_s, agent_beat_path, read_beat
 from everstep.run.files import hold_alone, locked, read_typed, write_json
 
 LEASE_S = 10.0
@@ -52,7 +52,6 @@ class _Fence:
     claim: Claim
     host: str
     pid: int
-    ended: bool
 
 
 def fence_file(run_dir: Path, group: int) -> Path:
@@ -87,23 +86,13 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
                 f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
                 f"place, give a higher --restart than {claim.restart}"
             )
-        write_json(path, asdict(_Fence(claim, socket.gethostname(), os.getpid(), ended=False)))
-    if not before or before.ended or before.claim == claim:
-        return
-    while not stopping() and not _silent(run_dir, group):
+        write_json(path, asdict(_Fence(claim, socket.gethostname(), os.getpid())))
+    while before and before.claim != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
 
 
-def release(run_dir: Path, group: int, claim: Claim) -> None:
-    """This start has ended, its workers with it."""
-    path = fence_file(run_dir, group)
-    with locked(path):  # between reading and writing, a later start could claim the group
-        found = read_typed(_Fence, path)
-        if found and (found.claim, found.host, found.pid) == (claim, socket.gethostname(), os.getpid()):
-            write_json(path, asdict(found) | {"ended": True})
-
-
-def _silent(run_dir: Path, group: int) -> bool:
-    """Whether the group's agent has not beaten within the lease, or never."""
-    age = age_s(agent_beat_path(run_dir, group))
-    return age is None or age > LEASE_S
+def _is_gone(run_dir: Path, group: int) -> bool:
+    """Whether the group's agent has said that it ends, or has not beaten within the lease, or never."""
+    path = agent_beat_path(run_dir, group)
+    beat, age = read_beat(path), age_s(path)
+    return age is None or age > LEASE_S or (beat is not None and beat.phase == DONE)
