@@ -26,7 +26,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.beats import BeatFile, beat_path
 from everstep.run.events import EventLog
-from everstep.run.poison import deaths_at
+from everstep.run.poison import poisoned
 
 STEP_S = 0.02
 
@@ -61,7 +61,7 @@ def main(argv):
     for step in range(1, steps + 1):
         heart.beat("compute", step, slot=step % 4)
         poison = step == int(flag(argv, "--tiny.fail_in", "0"))
-        if poison and "--tiny.skip" in argv and deaths_at(run_dir, (step, step % 4)).poisoned(groups):
+        if poison and "--tiny.skip" in argv and poisoned(run_dir, (step, step % 4), groups):
             events.emit("slot_skipped", step, slot=step % 4)
         elif poison:
             raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")

@@ -27,12 +27,10 @@ from everstep.run.directory import End, ended_file, starts_file, wanted_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
-from everstep.run.poison import Slot, deaths_at
+from everstep.run.poison import Slot
 
 WATCH_INTERVAL_S = 0.5
 """How often to look for all but deaths, which are seen at once."""
-ASK_AGAIN_S = 3.0
-"""A worker that was asked to stop is asked again: a signal that comes while it starts is lost to its handler."""
 PEER_FAILS_WITHIN_S = 0.1
 """For how long after an exit somebody who died of a signal is still taken for its cause."""
 PEER_FAILS_ELSEWHERE_S = 0.5
@@ -76,13 +74,12 @@ class Group:
         """Whether it ends cleanly though the run goes on: it has too many groups."""
         self._children, self._run_stops = children, stopping
         last = last_event(event_path(settings.run_dir, settings.group, None, "agent"), {"workers_started"})
-        self._number = self._first_number = 0 if last is None else last["incarnation"] + 1
-        """Of the next incarnation; of the first one here."""
+        self._number = 0 if last is None else last["incarnation"] + 1
+        """Of the next incarnation."""
         self._heart: BeatFile | None = None
         self._meeting: Meeting | None = None
         self._now: Incarnation | None = None
-        self._not_before_mono = self._next_watch = 0.0
-        self._stop_deadline = self._ask_again = 0.0
+        self._not_before_mono = self._next_watch = self._stop_deadline = 0.0
         self._unclean = ""
         """Why a stop was not clean."""
 
@@ -133,8 +130,7 @@ class Group:
         if self._heart is None:
             self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group, settings.node_rank))
         self.beat()  # before the note, by which others begin to listen
-        start = settings.claim if settings.nodes > 1 else self._first_number
-        self._meeting = Meeting(settings, f"group-{settings.group}.{start}")
+        self._meeting = Meeting(settings)
         return self._meeting
 
     def beat(self, phase: str = "watching") -> None:
@@ -163,6 +159,8 @@ class Group:
             return
         if not now.committed and now.note_commit():
             starts_file(settings.run_dir, settings.group).unlink(missing_ok=True)
+        if self._stopping():
+            self._stop_cleanly(now)
         if now.stall is None and (self._stopping() or now.dead):
             return
         if now.stall is None and now.running and meeting.is_awaited:
@@ -197,12 +195,12 @@ class Group:
                 listener.close()
         # A group's incarnation is told once, by its first node.
         kind = "workers_started" if settings.node_rank == 0 else "node_workers_started"
-        self.events.emit(kind, incarnation=now.number, pids=list(now.pids.values()))
+        self.events.emit(kind, incarnation=now.number, pids=[child.pid for child in now.workers.values()])
 
     def _request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Request:
         settings, place = self.settings, now.place
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
-        env = place.environment(rank, f"group-{settings.group}", now.number - self._first_number)
+        env = place.environment(rank, f"group-{settings.group}", now.number)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env[devices.VISIBLE] = settings.devices
@@ -218,8 +216,6 @@ class Group:
     # While they run
 
     def _look_at_workers(self, now: Incarnation, meeting: Meeting) -> None:
-        if self._stopping():
-            self._stop_cleanly(now)
         if now.dead:
             now.first = now.cause(PEER_FAILS_WITHIN_S)
             if now.first is not None:
@@ -232,16 +228,15 @@ class Group:
                 now.kill()
 
     def _stop_cleanly(self, now: Incarnation) -> None:
-        mono = time.monotonic()
-        self._stop_deadline = self._stop_deadline or mono + STOP_GRACE_S
+        """Ask the workers to stop, again and again: a signal that comes while one starts is lost to its handler."""
+        self._stop_deadline = self._stop_deadline or time.monotonic() + STOP_GRACE_S
         if self._is_overdue() and now.running:
             self._unclean = f"did not end within {STOP_GRACE_S:g} s and was killed"
             now.kill()
-        elif mono >= self._ask_again:
-            self._ask_again = mono + ASK_AGAIN_S
-            for child in now.running:
-                if not now.is_done(child):
-                    child.signal(signal.SIGTERM)
+            return
+        for child in now.running:
+            if not now.is_done(child):
+                child.signal(signal.SIGTERM)
 
     def _is_overdue(self) -> bool:
         """Whether a clean stop has taken as long as it may."""
@@ -312,7 +307,7 @@ class Group:
         elif poison is not None:
             self.deaths.pop()  # the next start does without it, or there is none
             if settings.fault_tolerance.on_poison == "stop":
-                self._end_poisoned(poison, death.why)
+                self._end_poisoned(*poison, death.why)
         elif hopeless := reason_to_give_up(death):
             self.finish("failed", f"group {settings.group} is given up, {hopeless}; last: {death.reason}")
         else:
@@ -326,12 +321,11 @@ class Group:
             said = f"group {self.settings.group} has failed {count} times in a row: {self.deaths[-1].reason}"
             self.events.emit("group_failing", count=count, reason=said, again_s=wait_s)
 
-    def _end_poisoned(self, slot: Slot, why: str) -> None:
+    def _end_poisoned(self, slot: Slot, groups: list[int], why: str) -> None:
         """This slot ends the workers of whoever computes it: no group can go on."""
-        deaths = deaths_at(self.settings.run_dir, slot).deaths
         reason = (
-            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted(deaths)))}, "
-            f"{deaths.total()} times: {why}. Its data, or what the model makes of it, is at fault; "
+            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))}, "
+            f"{len(groups)} times: {why}. Its data, or what the model makes of it, is at fault; "
             'with [fault_tolerance] on_poison = "skip" a run goes on without it'
         )
         write_json(ended_file(self.settings.run_dir), {"reason": reason})  # other groups read it

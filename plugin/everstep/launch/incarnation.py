@@ -2,23 +2,34 @@
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import COMPILING, Death, Stall, describe_exit, find_stall, oom_kills
+from everstep.launch.watchdog import Death, describe_exit, oom_kills
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
-from everstep.run.beats import DONE, STARTUP, beat_path, load_beat, read_beat
+from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.poison import Slot
 
 ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
 """A trainer's own decisions, which no slot makes for it."""
+COMPILING = ("compute", "reduce", "vote")
+"""Phases in which the first step of a process compiles, or waits for a rank that does."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A rank that shows no progress: its last phase and how long ago it began (seconds)."""
+
+    stalled_rank: int
+    phase: str
+    idle_s: float
 
 
 def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
@@ -60,19 +71,19 @@ class Incarnation:
         return sorted((one for one in self.workers.values() if not one.alive), key=lambda one: one.ended_mono)
 
     @property
-    def pids(self) -> dict[int, int]:
-        """Of the workers, by rank."""
-        return {rank: child.pid for rank, child in self.workers.items()}
-
-    @property
     def dead(self) -> list[Child]:
         """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
         return [child for child in self.ended if child.exitcode != 0 or not self.is_done(child)]
 
+    def _beat_of(self, child: Child) -> Beat | None:
+        """The last beat of a worker; one that an earlier worker left is none. Raises OSError."""
+        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
+        return beat if beat is not None and beat.pid == child.pid else None
+
     def is_done(self, child: Child) -> bool:
         """Whether a worker has said that it has done its work."""
-        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
-        return beat is not None and beat.pid == child.pid and beat.phase == DONE
+        beat = self._beat_of(child)
+        return beat is not None and beat.phase == DONE
 
     def note_commit(self) -> bool:
         """Look whether it has committed a step by now, and return that."""
@@ -90,23 +101,23 @@ class Incarnation:
             child.signal(signum)
 
     def look_for_stall(self, events: EventLog, now_mono: float, awake_mono: float) -> None:
-        """Kill it if a rank hangs. Who does is said a look before, and each rank writes meanwhile where it is."""
-        settings, ft = self.settings, self.settings.fault_tolerance
+        """Kill it if a rank hangs, of several the one that has been silent for longest. Who does is said a look before,
+        and each rank writes meanwhile where it is. Silence before `awake_mono` does not count."""
+        ft, stalls = self.settings.fault_tolerance, []
         if self.stall is not None:
             self._signal(signal.SIGKILL)
         if self.stall is not None or not ft.enable:
             return
-
-        def patience(phase: str) -> float:
-            compiles = phase in COMPILING and not self.committed
-            return ft.startup_timeout_s if compiles or phase == STARTUP else ft.stall_timeout_s
-
-        beats = {rank: load_beat(beat_path(settings.run_dir, settings.group, rank)) for rank in self.workers}
-        stall = find_stall(self.pids, beats, self.started_mono, patience, now_mono, awake_mono)
-        if stall is not None:
-            self.stall = stall
-            told = {"phase": stall.phase, "idle_s": stall.idle_s, "stalled_rank": stall.rank}
-            events.emit("workers_stalled", incarnation=self.number, **told)
+        for rank, child in self.workers.items():
+            beat = self._beat_of(child)
+            phase, since = (STARTUP, self.started_mono) if beat is None else (beat.phase, beat.mono)
+            starts = phase == STARTUP or (phase in COMPILING and not self.committed)
+            patience_s = ft.startup_timeout_s if starts else ft.stall_timeout_s
+            if phase != DONE and now_mono - max(since, awake_mono) > patience_s:
+                stalls.append(Stall(rank, phase, now_mono - since))
+        if stalls:
+            self.stall = max(stalls, key=lambda stall: stall.idle_s)
+            events.emit("workers_stalled", incarnation=self.number, **asdict(self.stall))
             self._signal(STACKS_SIGNAL)
 
     # What it ended of
@@ -116,7 +127,7 @@ class Incarnation:
         memory back, during which a peer may notice and fail: for `patience_s` it is waited for."""
         dead = self.dead
         if self.stall is not None:
-            return next((child for child in dead if child.rank == self.stall.rank), dead[0])
+            return next((child for child in dead if child.rank == self.stall.stalled_rank), dead[0])
         first = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
         waited = time.monotonic() - dead[0].ended_mono > patience_s
         return first if (first.exitcode or 0) < 0 or waited or not self.running else None
@@ -131,7 +142,7 @@ class Incarnation:
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
         reason = f"rank {first.rank} {describe_exit(exitcode)}"
         if self.stall is not None:
-            reason = f"rank {self.stall.rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
+            reason = f"rank {self.stall.stalled_rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
         elif out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
         elif error is not None:
@@ -148,28 +159,24 @@ class Incarnation:
             out_of_memory=out_of_memory,
         )
 
-    def poison_of(self, first: Child, death: Death, events: EventLog) -> Slot | None:
-        """The step and slot that `first` computed when it died, if that is poison by now, which the first to find it
-        tells. A death of the workers' own doing is noted at its slot."""
-        run_dir, group, groups = self.settings.run_dir, self.settings.group, self.settings.groups
-        beat = read_beat(beat_path(run_dir, group, first.rank))
+    def poison_of(self, first: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
+        """The step and slot that `first` computed when it died, if that is poison by now, and the groups whose workers
+        ended there. The first to find it tells. A death of the workers' own doing is noted at its slot."""
+        run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
         if not death.crashed or death.exitcode in ORDERLY_EXITS:
             return None
-        if beat is None or beat.pid != first.pid or beat.phase != "compute" or beat.slot < 0:
-            return None
-        slot = beat.step, beat.slot
         try:
+            beat = self._beat_of(first)
+            if beat is None or beat.phase != "compute" or beat.slot < 0:
+                return None
+            slot = beat.step, beat.slot
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
-            known = poison.deaths_at(run_dir, slot)
-            tell = known.poisoned(groups) and poison.first_to_tell(run_dir, slot)
+            groups = poison.poisoned(run_dir, slot, self.settings.groups)
+            tells = groups and poison.first_to_tell(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again
-            print(f"slot {slot[1]} of step {slot[0]} is not noted as this death's: {error}", flush=True)
+            print(f"the slot at which group {group} died is not noted: {error}", flush=True)
             return None
-        if tell:
-            told = {
-                "groups": sorted(known.deaths),
-                "error": death.why,
-                "action": self.settings.fault_tolerance.on_poison,
-            }
+        if tells:
+            told = {"groups": sorted({*groups}), "error": death.why, "action": on_poison}
             events.emit("poison_slot", slot[0], slot=slot[1], **told)
-        return slot if known.poisoned(groups) else None
+        return (slot, groups) if groups else None

@@ -97,8 +97,8 @@ class Meeting:
         Fenced: an agent of this node has been in this start of the group before.
     """
 
-    def __init__(self, settings: GroupSettings, run_id: str) -> None:
-        self._settings, self._run_id = settings, run_id
+    def __init__(self, settings: GroupSettings) -> None:
+        self._settings = settings
         self._mine = _Note(settings.ranks)
         self._left = 0
         """The last round that began."""
@@ -140,7 +140,14 @@ class Meeting:
         self._left = number
         sizes = [notes[node].ranks for node in sorted(notes)]
         listener, self._listener = self._listener, None
-        return Round(self._run_id, notes[0].host, notes[0].port, self._settings.node_rank, sizes, listener)
+        return Round(
+            f"group-{self._settings.group}.{self._settings.claim}",
+            notes[0].host,
+            notes[0].port,
+            self._settings.node_rank,
+            sizes,
+            listener,
+        )
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
         """Why a node of the group must be taken for gone; "" if all are there, or may still come. Silence before

@@ -105,7 +105,7 @@ def prepare(order: Order) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=visible(accelerator.device_count()),
         warnings=warnings,
-        lines=[*_patience(config, ranks), *_lines(config, ranks)] if order.model else [],
+        lines=[*_patience(config, ranks), *_lines(config)] if order.model else [],
     )
 
 
@@ -184,7 +184,7 @@ def _patience(config: Any, ranks: int) -> Iterator[Line]:
         yield Line("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
 
 
-def _lines(config: Any, ranks: int) -> Iterator[Line]:
+def _lines(config: Any) -> Iterator[Line]:
     """How large the model is, built on the meta device, and whether `[attention_check]` sees all of it."""
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
@@ -195,8 +195,6 @@ def _lines(config: Any, ranks: int) -> Iterator[Line]:
     state_bytes = parameters * size * (1 + ADAM_STATES)
     whole = f"{state_bytes / 1e9:.2f} GB with the optimizer's states"
     yield Line("config", "ok", f"{parameters / 1e6:,.1f} M parameters: {whole} in each group")
-    memory = memory_of_rank(config, parameters * size / ranks, state_bytes / ranks)
-    yield Line("memory", "ok", f"{memory}; activations come on top")
     if not config.attention_check.enable:
         return
     checked, unchecked = coverage([model])
@@ -208,24 +206,6 @@ def _lines(config: Any, ranks: int) -> Iterator[Line]:
         yield Line("attention", "error", f"{found}; {', '.join(unchecked[:3])} would not be", advice)
     else:
         yield Line("attention", "ok", found)
-
-
-def memory_of_rank(config: Any, gradients: float, state: float) -> str:
-    """docs/transport.md and docs/snapshots.md count these bytes of a rank by their causes."""
-    ft, snapshot = config.fault_tolerance, config.snapshot
-    held = f"{(state + gradients) / 1e9:.1f} GB of parameters, optimizer's states and gradients"
-    if not ft.enable or config.semi_sync.enabled:
-        return f"{held} in each rank"
-    sums = gradients * (4 if ft.exact else 1)
-    host = 4 * gradients
-    if snapshot.enable and ft.groups > 1:
-        size = min(ft.groups, snapshot.parity_group)
-        parity = min(snapshot.parity, size - 1)
-        host += state / ft.groups * (3 + 2 * parity / (size - parity))
-    return (
-        f"{held} and {sums / 1e9:.1f} GB of sums in each rank, {gradients / 1e9:.1f} GB more while a failed "
-        f"attempt ends; on its host up to {host / 1e9:.1f} GB for snapshots and a group that heals"
-    )
 
 
 # How it is asked and answered.

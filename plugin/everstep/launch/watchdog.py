@@ -1,55 +1,20 @@
-"""What a launcher decides about a group's workers: have they stalled, and is another start worth it."""
+"""What a launcher decides after the death of a group's workers: is another start worth it, and when."""
 
 import itertools
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.scarce import backoff_s
 from everstep.launch.worker import WorkerError
-from everstep.run.beats import DONE, STARTUP, Beat
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
-COMPILING = ("compute", "reduce", "vote")
-"""Phases in which the first step of a process compiles, or waits for a rank that does."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
 WINDOW_S = 3600.0
 """In which failures and deaths on a node count."""
 CGROUP = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A rank that shows no progress: its last phase and how long ago it began (seconds)."""
-
-    rank: int
-    phase: str
-    idle_s: float
-
-
-def find_stall(
-    pids: Mapping[int, int],
-    beats: Mapping[int, Beat | None],
-    started_mono: float,
-    patience: Callable[[str], float],
-    now_mono: float,
-    awake_mono: float = 0.0,
-) -> Stall | None:
-    """The rank that has been silent for too long, the longest silent first; None when all ranks move.
-
-    `pids` are this incarnation's workers by rank; a beat of any other pid was left by an earlier one and counts as no
-    beat, which is "startup" since `started_mono`. A rank whose phase is "done" waits for its group's other ranks.
-    Silence before `awake_mono` does not count. `patience` says how many seconds a phase may last.
-    """
-    stalls = []
-    for rank, pid in pids.items():
-        beat = beats.get(rank)
-        phase, since = (STARTUP, started_mono) if beat is None or beat.pid != pid else (beat.phase, beat.mono)
-        if phase != DONE and now_mono - max(since, awake_mono) > patience(phase):
-            stalls.append(Stall(rank, phase, now_mono - since))
-    return max(stalls, key=lambda stall: stall.idle_s, default=None)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ a slot is poison is read from nothing else: it holds for every group, whoever st
 """
 
 import os
-from collections import Counter
-from dataclasses import dataclass
+import re
 from pathlib import Path
 
 from everstep.run.files import write_whole
@@ -16,19 +15,7 @@ DEATHS = 3
 
 Slot = tuple[int, int]
 """Step and slot."""
-
-
-@dataclass(frozen=True)
-class Deaths:
-    """Whose workers ended at a slot: `deaths` by group; `worked` of them had committed steps before."""
-
-    deaths: Counter[int]
-    worked: int
-
-    def poisoned(self, groups: int) -> bool:
-        """Whether it is the slot that ends them, in a run of `groups`. Workers that never committed a step would end at
-        every slot, and name none."""
-        return self.deaths.total() >= DEATHS and len(self.deaths) >= min(DEATHS, groups) and self.worked > 0
+_STRUCK = re.compile(r"(?P<group>\d{1,9})\.\d+\.(?P<what>worked|new)")
 
 
 def _place(run_dir: Path, slot: Slot) -> Path:
@@ -41,14 +28,17 @@ def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: b
     write_whole(_place(run_dir, slot) / name)
 
 
-def deaths_at(run_dir: Path, slot: Slot) -> Deaths:
-    """Who ended at a slot so far."""
+def poisoned(run_dir: Path, slot: Slot, groups: int) -> list[int]:
+    """Whose workers ended at a slot, each group as often as they did, if it is the slot that ends them in a run of
+    `groups`; else nobody's. Workers that never committed a step would end at every slot, and name none."""
     try:
         names = os.listdir(_place(run_dir, slot))
     except OSError:
-        names = []
-    told = [parts for parts in (name.split(".") for name in names) if len(parts) == 3 and parts[0].isdecimal()]
-    return Deaths(Counter(int(group) for group, _, _ in told), sum(what == "worked" for _, _, what in told))
+        return []
+    told = [found for found in map(_STRUCK.fullmatch, names) if found]
+    deaths = sorted(int(one["group"]) for one in told)
+    enough = len(deaths) >= DEATHS and len({*deaths}) >= min(DEATHS, groups)
+    return deaths if enough and any(one["what"] == "worked" for one in told) else []
 
 
 def first_to_tell(run_dir: Path, slot: Slot) -> bool:

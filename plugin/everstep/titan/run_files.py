@@ -9,7 +9,7 @@ from everstep.run import fence
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
 from everstep.run.directory import ended_file, stop_file
 from everstep.run.files import read_json, write_json
-from everstep.run.poison import deaths_at
+from everstep.run.poison import poisoned
 
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
@@ -51,7 +51,7 @@ class RankFiles:
 
     def is_poison(self, step: int, slot: int) -> bool:
         """Whether this slot has ended so many groups that it is not to be computed, as far as this rank sees."""
-        return deaths_at(self._run_dir, (step, slot)).poisoned(self._groups)
+        return bool(poisoned(self._run_dir, (step, slot), self._groups))
 
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""
