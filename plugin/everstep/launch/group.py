@@ -285,14 +285,12 @@ class Group:
         peer_killed = (first.exitcode or 0) > 0 and meeting.others_were_killed
         death = now.death_of(first, peer_killed=peer_killed)
         self.deaths.append(death)
-        traceback = death.error.traceback if death.error else ""
-        print(f"group {settings.group}, incarnation {now.number}: {death.reason}\n{traceback}".strip(), flush=True)
         poison = now.poison_of(first, death, self.events)
         self.events.emit(
             "workers_died",
             incarnation=now.number,
             reason=death.reason,
-            error=death.error.first_line if death.error else "",
+            error=death.error,
             committed=death.committed,
             by_itself=death.by_itself,
             exitcodes={str(first.rank): death.exitcode},
@@ -307,7 +305,7 @@ class Group:
         elif poison is not None:
             self.deaths.pop()  # the next start does without it, or there is none
             if settings.fault_tolerance.on_poison == "stop":
-                self._end_poisoned(*poison, death.why)
+                self._end_poisoned(*poison, death.error or death.reason)
         elif hopeless := reason_to_give_up(death):
             self.finish("failed", f"group {settings.group} is given up, {hopeless}; last: {death.reason}")
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import Death, describe_exit, oom_kills
+from everstep.launch.watchdog import CRASHES, Death, describe_exit, oom_kills
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
@@ -134,19 +134,22 @@ class Incarnation:
 
     def death_of(self, first: Child, *, peer_killed: bool) -> Death:
         """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
-        machine."""
+        machine, which explains an error of those that wait for it."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
-        error = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else None
+        text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
+        error, _, traceback = text.partition("\n")
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
         reason = f"rank {first.rank} {describe_exit(exitcode)}"
         if self.stall is not None:
             reason = f"rank {self.stall.stalled_rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
         elif out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
-        elif error is not None:
-            reason += f": {error.first_line}"
+        elif error:
+            reason += f": {error}"
+        print(f"group {settings.group}, incarnation {self.number}: {reason}\n{traceback}".strip(), flush=True)
+        crashed = exitcode >= 0 or stalled or -exitcode in CRASHES or out_of_memory
         return Death(
             mono=time.monotonic(),
             exitcode=exitcode,
@@ -154,9 +157,8 @@ class Incarnation:
             reason=reason,
             error=error,
             run_step=max((commit["step"] for commit in commits), default=0),
-            excused=peer_killed,
-            stalled=stalled,
-            out_of_memory=out_of_memory,
+            crashed=crashed,
+            by_itself=crashed and (out_of_memory or not peer_killed),
         )
 
     def poison_of(self, first: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
@@ -177,6 +179,6 @@ class Incarnation:
             print(f"the slot at which group {group} died is not noted: {error}", flush=True)
             return None
         if tells:
-            told = {"groups": sorted({*groups}), "error": death.why, "action": on_poison}
+            told = {"groups": sorted({*groups}), "error": death.error or death.reason, "action": on_poison}
             events.emit("poison_slot", slot[0], slot=slot[1], **told)
         return (slot, groups) if groups else None

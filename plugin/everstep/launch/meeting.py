@@ -82,10 +82,9 @@ class _Note:
     """The last round in which a signal ended a worker of its node."""
     ended: bool = False
     """Whether its workers have done their work."""
-    served: int = 0
-    """Node 0: the round whose store is at `port`."""
-    port: int = 0
     host: str = ""
+    port: int = 0
+    """Node 0: where the store of its round is."""
 
 
 class Meeting:
@@ -124,30 +123,21 @@ class Meeting:
     def next_round(self) -> Round | None:
         """The next round, once every node has joined it; None until then. Raises LaunchError if the host is not this
         machine, and OSError if there is no room for a socket."""
+        settings = self._settings
         if self._mine.round == self._left:
-            self._say(replace(self._mine, round=self._left + 1, ended=False))
-        number, first_node = self._mine.round, self._settings.node_rank == 0
-        notes = self._notes()
-        if len(notes) < self._settings.nodes or any(note.round < number for note in notes.values()):
-            return None
-        if first_node and self._mine.served < number:
-            self._listener = listen(self._settings.host)
-            place = {"host": self._settings.host, "port": self._listener.getsockname()[1]}
-            self._say(replace(self._mine, served=number, **place))
-            notes[0] = self._mine
-        if notes[0].served != number:
+            mine = replace(self._mine, round=self._left + 1, ended=False)
+            if settings.node_rank == 0:
+                self._listener = listen(settings.host)
+                mine = replace(mine, host=settings.host, port=self._listener.getsockname()[1])
+            self._say(mine)
+        number, notes = self._mine.round, self._notes()
+        if len(notes) < settings.nodes or any(note.round < number for note in notes.values()):
             return None
         self._left = number
         sizes = [notes[node].ranks for node in sorted(notes)]
         listener, self._listener = self._listener, None
-        return Round(
-            f"group-{self._settings.group}.{self._settings.claim}",
-            notes[0].host,
-            notes[0].port,
-            self._settings.node_rank,
-            sizes,
-            listener,
-        )
+        run_id = f"group-{settings.group}.{settings.claim}"
+        return Round(run_id, notes[0].host, notes[0].port, settings.node_rank, sizes, listener)
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
         """Why a node of the group must be taken for gone; "" if all are there, or may still come. Silence before

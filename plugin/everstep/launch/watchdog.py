@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launch.scarce import backoff_s
-from everstep.launch.worker import WorkerError
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
@@ -28,32 +27,15 @@ class Death:
     exitcode: int
     committed: bool
     """Whether it had committed a step."""
-    reason: str = ""
-    error: WorkerError | None = None
-    """The exception that its first rank ended with, if it could say."""
-    run_step: int = 0
+    reason: str
+    error: str
+    """The exception that its first rank ended with, in one line; "": there is none."""
+    run_step: int
     """The newest step that any group of the run had committed then."""
-    excused: bool = False
-    """A signal ended a rank on another node of this group, which explains an error of those that wait for it."""
-    stalled: bool = False
-    """The watchdog killed it."""
-    out_of_memory: bool = False
-    """The kernel killed a process of this machine's control group for memory meanwhile."""
-
-    @property
-    def why(self) -> str:
-        """In one line."""
-        return self.error.first_line if self.error else self.reason
-
-    @property
-    def crashed(self) -> bool:
-        """Whether the workers ended of their own doing."""
-        return self.exitcode >= 0 or self.stalled or -self.exitcode in CRASHES or self.out_of_memory
-
-    @property
-    def by_itself(self) -> bool:
-        """Whether another start may well end the same way."""
-        return self.crashed and (self.out_of_memory or not self.excused)
+    crashed: bool
+    """Whether the workers ended of their own doing."""
+    by_itself: bool
+    """Whether another start may well end the same way."""
 
 
 def reason_to_give_up(death: Death) -> str:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
-from everstep.run.files import hold_alone, read_typed, write_json
+from everstep.run.files import hold_alone, write_whole
+from everstep.run.regular import read_regular
 
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
@@ -41,20 +41,16 @@ def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
 
 def error_path(run_dir: Path, group: int, rank: int) -> Path:
     """Where a rank leaves the exception that it ended with."""
-    return log_path(run_dir, group, rank).with_suffix(".error.json")
+    return log_path(run_dir, group, rank).with_suffix(".error")
 
 
-@dataclass(frozen=True)
-class WorkerError:
-    """The exception that a rank ended with; of its own decision to end, the text alone."""
-
-    first_line: str
-    traceback: str
-
-
-def read_error(run_dir: Path, group: int, rank: int) -> WorkerError | None:
-    """None: it ended with none, or could not say."""
-    return read_typed(WorkerError, error_path(run_dir, group, rank))
+def read_error(run_dir: Path, group: int, rank: int) -> str:
+    """The exception that a rank ended with, in one line, and its traceback below; of its own decision to end the text
+    alone. "": it ended with none, or could not say."""
+    try:
+        return read_regular(error_path(run_dir, group, rank)).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def serve_and_start(listener: int, host: str, port: int, *place: Any) -> None:
@@ -78,7 +74,7 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
         _work(Path(run_dir), group, incarnation, entry, argv)
     except Exception as error:
         with contextlib.suppress(OSError):  # a full disk
-            write_json(error_path(Path(run_dir), group, rank), asdict(_described(error)))
+            write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
         if isinstance(error, TrainerEnds):
             traceback.print_exc()
             sys.exit(error.status)
@@ -86,13 +82,13 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
     _let_others_end()
 
 
-def _described(error: Exception) -> WorkerError:
+def _described(error: Exception) -> str:
     if isinstance(error, TrainerEnds):
-        return WorkerError(str(error), "")
+        return " ".join(str(error).splitlines())
     name = type(error).__qualname__
     lines = str(error).strip().splitlines()
     first_line = f"{name}: {lines[0]}" if lines else name
-    return WorkerError(first_line[:LONGEST_ERROR], "".join(traceback.format_exception(error)))
+    return f"{first_line[:LONGEST_ERROR]}\n{''.join(traceback.format_exception(error))}"
 
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
