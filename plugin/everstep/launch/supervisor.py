@@ -64,7 +64,6 @@ class Supervisor:
     def __init__(self, settings: RunSettings, run_dir: Path, on_events: OnEvents) -> None:
         self._settings, self._run_dir, self._on_events = settings, run_dir, on_events
         self._launcher = Launcher(run_dir, "supervisor", on_events)
-        self._events, self._children = self._launcher.events, self._launcher.children
         self._tail = EventTail(run_dir)
         self._stop_told = False
 
@@ -74,7 +73,7 @@ class Supervisor:
 
         Raises LaunchError when the config or the run directory cannot be used.
         """
-        run_dir, launcher = self._run_dir, self._launcher
+        run_dir, launcher, cannot_go_on = self._run_dir, self._launcher, ""
         with launcher:
             self._tail.skip_to_end()
             forget_beats(run_dir)
@@ -82,52 +81,48 @@ class Supervisor:
                 file(run_dir).unlink(missing_ok=True)
             launcher.import_all(self._settings.preload, run_dir / "logs" / "imports.log")
             found = self._prepare()
-            self._tell(found)
+            self._begin(found)
             lighthouse = launcher.serve(HOST, found, self._settings.page)
-            keep_groups = functools.partial(self._keep_groups, found, lighthouse)
-            launcher.jobs = {"events": self._look} | launcher.jobs | {"groups": keep_groups}
-            if self._settings.chaos_every_s:
-                self._break(found)
-            cannot_go_on = ""
+            launcher.jobs["groups"] = functools.partial(self._keep_groups, found, lighthouse)
+            launcher.jobs["events"] = self._look
             try:
                 launcher.run(self._is_over)
             except LaunchError as error:
                 cannot_go_on = str(error)
             self._look()
-            return self._finish(cannot_go_on)
+            status, reason = self._end(cannot_go_on)
+            self._on_events([launcher.events.emit("run_ended", status=status, reason=reason)])
+            if self._cut_short:
+                return STOPPED_AT_ONCE_EXIT
+            return 1 if status == "failed" else 0
+
+    @property
+    def _cut_short(self) -> bool:
+        return len(self._launcher.stops) > 1 and not all(group.end for group in self._launcher.groups)
 
     def _is_over(self) -> bool:
-        if not self._launcher.groups:
+        groups = self._launcher.groups
+        if not groups:
             return self._launcher.is_stopping()
-        return len(self._launcher.stops) > 1 or self._groups_ended()
+        return self._cut_short or all(group.end for group in groups)
 
-    def _groups_ended(self) -> bool:
-        return all(group.end for group in self._launcher.groups)
-
-    def _finish(self, cannot_go_on: str) -> int:
-        """Tell how the run ended; the exit status."""
+    def _end(self, cannot_go_on: str) -> tuple[str, str]:
+        """How the run ended, and why."""
         ends = [group.end for group in self._launcher.groups if group.end is not None]
         kinds = {end.status for end in ends}
-        exit_status = 0
-        if len(self._launcher.stops) > 1 and not self._groups_ended():
-            self._children.kill_everything()
-            status, reason = "stopped", "stopped at once, without a final checkpoint"
-            exit_status = STOPPED_AT_ONCE_EXIT
-        elif cannot_go_on:
-            status, reason = "failed", cannot_go_on
-        elif "killed" in kinds:
-            status, reason = "failed", "some workers did not end by themselves when asked to stop"
-        elif self._launcher.is_stopping():
-            status, reason = "stopped", "stopped cleanly"
-        elif "done" in kinds:
-            status = "done"
-            reason = "every group finished" if len(kinds) == 1 else "finished, though not by every group"
-        elif "stopped" in kinds:
-            status, reason = "stopped", "its workers were asked to stop"
-        else:
-            status, reason = "failed", f"every group was given up; {ends[-1].reason}"
-        self._on_events([self._events.emit("run_ended", status=status, reason=reason)])
-        return 1 if status == "failed" else exit_status
+        if self._cut_short:
+            return "stopped", "stopped at once, without a final checkpoint"
+        if cannot_go_on:
+            return "failed", cannot_go_on
+        if "killed" in kinds:
+            return "failed", "some workers did not end by themselves when asked to stop"
+        if self._launcher.is_stopping():
+            return "stopped", "stopped cleanly"
+        if "done" in kinds:
+            return "done", "every group finished" if len(kinds) == 1 else "finished, though not by every group"
+        if "stopped" in kinds:
+            return "stopped", "its workers were asked to stop"
+        return "failed", f"every group was given up; {ends[-1].reason}"
 
     # Before the groups
 
@@ -135,10 +130,10 @@ class Supervisor:
         """Have the config checked, and settled in the run directory. Raises LaunchError."""
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
         order = replace(settings.order, run_dir=str(self._run_dir))
-        start = functools.partial(self._children.start, Request(settings.prepare, [asdict(order)], log))
+        start = functools.partial(self._launcher.children.start, Request(settings.prepare, [asdict(order)], log))
         child = patiently("checking the config", start, self._launcher.is_stopping)
         while child is not None and child.alive and not self._launcher.is_stopping():
-            self._children.wait(TICK_S)
+            self._launcher.children.wait(TICK_S)
         if child is None or self._launcher.is_stopping():
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self._run_dir)
@@ -151,24 +146,24 @@ class Supervisor:
             raise Refused(found)
         raise LaunchError(f"checking the config failed ({child.exitcode}), see {log}.")
 
-    def _tell(self, found: Prepared) -> None:
-        """The config is settled: tell of the run."""
-        self._events.emit(
+    def _begin(self, found: Prepared) -> None:
+        """The config is settled: tell of the run, and have it broken now and then if that is asked for."""
+        launcher, settings = self._launcher, self._settings
+        launcher.events.emit(
             "run_started",
             groups=found.groups,
-            ranks_per_group=self._settings.order.ranks,
+            ranks_per_group=settings.order.ranks,
             seed=found.seed,
             version=everstep.__version__,
             steps=found.steps,
             identity=found.identity,
         )
         for warning in found.warnings:
-            self._events.emit("warning", text=warning)
-
-    def _break(self, found: Prepared) -> None:
-        """Have a process kill groups for as long as the run goes."""
-        args = [str(self._run_dir), self._settings.chaos_every_s, found.seed]
-        self._children.start(Request("everstep.chaos.runner:kill_groups", args, self._run_dir / "logs" / "chaos.log"))
+            launcher.events.emit("warning", text=warning)
+        if settings.chaos_every_s:
+            args = [str(self._run_dir), settings.chaos_every_s, found.seed]
+            log = self._run_dir / "logs" / "chaos.log"
+            launcher.children.start(Request("everstep.chaos.runner:kill_groups", args, log))
 
     def _keep_groups(self, found: Prepared, lighthouse: Lighthouse) -> None:
         """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
@@ -202,7 +197,7 @@ class Supervisor:
     def _look(self) -> None:
         if self._launcher.is_stopping() and not self._stop_told:
             self._stop_told = True
-            self._events.emit("stopping")
+            self._launcher.events.emit("stopping")
             with contextlib.suppress(OSError):  # a full disk
                 ask_to_stop(self._run_dir)  # stays, for a worker that misses the signal
         self._on_events(self._tail.new())
