@@ -1,6 +1,7 @@
 """`everstep doctor`: will this config run here?"""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         flags=list(flags),
         groups=command.groups,
         ranks=command.ranks_per_group,
+        # Unless a batch system spreads the groups, or one takes several nodes.
+        together=command.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ,
         model=True,
     )
     try:

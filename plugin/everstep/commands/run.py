@@ -61,6 +61,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
         run_dir=str(run_dir),
         groups=command.groups,
         ranks=command.ranks_per_group,
+        together=True,
         flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
     )
     settings = supervisor.RunSettings(order, command.page, command.chaos_every or 0.0)

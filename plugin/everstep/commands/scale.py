@@ -7,7 +7,6 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import slurm
-from everstep.launch.machine import sharing_complaint
 from everstep.launch.prepare import Order, Prepared, prepared, take_answer
 from everstep.run.directory import LaunchError, config_file, groups_file, holder_of
 from everstep.run.events import EventLog
@@ -36,11 +35,10 @@ def scale(command: Scale, flags: Sequence[str]) -> int:
     before, submitted = take_answer(run_dir), slurm.job_file(run_dir).exists()
     if not isinstance(before, Prepared) or not _is_going(run_dir, submitted):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
-    order = Order(str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted)
+    order = Order(
+        str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted, together=not submitted
+    )
     found = prepared(order)
-    ranks = groups * before.ranks
-    if not submitted and (why := sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group)):
-        raise LaunchError(why)
     if found.identity != before.identity:
         raise LaunchError("this run's workers are its groups: set [semi_sync] workers in a new run to scale it.")
     write_json(groups_file(run_dir), {"groups": groups})

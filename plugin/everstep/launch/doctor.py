@@ -4,7 +4,6 @@ A check is a function of values that gives lines; `examine` runs them. Nothing i
 run directory.
 """
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.machine import PORTS, free_port, sharing_complaint, storage_complaint
+from everstep.launch.machine import PORTS, free_port, storage_complaint
 from everstep.launch.prepare import Line, Prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
@@ -40,11 +39,6 @@ def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: 
     for warning in config.warnings:
         yield Line("config", "warning", warning)
     yield from config.lines
-    # All groups run on one machine, unless a batch system spreads them or a group takes several nodes.
-    groups_here = config.groups if nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ else 1
-    ranks_here = groups_here * max(1, config.ranks // nodes_per_group)
-    if complaint := sharing_complaint(config.devices, ranks_here, ft.process_group):
-        yield Line("accelerators", "error", complaint)
 
 
 def group_count(ft: FaultTolerance, groups: int) -> Line:

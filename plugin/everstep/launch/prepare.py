@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
+from everstep.launch.machine import sharing_complaint
 from everstep.run import typed
 from everstep.run.devices import visible
 from everstep.run.directory import LaunchError, config_file
@@ -43,6 +44,8 @@ class Order:
     """Where the config is settled; empty: it is judged, and nothing is written."""
     here: bool = True
     """Whether this machine is one that trains; a login node need not have a GPU."""
+    together: bool = False
+    """Whether all groups run on this machine."""
     model: bool = False
     """Whether to say how large the model is, and what is to be said of it."""
 
@@ -111,6 +114,8 @@ def prepare(order: Order) -> Prepared:
 
 def _judge(order: Order) -> tuple[Any, int, list[str]]:
     """The config, the ranks of a group, and what the user should know. Raises ConfigError."""
+    from torch import accelerator
+
     from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
@@ -145,6 +150,9 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
         )
     if reason := why_not_built(config):
         raise ConfigError(f"{source}: {reason}")
+    devices = visible(accelerator.device_count())
+    if order.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
+        raise ConfigError(reason)
     return config, ranks, warnings
 
 

@@ -13,7 +13,7 @@ import everstep
 from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
-from everstep.launch.machine import HOST, devices_of_group, sharing_complaint
+from everstep.launch.machine import HOST, devices_of_group
 from everstep.launch.prepare import Order, Prepared, prepared_file, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
@@ -137,9 +137,6 @@ class Supervisor:
         if child is None or self._launcher.is_stopping():
             raise Refused(STOPPED_BEFORE)
         found = take_answer(self._run_dir)
-        if isinstance(found, Prepared):
-            ranks = found.groups * settings.order.ranks
-            found = sharing_complaint(found.devices, ranks, found.fault_tolerance.process_group) or found
         if isinstance(found, Prepared):
             return found
         if found:
