@@ -33,16 +33,11 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     keep_on_without_output()
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:
         try:
-            end = _start(settings, launcher, preload)
-            if end is None:
-                group = launcher.groups[0]
-                launcher.run(lambda: group.end is not None)
-                end = group.end
+            end = _run(settings, launcher, preload)
         except LaunchError as error:
             if not settings.job:
                 raise
             end = End("crashed", f"the agent of group {settings.group} failed: {error}")
-        assert end is not None
         if not launcher.groups or launcher.groups[0].end is None:
             launcher.events.emit("agent_ended", status=end.status, reason=end.reason)
         if EXITS[end.status]:
@@ -53,8 +48,8 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     return EXITS[end.status]
 
 
-def _start(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) -> End | None:
-    """Have the launcher look after the group; how it ended, if it was not started. Raises LaunchError."""
+def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) -> End:
+    """Have the launcher look after the group; how it ended. Raises LaunchError."""
     if settings.job and settings.node_rank == 0:
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
@@ -62,8 +57,10 @@ def _start(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) 
     await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would wait with their GPUs
     if launcher.is_stopping():
         return End("stopped", "asked to stop")
-    launcher.add_group(settings, launcher.events)
-    return None
+    group = launcher.add_group(settings, launcher.events)
+    launcher.run(lambda: group.end is not None)
+    assert group.end is not None
+    return group.end
 
 
 def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:

@@ -206,12 +206,9 @@ class Group:
             env[devices.VISIBLE] = settings.devices
         if settings.job:
             env[fence.ENVIRONMENT] = str(settings.claim)
-        args = [str(settings.run_dir), settings.group, now.number, settings.entry, settings.worker_argv]
-        log = log_path(settings.run_dir, settings.group, rank)
-        if listener is not None:  # it listens already, so that nobody needs to wait for the store
-            args = [listener.fileno(), place.host, place.port, *args]
-            return Request("everstep.launch.worker:serve_and_start", args, log, env)
-        return Request("everstep.launch.worker:start", args, log, env)
+        task, serves = (settings.entry, settings.worker_argv), -1 if listener is None else listener.fileno()
+        args = [str(settings.run_dir), settings.group, now.number, task, serves]
+        return Request("everstep.launch.worker:start", args, log_path(settings.run_dir, settings.group, rank), env)
 
     # While they run
 

@@ -53,25 +53,20 @@ def read_error(run_dir: Path, group: int, rank: int) -> str:
         return ""
 
 
-def serve_and_start(listener: int, host: str, port: int, *place: Any) -> None:
-    """As `start` with `place`, and serve the group's store meanwhile on the descriptor `listener`, which listens on
-    `host` and `port` alone; by itself a store would listen on every interface."""
-    from torch.distributed import TCPStore
+def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]], listener: int) -> None:
+    """Run a trainer; returns when it is done or was asked to stop. Which rank this is stands in torchrun's environment
+    variables. What ends it is left for the launcher, see `read_error`.
 
-    store = TCPStore(
-        host, port, is_master=True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener
-    )
-    start(*place)
-    del store
-
-
-def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
-    """Run the trainer `entry`, `module:function`, with `argv`; returns when it is done or was asked to stop. Which rank
-    this is stands in torchrun's environment variables. What ends it is left for the launcher, see `read_error`."""
+    Args:
+        task: `module:function`, and the argv that it is called with.
+        listener: a descriptor that listens where the group's store is to be, and there alone: this rank serves it. By
+            itself a store would listen on every interface, and others would have to wait for it. -1: another rank does.
+    """
     rank = int(os.environ["RANK"])
+    store = None if listener < 0 else _serve_store(listener)
     try:
         await_predecessor(Path(run_dir), group, rank)
-        _work(Path(run_dir), group, incarnation, entry, argv)
+        _work(Path(run_dir), group, incarnation, *task)
     except Exception as error:
         with contextlib.suppress(OSError):  # a full disk
             write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
@@ -80,6 +75,16 @@ def start(run_dir: str, group: int, incarnation: int, entry: str, argv: list[str
             sys.exit(error.status)
         raise
     _let_others_end()
+    del store
+
+
+def _serve_store(listener: int) -> Any:
+    from torch.distributed import TCPStore
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(
+        host, port, is_master=True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener
+    )
 
 
 def _described(error: Exception) -> str:
