@@ -163,7 +163,7 @@ class Incarnation:
 
     def poison_of(self, first: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
         """The step and slot that `first` computed when it died, if that is poison by now, and the groups whose workers
-        ended there. The first to find it tells. A death of the workers' own doing is noted at its slot."""
+        ended there. Whose death makes it so tells. A death of the workers' own doing is noted at its slot."""
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
         if not death.crashed or death.exitcode in ORDERLY_EXITS:
             return None
@@ -172,13 +172,13 @@ class Incarnation:
             if beat is None or beat.phase != "compute" or beat.slot < 0:
                 return None
             slot = beat.step, beat.slot
+            known = poison.poisoned(run_dir, slot, self.settings.groups)
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
             groups = poison.poisoned(run_dir, slot, self.settings.groups)
-            tells = groups and poison.first_to_tell(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again
             print(f"the slot at which group {group} died is not noted: {error}", flush=True)
             return None
-        if tells:
+        if groups and not known:
             told = {"groups": sorted({*groups}), "error": death.error or death.reason, "action": on_poison}
             events.emit("poison_slot", slot[0], slot=slot[1], **told)
         return (slot, groups) if groups else None

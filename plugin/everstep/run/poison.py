@@ -39,13 +39,3 @@ def poisoned(run_dir: Path, slot: Slot, groups: int) -> list[int]:
     deaths = sorted(int(one["group"]) for one in told)
     enough = len(deaths) >= DEATHS and len({*deaths}) >= min(DEATHS, groups)
     return deaths if enough and any(one["what"] == "worked" for one in told) else []
-
-
-def first_to_tell(run_dir: Path, slot: Slot) -> bool:
-    """Whether nobody has told of this slot yet; True for one caller only, of all agents."""
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        os.close(os.open(_place(run_dir, slot) / "told", flags, 0o644))
-    except FileExistsError:
-        return False
-    return True
