@@ -122,7 +122,7 @@ class Sums:
 
     def finish(self, one):
         if self._waits:
-            one.line.finish(one)
+            one.among.finish(one)
 
 
 def backward(reducer: GradientReducer, params: list[torch.nn.Parameter], *, last: bool, on=None) -> None:
@@ -170,7 +170,7 @@ def bucket_freed(planted: bool) -> None:
     with unwaited(planted):
         one = line.start(bucket, MINUTE)
         if not planted:
-            one.line.finish(one)
+            one.among.finish(one)
         del bucket
         ones()
 

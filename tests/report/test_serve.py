@@ -1,10 +1,7 @@
 """What may ask for a page or figures: few connections, each for a short time, under names of this machine."""
 
-import collections
 import http.client
-import os
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,14 +10,6 @@ import pytest
 
 from everstep.report import serve
 from watched import until
-
-
-def serving(listening, document):
-    """For as long as these tests go."""
-    here, _ = os.pipe()
-    servers = [serve.server(listening, {"/"}, "text/html", lambda: document)]
-    looks = iter(lambda: serve.attend(servers, here, 0.5), True)
-    threading.Thread(target=collections.deque, args=(looks, 0), daemon=True).start()
 
 
 def is_closed(connection):
@@ -36,7 +25,7 @@ def is_closed(connection):
 def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(monkeypatch):
     monkeypatch.setattr(serve, "CONNECTION_S", 1.5)
     listening = socket.create_server(("127.0.0.1", 0))
-    serving(listening, b"here")
+    serve.serve(listening, {"/"}, "text/html", lambda: b"here")
     place = listening.getsockname()
     held = [socket.create_connection(place) for _ in range(64)]
     until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused")
@@ -57,7 +46,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
 @pytest.fixture(scope="module")
 def served():
     listening = socket.create_server(("127.0.0.1", 0))
-    serving(listening, b"<!doctype")
+    serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
     return "{}:{}".format(*listening.getsockname())
 
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.launch.status import status
 from everstep.launch.view import RunState
 from everstep.report import metrics
-from everstep.report.account import read
+from everstep.report.account import Account, read
 from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, Troubles
 from everstep.run.events import read_events
 from timeline import Timeline, page_of
@@ -261,8 +261,8 @@ def test_what_is_no_cause_is_no_trouble():
         ("left_out", {"groups": [], "cut": []}), ("training_done", {}),
     ]):  # fmt: skip
         add(line, 2 + index, index + 1 if kind != "training_done" else 9, kind, fields)
-    troubles = Troubles()
-    assert [sentence for event in line.logged for sentence in troubles.take(event)] == []
+    account = Account()
+    assert [sentence for event in line.logged for sentence in account.take(event)] == []
 
 
 def test_a_host_less_is_told_once_whoever_says_it():
@@ -278,10 +278,7 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
     line.add(1060, "run_started", role="supervisor", groups=3)
     ended = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="done", reason="finished")
     for told, left in ((line, 0), (ended, 1)):
-        troubles = Troubles()
-        for event in told.events:
-            troubles.take(event)
-        assert len(troubles.sentences) == left
+        assert len(read(told.events).troubles.sentences) == left
 
 
 def test_many_troubles_are_told_up_to_a_number():

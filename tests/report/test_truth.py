@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.report.account import read
+from everstep.report.groups import STATES
 from everstep.report.score import figures_of, loss_by_step, rows_of
-from everstep.report.times import STATES
 from simulator import MOVES, Simulator
 
 plays = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 11)), max_size=25)
@@ -32,9 +32,9 @@ def test_the_report_tells_the_truth_about_any_run(groups, slots, seed, moves):
     for row in rows:
         assert row["stall_s"] is None or 0 <= row["stall_s"] <= row["delay_s"]
     session = account.sessions[0]
-    for group, lane in account._lanes.items():
+    for group, one in account.current.items():
         spent = figures["time_by_group"][str(group)]
         assert set(spent) == set(STATES)
-        assert sum(spent.values()) == pytest.approx(lane._at - session.begin), "no moment is left out or told twice"
+        assert sum(spent.values()) == pytest.approx(one.at - session.begin), "no moment is left out or told twice"
     if figures["badput"]:
         assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from everstep.launch.slurm import job_file, jobs_of, require_slurm, states_of
 from everstep.launch.view import RunState
-from everstep.report.checking import covered, judged
+from everstep.report.checking import checks, covered, judged
 from everstep.report.score import duration
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
@@ -36,8 +36,8 @@ def status(run_dir: Path) -> str:
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
-    checks = state.checking.figures()
-    if told := "; ".join(filter(None, (covered(checks), judged(checks)))):
+    found = checks(state)
+    if told := "; ".join(filter(None, (covered(found), judged(found)))):
         lines.append(f"checks  attention: {told}")
     return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
-from everstep.report.checking import covered, wrong
+from everstep.report.checking import checks, covered, wrong
 from everstep.report.lineage import Commit
 from everstep.report.score import duration
 from everstep.report.troubles import Fields, trouble
@@ -89,15 +89,15 @@ class RunState(Account):
 
     def apply(self, event: dict) -> str:
         """Take one event in; returns its line for people, or nothing. A step is told by whoever says it first."""
-        known, before = self.checking.coverage, self.newest
+        unchecked, before = not self.schedules, self.newest
         lines = self.take(event)
         match event["kind"]:
             case "agent_up":
                 self.starts[event["group"]] += 1
             case "node_bad":
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
-        if self.checking.coverage not in (None, known):
-            lines.append(f"attention: {covered(self.checking.figures())}")
+        if unchecked and self.schedules:
+            lines.append(f"attention: {covered(checks(self))}")
         lines = lines or [line for line in [told(event)] if line]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
         self.recent.extend(lines)
@@ -113,7 +113,7 @@ class RunState(Account):
     def pace(self) -> list[Commit]:
         """The last commits of this session, RATE_WINDOW and one before, that follow on each other: when everybody had
         died, steps come again."""
-        commits = [one for one in self.lineage.commits[-RATE_WINDOW - 1 :] if one.session == len(self.sessions) - 1]
+        commits = self.sessions[-1].commits[-RATE_WINDOW - 1 :] if self.sessions else []
         back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
         return commits[back[-1] if back else 0 :]
 

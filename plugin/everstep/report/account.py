@@ -5,17 +5,17 @@ The report, its page, `everstep watch`, `status`, the metrics and the webhook fo
 speak for a group.
 """
 
+from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.report.attempts import Attempts
-from everstep.report.checking import Checking
 from everstep.report.faults import Faults
+from everstep.report.groups import STATES, Group, Session
 from everstep.report.lineage import Commit, Lineage
 from everstep.report.protection import Protection
-from everstep.report.times import STATES, Lane, Session
 from everstep.report.troubles import Troubles
 
 
@@ -27,32 +27,25 @@ class Account:
     """As its start says."""
     steps: int | None = None
     """The last step, if it is known."""
-    tokens: float = 0.0
-    """In all commits."""
-    ending: Mapping[str, Any] | None = None
-    """The `run_ended` of the newest start; None while it goes."""
     taking_part: set[int] = field(default_factory=set)
     """Groups of the newest commit that have not died since."""
     counts: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
-    diverged: set[tuple[Any, Any]] = field(default_factory=set)
-    """Step and group of each replica that an audit found to differ: every group says so."""
+    findings: Counter[str] = field(default_factory=Counter)
+    """What the attention checks found, by what they did."""
+    named: dict[str, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
+    """By kind of event the steps and slots, and of `audit` the steps and groups that differ: several say so of one."""
     sessions: list[Session] = field(default_factory=list)
     """A run that was stopped and started again in the same directory has several."""
     spent: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: dict.fromkeys(STATES, 0.0)))
     """By group, its seconds in each state up to its newest event."""
     attempts: Attempts = field(default_factory=Attempts)
-    checking: Checking = field(default_factory=Checking)
     protection: Protection = field(default_factory=Protection)
     troubles: Troubles = field(default_factory=Troubles)
-    _lanes: dict[int, Lane] = field(default_factory=dict)
-    """Of this session."""
     lineage: Lineage = field(default_factory=Lineage)
     faults: Faults = field(default_factory=Faults)
-    heals: set[int] = field(default_factory=set)
-    """Steps in which a group healed."""
-    skipped: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """By step, the slots that were left out as poison (`fault_tolerance.on_poison`)."""
+    schedules: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    """By group and rank: the newest `attention_schedule` of this start."""
     validations: dict[int, float] = field(default_factory=dict)
     """Validation loss by step; of a step that was made again, what came out last."""
     batch: int | None = None
@@ -61,7 +54,7 @@ class Account:
     """Why groups were given up, in any session."""
     error: str | None = None
     """The newest exception of a worker: its type and first line."""
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[Mapping[str, Any]] = field(default_factory=list)
     """Of semi-synchronous training: what commits say of what was sent and kept."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
@@ -72,25 +65,29 @@ class Account:
         session = self.sessions[-1]
         session.last = max(session.last, t)
         self.counts[kind] += 1
-        self.checking.take(event)
         self.protection.take(event)
-        self.faults.take(event)
+        self.faults.take(event, session)
         self.batch = event.get("global_batch_size", self.batch)
         match kind:
             case "run_started":
-                self.groups, self.steps, self.ending = event["groups"], event.get("steps"), None
+                self.groups, self.steps, session.ending = event["groups"], event.get("steps"), None
             case "run_ended":
-                self.ending, session.ended = event, t
+                session.ending = event
             case "training_started" if session.trains is None:
                 session.trains = t
             case "training_done":
                 session.done = t
             case "audit" if not event["agreed"]:
-                self.diverged |= {(event["step"], group) for group in event["differing"]}
+                self.named[kind] |= {(event["step"], group) for group in event["differing"]}
+            case "slot_skipped" | "slot_accepted" | "not_finite":
+                self.named[kind].add((event["step"], event["slot"]))
+            case "finding":
+                self.findings[event["action"]] += 1
+            case "attention_schedule":
+                self.schedules[event["group"], event.get("rank") or 0] = event
             case "heal":
-                self.heals.add(event["step"])
-            case "slot_skipped":
-                self.skipped[event["step"]].add(event["slot"])
+                # In the step after, who healed computes for the first time.
+                self.attempts.disturbed |= {event["step"], event["step"] + 1}
             case "validation":
                 self.validations[event["step"]] = event["loss"]
             case "workers_died":
@@ -101,31 +98,41 @@ class Account:
                 names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
         group = event.get("group")
-        if group is not None and not event.get("rank"):
-            self._of_rank_0(event, group)
-        return self.troubles.take(event)
+        more = self._of_rank_0(event, group) if group is not None and not event.get("rank") else None
+        return self.troubles.take(event, more)
 
     def _begin(self, t: float) -> None:
-        self._close_lanes()
+        if self.sessions:
+            self.sessions[-1].close()
         self.sessions.append(Session(t, t))
-        self._lanes = {}
+        self.schedules.clear()
         self.taking_part.clear()
 
-    def _close_lanes(self) -> None:
-        for lane in self._lanes.values():
-            lane.close(self.sessions[-1].end)
-
-    def _of_rank_0(self, event: dict[str, Any], group: int) -> None:
-        kind = event["kind"]
-        self.attempts.take(event)
-        if group not in self._lanes:
-            self._lanes[group] = Lane(self.sessions[-1].begin, self.spent[group])
-        self._lanes[group].take(event)
-        if kind in ("workers_died", "agent_ended"):
-            self.taking_part.discard(group)
-        if self.lineage.take(event, len(self.sessions) - 1):
-            self.tokens += event["tokens"]
-            self.taking_part = set(event["groups"])
+    def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any] | None:
+        """Take note of what speaks for a group; what earlier events add to it."""
+        session = self.sessions[-1]
+        if number not in session.groups:
+            session.groups[number] = Group(session.begin, self.spent[number])
+        group = session.groups[number]
+        group.take(event)
+        match event["kind"]:
+            case "workers_died" | "agent_ended":
+                self.taking_part.discard(number)
+            case "attempt":
+                self.attempts.add(event, group)
+            case "commit":
+                before = self.newest
+                commit = self.lineage.add(event, group.history)
+                commit.continued |= group.committed
+                group.history, group.committed = commit.history, True
+                if self.newest is not before:
+                    self.faults.committed(commit, session)
+                    insort(session.commits, commit, key=lambda one: one.t)
+                    self.taking_part = set(commit.groups)
+                return commit.apart()
+            case "training_done" if self.steps and self.protection.committed <= (event["step"] or 0) < self.steps:
+                return {"steps_asked": self.steps}
+        return None
 
     @property
     def newest(self) -> Commit | None:
@@ -139,28 +146,22 @@ class Account:
         return max(begin, self.newest.t) if self.newest else begin
 
     @property
-    def alive(self) -> set[int]:
-        """Groups whose workers run."""
-        return {group for group, lane in self._lanes.items() if lane.alive}
+    def ending(self) -> Mapping[str, Any] | None:
+        """The `run_ended` of the newest start; None while it goes."""
+        return self.sessions[-1].ending if self.sessions else None
 
     @property
-    def given_up(self) -> set[int]:
-        """Groups that are not started again in this session."""
-        return {group for group, lane in self._lanes.items() if lane.given_up}
+    def current(self) -> dict[int, Group]:
+        """The groups of the newest start, and what they do."""
+        return self.sessions[-1].groups if self.sessions else {}
 
     def times(self) -> dict[str, Any]:
         """Of report.json: the seconds in each state up to now, of all groups together and of each."""
-        self._close_lanes()
+        for session in self.sessions[-1:]:
+            session.close()
         each = {str(group): dict(self.spent[group]) for group in sorted(self.spent)}
         totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
         return totals | {"time_by_group": each}
-
-    def commits_of(self, commits: Iterable[Commit]) -> list[list[Commit]]:
-        """Those made in each session, each list in order of time."""
-        found: list[list[Commit]] = [[] for _ in self.sessions]
-        for commit in sorted(commits, key=lambda commit: commit.t):
-            found[commit.session].append(commit)
-        return found
 
 
 def read(events: Iterable[dict[str, Any]]) -> Account:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.report.groups import Group
+
 KEPT = 256
 """Attempts, and steps, that are remembered: what is tried again is tried soon."""
 
@@ -24,21 +26,8 @@ class Attempt:
 
 
 @dataclass
-class _Group:
-    """What a group holds."""
-
-    started: float = 0.0
-    step: int = 0
-    computed: set[int] = field(default_factory=set)
-    """Slots of that step, by this process."""
-    dropped: int | None = None
-    """The step in which a slot of it was refused, so that it dropped what it held, like a group that died: what it
-    computes again was not thrown away."""
-
-
-@dataclass
 class Attempts:
-    """Follows the events of rank 0 of each group."""
+    """Follows the `attempt` events of rank 0 of each group."""
 
     count: int = 0
     thrown_away: int = 0
@@ -50,39 +39,26 @@ class Attempts:
     The first attempt that computes anything hands out all the slots of its step, so each slot computed in a later
     attempt at that step is computed again: its first holder died with it, or a checkpoint took the run back. A slot
     that the dead group had been given but not begun counts too, as its events cannot tell."""
-    repeated: set[int] = field(default_factory=set)
-    """Steps with more than one attempt."""
+    disturbed: set[int] = field(default_factory=set)
+    """Steps with more than one attempt, or with a heal in them or just before."""
     _tried: int = 0
     """The highest step that was tried."""
     _first: dict[int, Attempt] = field(default_factory=dict)
     """By step, the first attempt that computed anything."""
     _newest: dict[tuple[int, Any], Attempt] = field(default_factory=dict)
     """By step and quorum."""
-    _groups: dict[int, _Group] = field(default_factory=dict)
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Take note of one event, of any kind."""
-        known = self._groups.setdefault(event["group"], _Group())
-        match event["kind"]:
-            case "worker_ready":
-                known.started, known.computed = event["t"], set()
-            case "heal":
-                known.computed = set()
-            case "slot_refused":
-                known.dropped = event["step"]
-            case "attempt":
-                self._attempted(event, known)
-
-    def _attempted(self, event: dict[str, Any], known: _Group) -> None:
-        group, step, slots = event["group"], event["step"], event.get("computed") or []
-        attempt = self._attempt_of(event, max(event["t"] - (event.get("took_s") or 0.0), known.started))
-        attempt.members.add(group)
-        if known.step != step:
-            known.step, known.computed = step, set()
-        if known.dropped != step and (event["recomputed"] or known.computed.intersection(slots)):
+    def add(self, event: dict[str, Any], group: Group) -> None:
+        """Take note of a group's event."""
+        step, slots = event["step"], event.get("computed") or []
+        attempt = self._attempt_of(event, max(event["t"] - (event.get("took_s") or 0.0), group.ready_t))
+        attempt.members.add(event["group"])
+        if group.step != step:
+            group.step, group.computed = step, set()
+        if group.dropped != step and (event["recomputed"] or group.computed.intersection(slots)):
             self.thrown_away += not attempt.threw_away
             attempt.threw_away = True
-        known.computed.update(slots)
+        group.computed.update(slots)
         is_first = not slots or self._first.setdefault(step, attempt) is attempt
         self.slots_recomputed += len(attempt.computed.intersection(slots) if is_first else slots)
         attempt.computed.update(slots)
@@ -93,12 +69,12 @@ class Attempts:
         attempt = self._newest.get(name)
         if attempt is None or event["group"] in attempt.members or began > attempt.ended:
             if step <= self._tried:
-                self.repeated.add(step)
+                self.disturbed.add(step)
             self._tried = max(self._tried, step)
             self.count += 1
             attempt = self._newest[name] = Attempt(event["t"])
-            if len(self._newest) > KEPT:
-                del self._newest[next(iter(self._newest))]
-            if len(self._first) > KEPT:
-                del self._first[next(iter(self._first))]
+            remembered: tuple[dict[Any, Attempt], ...] = (self._newest, self._first)
+            for known in remembered:
+                if len(known) > KEPT:
+                    del known[next(iter(known))]
         return attempt

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.report.checking import Checking
+from everstep.report.account import Account
+from everstep.report.checking import ACTIONS, checks
 
 SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -91,15 +92,19 @@ def open_sinks(run_dir: Path, metrics: Mapping[str, Any]) -> list[TensorBoard | 
     return found
 
 
-def scalars_of(event: dict[str, Any], checking: Checking) -> dict[str, float]:
+def scalars_of(event: dict[str, Any], account: Account) -> dict[str, float]:
     """What is drawn of a validation, or of a commit that is heard of first; with it what the attention checks found
     by then, and what they cost and leave."""
     if event["kind"] == "validation":
         return {VALIDATION_LOSS: float(event["loss"])}
     scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
     scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
-    if checking.coverage is not None:
-        found = {"findings": checking.findings.total(), "ranks_unfit": len(checking.unfit)}
-        found |= {"overhead": checking.overhead, "rate": checking.rate}
-        scalars |= {f"attention/{name}": float(value) for name, value in found.items() if value is not None}
+    if account.schedules:
+        found = checks(account)
+        drawn = {
+            "findings": sum(found[f"findings_{action}"] for action in ACTIONS),
+            "ranks_unfit": found["ranks_unfit"],
+        }
+        drawn |= {"overhead": found["attention_overhead"], "rate": found["attention_rate"]}
+        scalars |= {f"attention/{name}": float(value) for name, value in drawn.items() if value is not None}
     return scalars

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.report.serve import attend, server
+from everstep.report.serve import serve
 from everstep.run import typed
 
 LOOK_S = 2.0
@@ -150,13 +151,12 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     curves = Outlet("curves", draw)  # a server of W&B may be away
     hook = webhook(ft.notify) if ft.notify else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
-    servers = [
-        server(socket.socket(fileno=fd), {"/", f"/{name}", "/report.html"}, TYPES[name], lambda name=name: served[name])
-        for name, fd in fds.items()
-    ]
+    for name, fd in fds.items():
+        paths = {"/", f"/{name}", "/report.html"}
+        serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
     tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
     while not over:
-        over = attend(servers, 0, POLL_S)
+        over = bool(select.select([0], [], [], POLL_S)[0])
         new = [*tail.new(), *shortage]
         shortage.clear()
         said, earlier = [], []
@@ -164,7 +164,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             before = now.newest
             (said if event["t"] >= started else earlier).extend(now.take(event))
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
-                curves.put((event["step"], event["t"], scalars_of(event, now.checking)))
+                curves.put((event["step"], event["t"], scalars_of(event, now)))
         if hook is not None:  # what was over when this process began is not told
             for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
                 hook.put(f"{run_dir.resolve().name}: {sentence}")

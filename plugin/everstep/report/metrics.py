@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from everstep.report.account import Account
-from everstep.report.checking import ACTIONS
+from everstep.report.checking import ACTIONS, checks
 from everstep.report.troubles import GUARANTEES, ROWS
 from everstep.run.event_fields import NEEDED
 
@@ -28,9 +28,9 @@ class Figures(Collector):
     min_groups: int
 
     def collect(self) -> Iterator[Metric]:
-        now, checking, protection = self.now, self.now.checking, self.now.protection
-        newest = now.newest
-        parts = int((checking.coverage or "0").partition(" ")[0])
+        now, checked, protection = self.now, checks(self.now), self.now.protection
+        newest, going = now.newest, now.current.values()
+        parts = int((checked["attention_coverage"] or "0").partition(" ")[0])
         for name, what, value in (
             ("groups", "Nominal number of replica groups", self.groups),
             ("min_groups", "Groups without which the run waits", self.min_groups),
@@ -39,20 +39,20 @@ class Figures(Collector):
             ("loss", "Loss of the newest committed step", newest.loss if newest else None),
             ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
             ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
-            ("groups_alive", "Groups whose workers run", len(now.alive)),
-            ("groups_given_up", "Groups that are not started again", len(now.given_up)),
+            ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
+            ("groups_given_up", "Groups that are not started again", sum(group.given_up for group in going)),
             ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
-            ("attention_overhead", "Time of the attention check by that of the slots", checking.overhead),
-            ("attention_rate", "Share of slots in which a layer is checked", checking.rate),
+            ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
+            ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),
             ("snapshot_protected_step", "Newest step whose snapshot is coded", protection.step),
             ("snapshot_age_steps", "Committed steps since the newest coded snapshot", protection.age_steps),
             ("snapshot_survives_hosts", "Hosts that it may lose at once", protection.survives),
         ):
             yield GaugeMetricFamily(f"everstep_{name}", what, value or 0.0)
         for name, what, value in (
-            ("tokens", "Valid tokens in committed steps", now.tokens),
+            ("tokens", "Valid tokens in committed steps", sum(commit.tokens for commit in now.lineage.commits)),
             ("attempts_thrown_away", "Attempts in which a held slot was computed again", now.attempts.thrown_away),
-            ("replicas_diverged", "Audits that found a replica to differ", len(now.diverged)),
+            ("replicas_diverged", "Audits that found a replica to differ", len(now.named["audit"])),
         ):
             yield CounterMetricFamily(f"everstep_{name}", what, value)
         seconds = CounterMetricFamily("everstep_group_seconds", "Time of the groups", labels=("group", "state"))
@@ -64,7 +64,7 @@ class Figures(Collector):
             events.add_metric((kind,), now.counts[kind])
         findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
         for action in ACTIONS:
-            findings.add_metric((action,), checking.findings[action])
+            findings.add_metric((action,), checked[f"findings_{action}"])
         degraded = GaugeMetricFamily("everstep_degraded", "Troubles by guarantee", labels=("guarantee",))
         for guarantee in GUARANTEES:
             degraded.add_metric((guarantee,), now.troubles.count(guarantee))

@@ -2,25 +2,27 @@
 
 import functools
 import json
-import re
+import math
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from everstep import __version__
-from everstep.report import series
 from everstep.report.account import Account
+from everstep.report.groups import STATES
+from everstep.report.lineage import Commit
 from everstep.report.score import KEPT, account_of, figures_of, lines_of, rows_of, verdict
-from everstep.report.times import STATES
-from everstep.run.files import LARGEST, write_whole
-from everstep.run.regular import read_regular
+from everstep.run.files import write_whole
 
 RELOAD_MS = 2500
 """How often the page of a run that goes on is loaded again, unless somebody points at a curve."""
-SECRET = re.compile(r"^\s*notify\s*=.*$", re.MULTILINE)
-"""The line of a config with the address of a webhook."""
+MOST_POINTS = 1500
+"""Of a curve, few enough for a browser."""
+
+Points = list[tuple[int, float | None]]
+"""(step, value); None for a value that is not finite."""
 
 
 def write_report(run_dir: Path, against: Path | None = None, account: Account | None = None) -> dict[str, Any]:
@@ -36,8 +38,8 @@ def write_report(run_dir: Path, against: Path | None = None, account: Account | 
     other = account_of(against) if against is not None else None
     figures, rows = figures_of(account, other), rows_of(account)
     drawn = {
-        "curves": series.curves(account.lineage.final(), account.validations),
-        "other": series.curves(other.lineage.final(), other.validations) if other is not None else {},
+        "curves": curves(account.lineage.final(), account.validations),
+        "other": curves(other.lineage.final(), other.validations) if other is not None else {},
         "faults": sorted({(row["step"], row["fault"]) for row in rows if row["step"] is not None}),
     }
     text = _template().render(
@@ -54,8 +56,6 @@ def write_report(run_dir: Path, against: Path | None = None, account: Account | 
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=drawn["curves"],
         rows=rows,
-        config=SECRET.sub('notify = "…"', text_of(run_dir / "config.toml")),
-        version=__version__,
         compared=against.resolve().name if against is not None else "",
     )
     write_whole(run_dir / "report.html", text.encode())
@@ -74,9 +74,37 @@ def clock(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
-def text_of(path: Path) -> str:
-    """A file of the run directory; "" for none, and for what is no file: a link could be to anything."""
-    try:
-        return read_regular(path, LARGEST).decode(errors="replace")
-    except OSError:
-        return ""
+def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
+    """By name, each curve of a run's final state that has points. Seconds a step and tokens per second go from one
+    commit to the next, so they have none for a step before which the run was down or went back."""
+    found: dict[str, dict[int, float]] = {
+        name: {} for name in ("loss", "tokens per second", "MFU, %", "seconds a step", "gradient norm", "learning rate")
+    }
+    for commit in final:
+        gap_s = commit.gap_s or 0.0
+        values = {
+            "loss": commit.loss,
+            "tokens per second": commit.tokens / gap_s if gap_s > 0 else None,
+            "MFU, %": commit.mfu,
+            "seconds a step": gap_s if gap_s > 0 else None,
+            "gradient norm": commit.grad_norm,
+            "learning rate": commit.lr,
+        }
+        for name, value in values.items():
+            if value is not None:
+                found[name][commit.step] = value
+    found["validation loss"] = dict(validations)
+    return {name: thinned(points) for name, points in found.items() if points}
+
+
+def thinned(points: Mapping[int, float]) -> Points:
+    """At most MOST_POINTS points: of each stretch of steps its lowest and its highest, in order."""
+    steps = sorted(points)
+    if len(steps) > MOST_POINTS:
+        size = -(-2 * len(steps) // MOST_POINTS)
+        kept: list[int] = []
+        for first in range(0, len(steps), size):
+            part = steps[first : first + size]
+            kept += sorted({min(part, key=points.__getitem__), max(part, key=points.__getitem__)})
+        steps = kept
+    return [(step, float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None) for step in steps]

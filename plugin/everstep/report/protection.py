@@ -18,7 +18,8 @@ class Protection:
     """How many of the hosts that hold it may be lost at once, the exposed ones aside."""
     _failed: bool = False
     """Whether a snapshot was not taken or not coded in this start of the run."""
-    _committed: int = 0
+    committed: int = 0
+    """The highest step that was committed in this start."""
     _members: tuple[int, ...] = ()
     _exposed: tuple[int, ...] = ()
     _hosts: dict[int, str] = field(default_factory=dict)
@@ -29,11 +30,11 @@ class Protection:
         group, step = event.get("group"), event.get("step") or 0
         match event["kind"]:
             case "run_started":
-                self._committed, self.step, self._failed = 0, 0, False
+                self.committed, self.step, self._failed = 0, 0, False
             case "snapshot_failed" | "snapshot_unprotected":
                 self._failed = True
             case "commit":
-                self._committed = max(self._committed, step)
+                self.committed = max(self.committed, step)
             case "keeper_found" if group is not None:
                 self._hosts[group] = str(event.get("host", ""))
             case "snapshot_protected" if step >= self.step:
@@ -43,7 +44,7 @@ class Protection:
     @property
     def age_steps(self) -> int:
         """Committed steps since the newest coded snapshot, or since the start if there is none."""
-        return max(0, self._committed - self.step)
+        return max(0, self.committed - self.step)
 
     def line(self) -> str:
         """For people; empty as long as nothing is known of snapshots. Why one is not coded is a trouble."""

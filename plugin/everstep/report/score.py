@@ -5,16 +5,16 @@ docs/report.md defines each field. A run that is still going can be scored too.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from everstep.report.account import Account, read
-from everstep.report.checking import ACTIONS, covered, judged
+from everstep.report.checking import ACTIONS, checks, counted, covered, judged
 from everstep.report.faults import UNPROVOKED, cost_of_faults, fault_rows, normal_step_s
+from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
-from everstep.report.productivity import productivity
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
@@ -46,14 +46,12 @@ def curve(run_dir: Path) -> dict[int, float]:
 
 def rows_of(account: Account) -> list[dict[str, Any]]:
     """`fault_rows` of a run."""
-    return fault_rows(account.faults, account.sessions, account.commits_of(account.lineage.commits), step_s_of(account))
+    return fault_rows(account.faults.found, step_s_of(account))
 
 
 def step_s_of(account: Account) -> float | None:
     """`normal_step_s` of a run."""
-    disturbed = account.attempts.repeated | account.heals
-    disturbed |= {step + 1 for step in account.heals}  # in which who healed computes for the first time
-    return normal_step_s(account.lineage.commits, account.faults.found, disturbed, account.groups or None)
+    return normal_step_s(account.lineage.commits, account.attempts.disturbed)
 
 
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
@@ -65,8 +63,6 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
     started = account.counts["run_started"] > 0
     training_s = sum(session.training_s for session in account.sessions)
     tokens = sum(commit.tokens for commit in final) if final else None
-    skipped = {commit.step: account.skipped.get(commit.step, set()) for commit in final}
-    theirs = {} if other is None else loss_by_step(other.lineage.final())
     return {
         # Without a supervisor nobody writes how it ended; one that was killed left "running" behind.
         "status": ending.get("status") or ("done" if account.counts["training_done"] and not started else "running"),
@@ -75,7 +71,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "training_s": training_s,
         "sessions": len(account.sessions),
         "groups": account.groups or None,
-        "groups_mean": groups_mean(account.commits_of(commits)),
+        "groups_mean": groups_mean(commits),
         "steps_asked": account.steps,
         "steps": len(steps),
         "first_step": min(steps, default=None),
@@ -85,15 +81,12 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "attempts": account.attempts.count,
         "attempts_thrown_away": account.attempts.thrown_away,
         "slots_recomputed": account.attempts.slots_recomputed,
-        "slots_skipped": sum(len(slots) for slots in skipped.values()),
-        "samples": samples(((c, len(trained(c) - skipped[c.step])) for c in final), account.batch),
-        "samples_lost": samples(((c, len(c.lost | skipped[c.step])) for c in final), account.batch),
-        "samples_repeated": samples(((commit, len(commit.repeated)) for commit in final), account.batch),
+        **samples(account, final),
         "kills": account.faults.kills,
         "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
         "faults": dict(Counter(fault.name for fault in faults)),
         "step_s_median": step_s,
-        **cost_of_faults(rows_of(account), faults),
+        **cost_of_faults(faults, step_s),
         **productivity(account, final, step_s, times["time_by_group"]),
         "tokens": tokens,
         "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
@@ -102,34 +95,72 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "error": account.error,
         "troubles": account.troubles.sentences,
         **times,
-        "replicas_diverged": len(account.diverged),
-        **account.checking.figures(),
+        "replicas_diverged": len(account.named["audit"]),
+        **checks(account),
         "snapshots": account.protection.line() or None,
         **exchanged(account.rounds),
-        **loss_delta(loss_by_step(final), theirs),
+        **loss_delta(loss_by_step(final), {} if other is None else loss_by_step(other.lineage.final())),
     }
 
 
-def trained(commit: Commit) -> set[int]:
-    """The slots that some group computed."""
-    return {slot for slot, owner in enumerate(commit.owners) if owner >= 0}
+def groups_mean(commits: Iterable[Commit]) -> float | None:
+    """Groups that took part in a commit, weighted by the time since the commit that it was built on; without one by the
+    step's own duration."""
+    weights = [(commit.gap_s or commit.took_s or 0.0, len(commit.groups)) for commit in commits]
+    total_s = sum(gap_s for gap_s, _ in weights)
+    return sum(gap_s * count for gap_s, count in weights) / total_s if total_s else None
 
 
-def groups_mean(by_session: Iterable[Sequence[Commit]]) -> float | None:
-    """Groups that took part in a commit, weighted by the time since the commit before; for the first commit
-    of a session by the step's own duration."""
-    weighted = total = 0.0
-    for commits in by_session:
-        previous = None
-        for commit in commits:
-            weight = commit.took_s or 0.0 if previous is None else commit.t - previous
-            weighted += weight * len(commit.groups)
-            total += weight
-            previous = commit.t
-    return weighted / total if total else None
+def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
+    """`samples` that some group computed in the steps of the final state, `samples_lost` and `samples_repeated` there,
+    and `slots_skipped` as poison. While the samples of a step are not known, a slot counts as one."""
+    counts = dict.fromkeys(("slots_skipped", "samples", "samples_lost", "samples_repeated"), 0.0)
+    poison: dict[int, set[int]] = {}
+    for step, slot in account.named["slot_skipped"]:
+        poison.setdefault(step, set()).add(slot)
+    for commit in final:
+        in_a_slot = account.batch / len(commit.owners) if account.batch and commit.owners else 1
+        skipped = poison.get(commit.step, set())
+        computed = {slot for slot, owner in enumerate(commit.owners) if owner >= 0}
+        counts["slots_skipped"] += len(skipped)
+        counts["samples"] += in_a_slot * len(computed - skipped)
+        counts["samples_lost"] += in_a_slot * len(commit.lost | skipped)
+        counts["samples_repeated"] += in_a_slot * len(commit.repeated)
+    return {name: round(count) for name, count in counts.items()}
 
 
-def exchanged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def productivity(
+    account: Account, final: Sequence[Commit], step_s: float | None, by_group: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """The three numbers by which runs that fail are compared, and where the rest of the time went: `ettr` (A. Kokolis
+    and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024), `goodput`, `badput` by
+    cause (Google's ml-goodput-measurement), and `throughput_kept`, the step rate over that without failures. All are
+    between 0 and 1, or None where the events cannot tell.
+
+    step_s: a healthy step's. by_group: seconds of each group in each state.
+    """
+    commits, wall_s = len(account.lineage.commits), sum(session.wall_s for session in account.sessions)
+    training_s = sum(session.training_s for session in account.sessions)
+    useful_s = min(training_s, step_s * len(final)) if step_s is not None else None
+    spent = {state: sum(times[state] for times in by_group.values()) for state in STATES}
+    spent["lost"] = spent["productive"] * (commits - len(final)) / commits if commits else 0.0
+    spent["productive"] -= spent["lost"]
+    spent["idle"] = max(0.0, max(account.groups, len(by_group)) * wall_s - sum(spent.values()))
+    shares = {state: _share(seconds, sum(spent.values())) for state, seconds in spent.items()}
+    goodput = shares.pop("productive")
+    return {
+        "ettr": _share(useful_s, wall_s),
+        "goodput": goodput,
+        "throughput_kept": _share(useful_s, training_s),
+        "badput": shares if goodput is not None else {},
+    }
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None or whole <= 0 else min(1.0, max(0.0, part / whole))
+
+
+def exchanged(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of semi-synchronous training, from its commits: `inner_steps` of a round, `payload_bytes`, what one rank gave
     into sums over the groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum
     of its gradients, as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of
@@ -143,12 +174,6 @@ def exchanged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"inner_steps": inner_steps, "payload_bytes": payload, "payload_share": share, "kept_bytes": kept}
 
 
-def samples(slots: Iterable[tuple[Commit, int]], batch: int | None) -> int:
-    """Samples in so many slots of each commit, with `batch` samples in a whole step. While that is not known, a
-    slot counts as one."""
-    return round(sum(count * (batch / len(commit.owners) if batch and commit.owners else 1) for commit, count in slots))
-
-
 def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
     return {commit.step: float(commit.loss) for commit in commits}
 
@@ -156,14 +181,13 @@ def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
 def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
     """How far apart two loss curves are: loss_delta_max over the loss_delta_steps that both have, and
     loss_delta_undefined, in how many of those only one loss is finite or the two are not alike."""
-    both = mine.keys() & theirs.keys()
-    pairs = [(mine[step], theirs[step]) for step in both]
+    pairs = [(mine[step], theirs[step]) for step in mine.keys() & theirs.keys()]
     finite = [abs(a - b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
-    undefined = [1 for a, b in pairs if not (math.isfinite(a) and math.isfinite(b)) and repr(a) != repr(b)]
+    alike = [a for a, b in pairs if repr(a) == repr(b) and not math.isfinite(a)]
     return {
         "loss_delta_max": max(finite, default=None),
-        "loss_delta_steps": len(both),
-        "loss_delta_undefined": len(undefined),
+        "loss_delta_steps": len(pairs),
+        "loss_delta_undefined": len(pairs) - len(finite) - len(alike),
     }
 
 
@@ -176,22 +200,21 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
     done, asked, reached = f["status"] == "done", f["steps_asked"], f["last_step"] or 0
     unseen, delta, undefined = f["steps_unseen"], f["loss_delta_max"] or 0.0, f["loss_delta_undefined"]
-    rows = [
-        (not done and not (may_stop and f["status"] == "stopped"), f"The run is not done: {ending}."),
-        (f["steps"] == 0, "No step was committed."),
-        (done and asked is not None and reached < asked, f"The run ended at step {reached} of {asked}."),
-        (unseen, f"The log has no commit of {counted(unseen, 'step')} between the first and the last."),
-    ]
-    for name, noun, what in (
-        ("attempts_thrown_away", "attempt", "had work of a survivor thrown away"),
-        ("samples_lost", "sample", "of the committed steps did not enter the model"),
-        ("samples_repeated", "sample", "entered the model more than once"),
-        ("replicas_diverged", "audit", "found a group whose parameters differ from the others'"),
-    ):
-        rows.append((f[name], f"{counted(f[name], noun)} {what}."))
-    rows.append((delta > LOSS_TOLERANCE, f"The loss differs by up to {delta:.3g} from the other run's."))
-    rows.append((undefined, f"In {counted(undefined, 'step')} the loss is finite in one run only."))
-    return [sentence for is_broken, sentence in rows if is_broken]
+    thrown, lost, repeated = f["attempts_thrown_away"], f["samples_lost"], f["samples_repeated"]
+    diverged = f["replicas_diverged"]
+    broken = {
+        f"The run is not done: {ending}.": not done and not (may_stop and f["status"] == "stopped"),
+        "No step was committed.": f["steps"] == 0,
+        f"The run ended at step {reached} of {asked}.": done and asked is not None and reached < asked,
+        f"The log has no commit of {counted(unseen, 'step')} between the first and the last.": unseen,
+        f"{counted(thrown, 'attempt')} had work of a survivor thrown away.": thrown,
+        f"{counted(lost, 'sample')} of the committed steps did not enter the model.": lost,
+        f"{counted(repeated, 'sample')} entered the model more than once.": repeated,
+        f"{counted(diverged, 'audit')} found a group whose parameters differ from the others'.": diverged,
+        f"The loss differs by up to {delta:.3g} from the other run's.": delta > LOSS_TOLERANCE,
+        f"In {counted(undefined, 'step')} the loss is finite in one run only.": undefined,
+    }
+    return [sentence for sentence, holds in broken.items() if holds]
 
 
 def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
@@ -264,10 +287,6 @@ def _spread(figures: dict[str, Any], name: str) -> str:
     if figures[f"{name}_median"] is None:
         return "nothing to measure"
     return f"median {duration(figures[f'{name}_median'])}, longest {duration(figures[f'{name}_max'])}"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(value: float | None) -> str:

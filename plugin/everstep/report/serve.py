@@ -5,10 +5,10 @@ machine, so that a web page that resolves its own name to this address (DNS rebi
 """
 
 import ipaddress
-import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,8 +16,8 @@ MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
 
 
-def server(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> "Bounded":
-    """Serves one document of a content type under some paths on a listening socket, in `attend`."""
+def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
+    """Serve one document of a content type under some paths on a listening socket, as long as this process lives."""
     host = listening.getsockname()[0]
     names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -41,21 +41,7 @@ def server(listening: socket.socket, paths: Set[str], kind: str, document: Calla
         def log_message(self, format: str, *args: object) -> None:
             return
 
-    return Bounded(listening, Handler)
-
-
-def attend(servers: Sequence["Bounded"], closing: int, for_s: float) -> bool:
-    """Answer what is asked, for so long; whether the descriptor `closing` can be read, which ends it at once."""
-    until = time.monotonic() + for_s
-    while (left_s := until - time.monotonic()) > 0:
-        ready = select.select([closing, *servers], [], [], left_s)[0]
-        if closing in ready:
-            return True
-        for one in servers:
-            if one in ready:
-                one.handle_request()
-            one.service_actions()
-    return False
+    threading.Thread(target=Bounded(listening, Handler).serve_forever, name="serve", daemon=True).start()
 
 
 def is_ours(host: str, names: set[str]) -> bool:
@@ -73,7 +59,6 @@ class Bounded(ThreadingHTTPServer):
     """A server with few connections, each of which ends in time."""
 
     daemon_threads = True
-    timeout = 0
 
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
         self._open: dict[Any, float] = {}

@@ -1,7 +1,7 @@
 """Which guarantees of a run are degraded now: for each one sentence with its cause, and what to do.
 
 The console, `everstep status`, the page, Prometheus and the webhook take them from here. Most follow from one event
-(`ROWS`); the others from several (`_Session`): clocks that differ, snapshots that are skipped again and again, hosts
+(`ROWS`); the others from several: clocks that differ, snapshots that are skipped again and again, hosts
 that a snapshot no longer survives, data that ended.
 """
 
@@ -26,8 +26,6 @@ SKIPPED = 10
 """Snapshots that were due and not taken, one after the other, before that is told."""
 CLOCKS_S = 60.0
 """By how much dates of one commit may differ."""
-LATE = 4096
-"""Commits of which not all groups have told yet: a host's events may be seen late, or be dated late."""
 LONGEST = 600
 """Characters of a sentence: a reason may quote a whole message of somebody else's."""
 
@@ -202,7 +200,7 @@ ROWS: dict[str, Row] = {
         "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
         who="{step}.{slot}",
     ),
-    # What only several events together say, by the fields that `_Session.noted` adds.
+    # What only several events together say, by the fields that `Troubles._added` and the account add.
     "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
     "training_done": Row(
         "data",
@@ -233,8 +231,6 @@ ROWS: dict[str, Row] = {
     ),
 }  # fmt: skip
 """By kind of event."""
-FOLLOWED = frozenset((*ROWS, "run_started"))
-"""Kinds of events from which troubles follow, and all that are taken note of."""
 
 
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
@@ -270,86 +266,30 @@ def _fields(event: Mapping[str, Any]) -> Fields:
 
 
 @dataclass
-class _Session:
-    """What several events of one start of a run say together."""
-
-    steps: int | None = None
-    """The last step, as the run's start says."""
-    newest: int = 0
-    """The newest committed step."""
-    error: str = ""
-    """Of the newest death of workers that had one."""
-    log: str = ""
-    """Where it stands."""
-    skipped: Counter[int] = field(default_factory=Counter)
-    """By group, snapshots that were due and not taken since one was coded."""
-    survived: int = 0
-    """The most hosts that a snapshot could lose."""
-    told: dict[str, dict[int, float]] = field(default_factory=dict)
-    """By history of a commit that not all of its groups have told of: by group, its date of the commit."""
-
-    def noted(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Take note of an event of rank 0; what those before it add to what it says."""
-        group, step = event.get("group"), event.get("step") or 0
-        match event["kind"]:
-            case "commit" if isinstance(group, int):
-                self.newest = max(self.newest, step)
-                return self._commit_told(event, group)
-            case "workers_died" if isinstance(group, int) and event.get("error"):
-                rank = next(iter(event["exitcodes"]), "0")
-                self.error, self.log = event["error"], f"logs/group-{group}/rank-{rank}.log"
-            case "training_done" if self.steps is not None and self.newest <= step < self.steps:
-                return {"steps_asked": self.steps}
-            case "snapshot_skipped" if isinstance(group, int):
-                self.skipped[group] += 1
-                return {"skipped": self.skipped[group]}
-            case "snapshot_protected":
-                self.skipped.clear()
-                self.survived = max(self.survived, event["survives"])
-                return {"survived": self.survived}
-            case "run_ended" if event.get("status") == "failed":
-                if self.error and self.error in str(event["reason"]):
-                    return {"last_error": f" Its log: {self.log}."}
-                said = f" Last error of a worker: {self.error}; its log: {self.log}."
-                return {"last_error": said if self.error else ""}
-        return {}
-
-    def _commit_told(self, event: Mapping[str, Any], group: int) -> dict[str, Any]:
-        """What the groups' dates of one commit say when they are laid side by side."""
-        if (history := event.get("history")) is None:
-            return {}
-        dates = self.told.setdefault(history, {})
-        dates[group] = event["t"]
-        if len(dates) < len(event["groups"]):
-            if len(self.told) > LATE:
-                del self.told[next(iter(self.told))]
-            return {}
-        del self.told[history]
-        first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
-        return {"first": first, "last": last, "apart_s": dates[last] - dates[first]} if len(dates) > 1 else {}
-
-
-@dataclass
 class Troubles:
     """Follows the events of a run, of all ranks."""
 
     now: dict[tuple[str, str], Trouble] = field(default_factory=dict)
     """By guarantee and who."""
-    _session: _Session = field(default_factory=_Session)
+    _death: Mapping[str, Any] = field(default_factory=dict)
+    """The newest death of workers that had an error, in this start."""
+    _skipped: Counter[int | None] = field(default_factory=Counter)
+    """By group, snapshots that were due and not taken since one was coded."""
+    _survived: int = 0
+    """The most hosts that a snapshot of this start could lose."""
 
-    def take(self, event: Mapping[str, Any]) -> list[str]:
-        """Take note of one event, of any kind; the sentences that are new with it."""
-        if event["kind"] not in FOLLOWED and not self.now:
-            return []
+    def take(self, event: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> list[str]:
+        """Take note of one event, of any kind, and of the fields that an account of the run adds to it; the sentences
+        that are new with it."""
         for key in [key for key, one in self.now.items() if one.is_ended_by(event)]:
             del self.now[key]
         if event["kind"] == "run_started":
-            self.now, self._session = {}, _Session(event.get("steps"))
+            self.now, self._death, self._skipped, self._survived = {}, {}, Counter(), 0
         elif event["kind"] == "run_ended" and event.get("status") != "failed":
             self.now = {key: one for key, one in self.now.items() if key == ("data", "end")}
-        more = {} if event.get("rank") else self._session.noted(event)
-        clocks = self.now.get(("clock", ""))
-        if clocks is not None and "apart_s" in more:  # it is told once, and not anew at each commit
+        if not event.get("rank"):
+            more = {**(more or {}), **self._added(event)}
+        if ("clock", "") in self.now and more and "apart_s" in more:  # it is told once, and not anew at each commit
             if more["apart_s"] <= CLOCKS_S:
                 del self.now["clock", ""]
             return []
@@ -362,6 +302,30 @@ class Troubles:
         while len(self.now) > MOST:
             del self.now[next(iter(self.now))]
         return [] if before is not None and before.sentence == found.sentence else [found.sentence]
+
+    def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """What the troubles before an event add to what it says."""
+        match event["kind"]:
+            case "workers_died" if event.get("error"):
+                self._death = event
+            case "snapshot_skipped":
+                self._skipped[event["group"]] += 1
+                return {"skipped": self._skipped[event["group"]]}
+            case "snapshot_protected":
+                self._skipped.clear()
+                self._survived = max(self._survived, event["survives"])
+                return {"survived": self._survived}
+            case "run_ended" if event["status"] == "failed":
+                return {"last_error": self._last_error(event["reason"])}
+        return {}
+
+    def _last_error(self, reason: str) -> str:
+        """What a sentence on the end of a run says of the newest error of a worker."""
+        if not self._death:
+            return ""
+        error, rank = self._death["error"], next(iter(self._death["exitcodes"]), "0")
+        log = f"logs/group-{self._death['group']}/rank-{rank}.log"
+        return f" Its log: {log}." if error in reason else f" Last error of a worker: {error}; its log: {log}."
 
     def count(self, guarantee: str) -> int:
         """How many troubles of that guarantee there are."""

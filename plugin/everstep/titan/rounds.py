@@ -30,8 +30,7 @@ from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.private import local
-from everstep.step.reduction import BUCKET_BYTES, GradientReducer
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
 from everstep.titan.group import all_in_group, least_in_group
 from everstep.titan.round_state import RoundState
 from everstep.titan.slots import OPTIMIZER_SLOT
