@@ -90,11 +90,7 @@ class Children:
         tells of the run."""
         self._alive.clear()
         deadline = time.monotonic() + KILL_GRACE_S
-        while time.monotonic() < deadline:
-            below = psutil.Process().children(recursive=True)
-            left = [one for one in below if one.pid != self._guard.pid and not offspring.is_kept(one)]
-            if not left:
-                return
+        while time.monotonic() < deadline and (left := self.left_behind()):
             offspring.kill(left)
             self._reap()
             time.sleep(0.005)
