@@ -18,8 +18,9 @@ from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.meeting import Meeting
+from everstep.launch.scarce import backoff_s
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import WINDOW_S, Death, failures, in_a_row, pause_s, reason_to_give_up
+from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_row
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
@@ -303,14 +304,16 @@ class Group:
             self.deaths.pop()  # the next start does without it, or there is none
             if settings.fault_tolerance.on_poison == "stop":
                 self._end_poisoned(*poison, death.error or death.reason)
-        elif hopeless := reason_to_give_up(death):
-            self.finish("failed", f"group {settings.group} is given up, {hopeless}; last: {death.reason}")
+        elif death.exitcode in HOPELESS:
+            why = HOPELESS[death.exitcode]
+            self.finish("failed", f"group {settings.group} is given up, {why}; last: {death.reason}")
         else:
             self._put_off()
 
     def _put_off(self) -> None:
-        """Start again, later if it has failed before."""
-        wait_s, count = pause_s(self.deaths), len(in_a_row(self.deaths))
+        """Start again; later if it has failed by itself before."""
+        count = len(in_a_row(self.deaths))
+        wait_s = backoff_s(count - 1)
         self._not_before_mono = time.monotonic() + wait_s
         if count in FAILURES_ARE_TOLD:
             said = f"group {self.settings.group} has failed {count} times in a row: {self.deaths[-1].reason}"

@@ -9,16 +9,13 @@ from typing import Any
 from everstep.launch.children import Child
 from everstep.launch.meeting import Round
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import CRASHES, Death, describe_exit, oom_kills
+from everstep.launch.watchdog import CRASHES, HOPELESS, Death, describe_exit, oom_kills
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
 from everstep.run.events import EventLog, event_path, last_event
-from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.poison import Slot
 
-ORDERLY_EXITS = (USAGE_EXIT, HOPELESS_EXIT, UNFIT_EXIT)
-"""A trainer's own decisions, which no slot makes for it."""
 COMPILING = ("compute", "reduce", "vote")
 """Phases in which the first step of a process compiles, or waits for a rank that does."""
 
@@ -165,7 +162,7 @@ class Incarnation:
         """The step and slot that `first` computed when it died, if that is poison by now, and the groups whose workers
         ended there. Whose death makes it so tells. A death of the workers' own doing is noted at its slot."""
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
-        if not death.crashed or death.exitcode in ORDERLY_EXITS:
+        if not death.crashed or death.exitcode in HOPELESS:  # a trainer's own decision, which no slot makes for it
             return None
         try:
             beat = self._beat_of(first)

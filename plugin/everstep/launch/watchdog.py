@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.launch.scarce import backoff_s
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
 WINDOW_S = 3600.0
 """In which failures and deaths on a node count."""
+HOPELESS = {
+    USAGE_EXIT: "its configuration is not valid",
+    HOPELESS_EXIT: "its trainer found that going on is no use; its log says why",
+    UNFIT_EXIT: "its trainer found this machine unfit, and there is no other to go to; its log says why",
+}
+"""Exit statuses after which workers are not started again, whatever other groups do, and why."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -38,17 +43,6 @@ class Death:
     """Whether another start may well end the same way."""
 
 
-def reason_to_give_up(death: Death) -> str:
-    """Why the workers should not be started again after this one, whatever other groups do; "": start them."""
-    if death.exitcode == USAGE_EXIT and not death.committed:
-        return "its configuration is not valid"
-    if death.exitcode == HOPELESS_EXIT:
-        return "its trainer found that going on is no use; its log says why"
-    if death.exitcode == UNFIT_EXIT:
-        return "its trainer found this machine unfit, and there is no other to go to; its log says why"
-    return ""
-
-
 def in_a_row(deaths: Sequence[Death]) -> list[Death]:
     """The newest deaths that were of the workers' own doing, the newest first. Those of long ago are forgotten."""
     recent = (death for death in reversed(deaths) if death.mono > deaths[-1].mono - WINDOW_S)
@@ -59,12 +53,6 @@ def failures(deaths: Sequence[Death]) -> int:
     """How many of those `in_a_row` came since any group of the run committed a step: the next ones would do so as well.
     While groups make steps, something may be wrong with this machine that passes."""
     return sum(death.run_step == deaths[-1].run_step and not death.committed for death in in_a_row(deaths))
-
-
-def pause_s(deaths: Sequence[Death]) -> float:
-    """How long to wait before the next start: not at all after a death that came from outside, or the first that did
-    not."""
-    return backoff_s(len(in_a_row(deaths)) - 1)
 
 
 def describe_exit(exitcode: int) -> str:
