@@ -6,7 +6,7 @@ import time
 import pytest
 
 from everstep.report import notify
-from everstep.report.notify import webhook
+from everstep.report.notify import Webhook
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def small(monkeypatch):
 def test_a_webhook_that_never_answers_holds_nobody_up(hook, small, capfd):
     gone = threading.Event()
     hook.answer = lambda handler: (gone.wait(30), handler.send_response(200))
-    outlet, begin = webhook(hook.address), time.monotonic()
+    outlet, begin = Webhook(hook.address), time.monotonic()
     for number in range(30):
         outlet.put(f"trouble {number}")
     outlet.close()
@@ -37,7 +37,7 @@ def test_an_answer_that_is_no_success_is_said_and_followed_nowhere(hook, status,
         handler.send_header("Location", hook.address.replace("T0", "elsewhere"))
 
     hook.answer = elsewhere
-    outlet = webhook(hook.address)
+    outlet = Webhook(hook.address)
     outlet.put("run: a trouble")
     outlet.close()
     assert hook.posted == [("/T0/secret", "application/json", {"text": "run: a trouble"})] * notify.TRIES

@@ -10,23 +10,16 @@ ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about what it finds."""
 
 
-def plans(account: Account) -> list[Mapping[str, Any]]:
-    """The newest plan of each rank. A group that was given up does not count, as long as there are others."""
-    given_up = {group for group, one in account.current.items() if one.given_up}
-    left = [plan for (group, _), plan in account.schedules.items() if group not in given_up]
-    return left or [*account.schedules.values()]
-
-
 def checks(account: Account) -> dict[str, Any]:
     """Of report.json: what the checks found, what became of refusals, and what is checked: of the rank for which that
     costs the most, and of the one for which it leaves the most."""
-    newest = plans(account)
-    known = {name: [plan[name] for plan in newest if plan.get(name) is not None] for name in ("overhead", "rate")}
+    plans = [*account.schedules.values()]
+    known = {name: [plan[name] for plan in plans if plan.get(name) is not None] for name in ("overhead", "rate")}
     return {f"findings_{action}": account.findings[action] for action in ACTIONS} | {
         "ranks_unfit": account.counts["unfit"],
         "slots_accepted": len(account.named["slot_accepted"]),
         "slots_not_finite": len(account.named["not_finite"]),
-        "attention_coverage": newest[0]["coverage"] if newest else None,
+        "attention_coverage": plans[0]["coverage"] if plans else None,
         "attention_overhead": max(known["overhead"], default=None),
         "attention_rate": min(known["rate"], default=None),
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 from everstep.report.account import Account
 from everstep.report.checking import ACTIONS, checks
+from everstep.report.notify import Outlet
 
 SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -79,17 +80,30 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(run_dir: Path, metrics: Mapping[str, Any]) -> list[TensorBoard | WandB]:
-    """Those that torchtitan's `[metrics]` asks for and that can be opened; a sentence for one that cannot."""
-    found: list[TensorBoard | WandB] = []
-    for name in ("tensorboard", "wandb"):
-        try:
-            if metrics.get(f"enable_{name}"):
-                folder = run_dir / metrics.get("save_tb_folder", "tb")
-                found.append(TensorBoard(folder) if name == "tensorboard" else WandB(run_dir))
-        except Exception as error:  # noqa: BLE001  a package, a network
-            print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
-    return found
+class Curves(Outlet):
+    """What torchtitan's `[metrics]` asks for, opened with the first point: step, wall time in seconds, and scalars by
+    tag. A server of W&B may be away, and a disk may be full."""
+
+    def __init__(self, run_dir: Path, metrics: Mapping[str, Any]) -> None:
+        self._run_dir, self._folder = run_dir, run_dir / metrics.get("save_tb_folder", "tb")
+        self._asked = [name for name in ("tensorboard", "wandb") if metrics.get(f"enable_{name}")]
+        self._sinks: dict[str, TensorBoard | WandB] = {}
+        super().__init__()
+
+    def give(self, thing: tuple[int, float, dict[str, float]]) -> None:
+        for name in [*self._asked]:
+            try:
+                if name not in self._sinks:
+                    self._sinks[name] = TensorBoard(self._folder) if name == "tensorboard" else WandB(self._run_dir)
+                self._sinks[name].write(*thing)
+            except Exception as error:  # noqa: BLE001  a package, a network
+                print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
+                if self._sinks.pop(name, None) is None:  # it cannot be opened
+                    self._asked.remove(name)
+
+    def end(self) -> None:
+        for sink in self._sinks.values():
+            sink.close()
 
 
 def scalars_of(event: dict[str, Any], account: Account) -> dict[str, float]:

@@ -28,8 +28,9 @@ class Group:
     alive: bool = False
     """Whether a process of it trains."""
     given_up: bool = False
-    begun: bool = False
     ended: bool = False
+    away: str = "start-up"
+    """The state of a group that has no process that trains."""
     ready_t: float = 0.0
     """When its newest process was ready."""
     step: int = 0
@@ -48,13 +49,13 @@ class Group:
         t = event["t"]
         match event["kind"]:
             case "worker_ready":
-                self._until(t, self._away)
-                self.begun = self.alive = True
+                self._until(t, self.away)
+                self.alive, self.away = True, "restarting"
                 self.ended = self.given_up = False
                 self.ready_t, self.computed = t, set()
                 self.history, self.committed = None, False
             case "workers_died" | "workers_started":
-                self._until(t, "stalled" if self.alive else self._away)
+                self._until(t, "stalled" if self.alive else self.away)
                 self.alive = False
             case "training_started":
                 self._have(event.get("history"))
@@ -87,7 +88,7 @@ class Group:
     def close(self, end: float) -> None:
         """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
         if not self.alive and not self.ended:
-            self._until(end, self._away)
+            self._until(end, self.away)
 
     def _have(self, history: str | None) -> None:
         if history:
@@ -101,12 +102,7 @@ class Group:
 
     @property
     def _usual(self) -> str:
-        return "productive" if self.alive else self._away
-
-    @property
-    def _away(self) -> str:
-        """What a group does that has no process that trains."""
-        return "restarting" if self.begun else "start-up"
+        return "productive" if self.alive else self.away
 
 
 @dataclass

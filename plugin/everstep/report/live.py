@@ -10,13 +10,12 @@ asked, and none waits for it.
 import contextlib
 import functools
 import json
-import os
 import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,11 @@ class Teller:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self._run_dir)],
             stdin=subprocess.PIPE,
             start_new_session=True,
             pass_fds=[one.fileno() for one in self._sockets.values()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended by now
@@ -116,28 +113,19 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
         since: wall time in seconds; what was committed before is in the curves already.
     """
     from everstep.report.account import Account
-    from everstep.report.curves import open_sinks, scalars_of
+    from everstep.report.curves import Curves, scalars_of
     from everstep.report.metrics import text
-    from everstep.report.notify import Outlet, webhook
+    from everstep.report.notify import Webhook
     from everstep.report.page import write_report
     from everstep.run.events import EventTail
 
-    now = Account()
-    shortage: list[dict[str, Any]] = []
+    now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
+    served = {"page": NO_PAGE_YET, "metrics": b""}
 
-    def refused(error: OSError) -> None:  # of a full disk
-        shortage.append(_shortage(run_dir, error))
-        print(f"everstep: what is told of the run is not written: {error}", flush=True)
-
-    sinks = functools.cache(lambda: open_sinks(run_dir, metrics))
-
-    def draw(point: tuple[int, float, dict[str, float]]) -> None:
-        """Step, wall time in seconds, and scalars by tag."""
-        try:
-            for sink in sinks():
-                sink.write(*point)
-        except OSError as error:
-            refused(error)
+    def say(sentences: Iterable[str]) -> None:
+        if hook is not None:
+            for sentence in sentences:
+                hook.put(f"{run_dir.resolve().name}: {sentence}")
 
     def write(account: Account | None) -> None:
         """Write the page as of this account, or of the logs as they are now."""
@@ -145,29 +133,25 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             if "page" in fds and now.counts:
                 write_report(run_dir, account=account)
                 served["page"] = (run_dir / "report.html").read_bytes()
-        except OSError as error:
-            refused(error)
+        except OSError as error:  # a full disk, which takes no event either
+            print(f"everstep: the page is not written: {error}", flush=True)
+            head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
+            say(now.take(head | {"reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}))
 
-    curves = Outlet("curves", draw)  # a server of W&B may be away
-    hook = webhook(ft.notify) if ft.notify else None
-    served = {"page": NO_PAGE_YET, "metrics": b""}
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
-    tail, over, due, started = EventTail(run_dir), False, time.monotonic(), time.time()
+    tail, over, due, first = EventTail(run_dir), False, time.monotonic(), True
     while not over:
         over = bool(select.select([0], [], [], POLL_S)[0])
-        new = [*tail.new(), *shortage]
-        shortage.clear()
-        said, earlier = [], []
-        for event in new:
+        said = []
+        for event in tail.new():
             before = now.newest
-            (said if event["t"] >= started else earlier).extend(now.take(event))
+            said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event, now)))
-        if hook is not None:  # what was over when this process began is not told
-            for sentence in [*(one for one in now.troubles.sentences if one in earlier), *said]:
-                hook.put(f"{run_dir.resolve().name}: {sentence}")
+        say(now.troubles.sentences if first else said)  # what was over when this process began is not told
+        first = False
         served["metrics"] = text(now, ft.groups, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()
@@ -177,15 +161,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     if hook is not None:
         hook.close()
     curves.close()
-    for sink in sinks() if sinks.cache_info().currsize else ():
-        sink.close()
     write(None)
-
-
-def _shortage(run_dir: Path, error: OSError) -> dict[str, Any]:
-    """The event that says why nothing can be written, for those that need no disk: a full one takes no event either."""
-    head = {"t": time.time(), "mono": time.monotonic(), "group": None, "rank": None, "step": None}
-    return head | {"kind": "resource_shortage", "reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}
 
 
 if __name__ == "__main__":

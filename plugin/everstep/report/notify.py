@@ -1,11 +1,9 @@
 """Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
 
-import functools
 import json
 import queue
 import threading
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 5.0
@@ -20,11 +18,17 @@ class Outlet:
     """Gives things to what may be slow or away, one after the other in a thread of its own, so that neither the run nor
     its page waits. `most`: how many may wait; 0: any number."""
 
-    def __init__(self, name: str, give: Callable[[Any], None], most: int = 0) -> None:
-        self._give = give
+    def __init__(self, most: int = 0) -> None:
         self._things: queue.Queue[Any] = queue.Queue(most)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
         self._thread.start()
+
+    def give(self, thing: Any) -> None:
+        """Give one thing, or say why not."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """After the last one."""
 
     def put(self, thing: object) -> None:
         """Have it given, or say that there was no room for it."""
@@ -43,12 +47,8 @@ class Outlet:
 
     def _run(self) -> None:
         while (thing := self._things.get()) is not None:
-            self._give(thing)
-
-
-def webhook(address: str) -> Outlet:
-    """Posts the texts that it is given to `address`."""
-    return Outlet("notify", functools.partial(_post, address), WAITING)
+            self.give(thing)
+        self.end()
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -58,18 +58,24 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _post(address: str, text: str) -> None:
-    """Post a text to the webhook at `address`, or say why not."""
-    data = json.dumps({"text": text}).encode()
-    reason = ""
-    for _ in range(TRIES):
-        try:
-            request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
-                return
-        except Exception as error:  # noqa: BLE001  whatever an address and a network can give
-            reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-    _complain(reason, text)
+class Webhook(Outlet):
+    """Posts texts to `address`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        super().__init__(WAITING)
+
+    def give(self, thing: str) -> None:
+        data = json.dumps({"text": thing}).encode()
+        reason = ""
+        for _ in range(TRIES):
+            try:
+                request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
+                with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
+                    return
+            except Exception as error:  # noqa: BLE001  whatever an address and a network can give
+                reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+        _complain(reason, thing)
 
 
 def _complain(reason: str, text: object) -> None:

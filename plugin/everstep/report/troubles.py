@@ -84,19 +84,18 @@ def _out_of_memory(event: Mapping[str, Any]) -> bool:
     )
 
 
+def _no_snapshot(what: str) -> Row:
+    return Row(
+        "snapshots",
+        f"The newest snapshot of group {{group}} {what}: {{cause}}. A loss of its host now goes back to {{coded}}; "
+        "everstep snapshots RUN_DIR says what a start would restore.",
+        ends=("snapshot_protected",),
+    )
+
+
 ROWS: dict[str, Row] = {
-    "snapshot_failed": Row(
-        "snapshots",
-        "The newest snapshot of group {group} was not taken: {cause}. A loss of its host now goes back to {coded}; "
-        "everstep snapshots RUN_DIR says what a start would restore.",
-        ends=("snapshot_protected",),
-    ),
-    "snapshot_unprotected": Row(
-        "snapshots",
-        "The newest snapshot of group {group} is not coded: {cause}. A loss of its host now goes back to {coded}; "
-        "everstep snapshots RUN_DIR says what a start would restore.",
-        ends=("snapshot_protected",),
-    ),
+    "snapshot_failed": _no_snapshot("was not taken"),
+    "snapshot_unprotected": _no_snapshot("is not coded"),
     "workers_unprotected": Row(
         "workers",
         "If {risk} now, the run ends: {cause}. Make room in the run directory's storage, or mend it.",
