@@ -80,8 +80,8 @@ class FindingLog:
             if not size <= 1:
                 passes[record[:4]].setdefault(record.again, []).append((ACTIONS.index(record.action), size))
         # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
-        # the second pass sees is a fault of its own: that pass feeds the backward.
-        self.last = [self._finding(*place, seen[min(seen)]) for place, seen in sorted(passes.items())]
+        # the second pass sees, or does not repair, is a fault of its own: that pass feeds the backward.
+        self.last = [self._finding(*place, _worse_pass(seen)) for place, seen in sorted(passes.items())]
         self._findings += self.last
         return frozenset(finding["slot"] for finding in self.last if finding["action"] == "refused")
 
@@ -103,6 +103,11 @@ class FindingLog:
             "magnitude": max(sizes) if kind == "moderate" else None,
             "action": ACTIONS[max(action for action, _ in seen)],
         }
+
+
+def _worse_pass(seen: dict[bool, list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Of what two passes did at one place, what the one did that repaired less; the first if they did the same."""
+    return max((seen[again] for again in sorted(seen)), key=lambda made: max(action for action, _ in made))
 
 
 def _read(records: list[Record]) -> list[float]:
