@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from everstep.attention import guard, linear
+from everstep.attention.findings import FindingLog, Record
 from everstep.attention.injection import Injector
 from everstep.attention.schedule import Schedule
 from everstep.attention.section import Inject
@@ -48,6 +49,33 @@ def test_results_are_kept_to_be_looked_at_together_unless_they_are_large_or_nobo
     assert looked == [3, 1]
     monkeypatch.setattr(guard, "KEPT_BYTES", 256 * 20)
     assert slot(8, 8, 8) == [3, 1, 3]
+
+
+@pytest.mark.parametrize("frequency", [0.0, "adaptive"])
+def test_nothing_is_checked_between_slots(make_bench, frequency):
+    """A validation runs the same modules, and nobody asks what they found."""
+    bench = make_bench(frequency=frequency)
+    weight = torch.eye(64, requires_grad=True)
+    for step in (1, 2):
+        bench.checks.begin(step, 0)
+        linear.linear(torch.ones(8, 64), weight, None, bench.guard).sum().backward()
+        bench.checks.end()
+        for _ in range(3):
+            linear.linear(torch.full((8, 64), math.nan), weight.detach(), None, bench.guard)
+        assert bench.checks.refused() == set()
+        assert bench.checks.drain() == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [("corrected", "refused", {0}), ("refused", "corrected", {0}), ("corrected", "corrected", set())],
+)
+def test_of_two_passes_the_one_that_repaired_less_counts(first, second, refused):
+    """The second pass of activation checkpointing feeds the backward."""
+    log = FindingLog()
+    for again, action in ((False, first), (True, second)):
+        log.record(Record(1, 0, 3, "wqkv.y", action, again, torch.tensor(5.0)))
+    assert log.refused() == refused
 
 
 def trained(schedule, layers, slots, took_s=0.1, looks_s=0.0):

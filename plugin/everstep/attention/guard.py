@@ -37,20 +37,20 @@ def _between(begin: Any, end: Any) -> float:
 
 
 SMALL_STEP = 65_536
-"""Tokens of a step from which on one row that one head loses, as an infinite score has it, changes no gradient by 1 %:
+"""Tokens of a step from which on the loss of one row of one head (an infinite score) changes no gradient by 1 %:
 0.34 % is the most that `bench/attention_extremes.py` finds, and it falls as the root of the tokens."""
 
 
 KEPT_BYTES = 32 << 20
-"""Of results that are looked at together: between two products of a model, which leave nothing else in a CPU's caches,
-a look takes several times as long."""
+"""Of results that are looked at together: between two products, which fill a CPU's caches, a look takes several times
+as long."""
 
 
 class Checks:
     """The attention check of one rank: what the training step talks to.
 
     `begin` before a slot's forward, `end` after its backward, `refused` before anything of it is used,
-    `weights_changed` after the step.
+    `weights_changed` after the step. Between slots, as in a validation, nothing is checked.
 
     Args:
         section: the config's `[attention_check]`.
@@ -73,6 +73,7 @@ class Checks:
         self.masks: dict[int, Any] = {}
         """The masks of the slot, by the address of the tensor that tells them apart."""
         self._step = self._slot = 0
+        self._between_slots = False
         self._begun: Any = None
         self._timed: list[tuple[Any, Any]] = []
         self._looks: list[tuple[Any, Any]] = []
@@ -91,7 +92,7 @@ class Checks:
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
         """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
-        self._step, self._slot = step, slot
+        self._step, self._slot, self._between_slots = step, slot, False
         self._timed, self._looks, self._kept_bytes = [], [], 0
         self._begun = self.now()
         self.schedule.begin(step, slot, whole=whole)
@@ -103,6 +104,7 @@ class Checks:
         if self.schedule.fixed is None:
             layers = len(self.schedule.checked)
             self._slots.append(_Slot(self._begun, self.now(), self._timed, self._looks, layers))
+        self.schedule.checked, self._between_slots = frozenset(), True
 
     def refused(self) -> frozenset[int]:
         """Slots, of those since this was last asked, that must be computed again. One host synchronisation."""
@@ -121,14 +123,18 @@ class Checks:
 
     def record(self, layer: int, section: str, action: str, again: bool, worst: torch.Tensor, bound: float) -> None:
         """One check's outcome, of the slot that was begun; see `findings.Record`."""
+        if self._between_slots:
+            return
         self.findings.record(Record(self._step, self._slot, layer, section, action, again, worst, bound))
 
     def look_later(self, look: Callable[[list[Any]], None], given: Any, kept_bytes: int = 0) -> None:
         """Have `look` called with all that is given to it, once the slot is over.
 
         Args:
-            kept_bytes: by `given`; at KEPT_BYTES it is called at once. 0: it has to be called after the backward.
+            kept_bytes: by `given`; above KEPT_BYTES in all it is called at once. 0: only after the backward.
         """
+        if self._between_slots:
+            return
         self._later[look].append(given)
         self._kept_bytes += kept_bytes
         if self._kept_bytes > KEPT_BYTES:

@@ -3,7 +3,8 @@
 A layer is checked in a slot with everything there is, forward and backward, or not at all; then it runs as if it had no
 checks. The share of slots in which a layer is checked, its rate, is fixed, or follows from what checks take on this
 device: the highest one at which they, and what is looked at in every slot, take no more than `max_overhead` of the time
-that slots take without them. After a finding its layer is checked in every slot, and less from then on as steps pass.
+that slots take without them. At an adaptive rate a layer with a finding is
+checked in every slot, and less from then on as steps pass.
 """
 
 import math
@@ -45,7 +46,7 @@ def uniform(*key: int) -> float:
 
 
 def drawn(rates: Mapping[int, float], point: float) -> frozenset[int]:
-    """The layers on a grid of spacing 1 that begins at `point`, their rates standing one behind the other on a line.
+    """The layers on a grid of spacing 1 that begins at `point`, with their rates laid end to end on a line.
 
     Each is drawn as often as its rate says if points are uniform, and no two draws differ by more than one layer.
     """
