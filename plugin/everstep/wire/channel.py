@@ -107,15 +107,20 @@ class Channel:
         # Kernel timeouts and not Python's: with those the socket is non-blocking, and MSG_WAITALL would not
         # wait.
         self._timeout_s = timeout.total_seconds()
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        self._wait_at_most(self._timeout_s)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._kernel_s = seconds
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _timeval(timedelta(seconds=seconds)))
 
     def set_deadline(self, deadline: float) -> None:
         """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
         self._deadline = deadline
+        self._wait_at_most(self._timeout_s)
 
     def detach(self) -> socket.socket:
-        """The connection without the protocol; the channel is no longer of use."""
+        """The raw socket, with its kernel timeouts; the channel is no longer of use."""
         return self._sock
 
     def close(self) -> None:
@@ -144,15 +149,16 @@ class Channel:
         got = 0
         while got < view.nbytes:
             if self._deadline != math.inf:
-                left_s = self._deadline - time.monotonic()
+                left_s = min(self._deadline - time.monotonic(), self._timeout_s)
                 if left_s <= 0:
                     raise WireError(f"{self.peer} took too long")
-                if abs(self._timeout_s - left_s) > 0.1:  # to tell the kernel each time costs as much as to receive
-                    self.set_timeout(timedelta(seconds=left_s))
+                if abs(self._kernel_s - left_s) > 0.1:  # to tell the kernel each time costs as much as to receive
+                    self._wait_at_most(left_s)
             try:
                 n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise self._silent() from None
+                late = self._deadline - time.monotonic() < 0.1
+                raise (WireError(f"{self.peer} took too long") if late else self._silent()) from None
             except OSError as error:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
             if n == 0:
@@ -235,7 +241,7 @@ class Channel:
         self.receive_chunks(sink, offset, length, base)
 
     def receive_chunks(self, sink: Bytes, offset: int, length: int, base: int) -> None:
-        """What comes next of an answer whose first message was received: any of it that begins and ends between
+        """What comes next of an answer whose first message was received: any run of whole
         chunks. The rest as `receive_range`."""
         memory = memoryview(bytearray(_HEAD.size + min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):

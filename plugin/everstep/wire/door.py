@@ -282,7 +282,7 @@ class Server(Door):
             channel.close()
 
     def shut(self) -> dict[threading.Thread, Channel]:
-        """Stop listening and cut every connection; what served them, which may go on with what it is at."""
+        """Stop listening and cut every connection; the threads that served them, which may still be finishing."""
         with self._lock:
             self._shut = True
             running = dict(self._threads)
