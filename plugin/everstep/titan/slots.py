@@ -92,13 +92,14 @@ class Slots:
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """Forward and backward of a slot; see `Work.compute`."""
-        trainer, self._slot = self._trainer, slot
-        torch.manual_seed(slot_seed(self.seed, step, slot, self.dp_rank))
+        trainer, self._slot, seed = self._trainer, slot, slot_seed(self.seed, step, slot, self.dp_rank)
+        torch.manual_seed(seed)
         begin = time.perf_counter()
         with sl.log_trace_span("fetching_batch"):
             batches = self._fetch(step, slot)
         if not batches:
             raise OutOfData
+        torch.manual_seed(seed)  # once more: a dataset may have drawn, and how often depends on where its stream began
         trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)

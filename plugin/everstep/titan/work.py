@@ -97,7 +97,7 @@ class TrainerWork(ABC):
         return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self._trainer.config)}"
 
     def checksum(self) -> int | None:
-        """With exact sums each commit has one."""
+        """None: no audit is due. With exact sums one is due at every commit, unless audit_interval is 0."""
         interval, is_exact = self._ft.audit_interval, self._ft.exact
         if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
             return None
@@ -158,7 +158,8 @@ class TrainerWork(ABC):
         tokens = float(commit.tokens.sum())
         if not tokens:
             raise TrainerEnds(
-                HOPELESS_EXIT, f"every slot of step {commit.step} is skipped as poison: there is nothing to go on with"
+                HOPELESS_EXIT,
+                f"no slot of step {commit.step} has a label to train on: all are masked, or skipped as poison",
             )
         loss = float(commit.loss.sum()) / tokens
         if not math.isfinite(loss):
@@ -290,14 +291,14 @@ class TrainerWork(ABC):
             self._snapshots.agree(known)
 
     def _load(self, state: HealState) -> None:
-        """Take over a state of this rank column."""
+        """Take over the state of the same rank in another group."""
         if self._snapshots is not None:
             self._snapshots.wait()  # a snapshot of the state before may still be under way
         self.state.load(state)
         self._source.learn(state.blobs[DATA_BLOB])
 
     def _taken(self, source: str) -> None:
-        """The state is another one; say where this group's came from."""
+        """A new state was loaded; tell where it came from."""
         self._source.committed(self._trainer.step)
         self._weights_changed()
         self._events.emit(

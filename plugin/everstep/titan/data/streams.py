@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """A dataloader in use, and how many batches it has given. With `known` it begins there, if its states are exact."""
+    """A dataloader in use, and how many batches it has given. With `known` it starts there, if restoring is exact."""
 
     def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
         # A dataloader's iterator draws a seed from torch's global generator. Which streams a process opens
