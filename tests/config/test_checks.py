@@ -23,6 +23,8 @@ SEMI = GOOD.replace("[training]", "[training]\nsteps = 100") + (
 )
 """Goes on to line 16."""
 
+OPTIMIZER = GOOD + '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_name = "AdamW"\noptimizer_kwargs = '
+
 # the base that the `load` fixture writes takes lines 1 to 3
 WRONG = {
     "unknown section": (
@@ -46,6 +48,10 @@ WRONG = {
         "run.toml:4: [checkpoint]: We need to maintain at least 2 checkpoint replicas, as the last one "
         "may be in the process of being saved.",
     ),
+    "a key that a terminal would obey": (
+        '[training]\n"\\u001b[2Jsteps" = 1\n',
+        "run.toml:5: [training] has no key '?[2Jsteps'; the nearest is 'steps' (an integer)",
+    ),
     "not TOML": (
         "[training]\nsteps = \n",
         "run.toml:5: not valid TOML: Invalid value (column 9)",
@@ -57,6 +63,10 @@ BASES = {
     "nothing": (
         "",
         'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"',
+    ),
+    "a section's key above all sections": (
+        'lr = 3e-4\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
+        "run.toml:1: there is no key 'lr' above the first section; [optimizer] has it",
     ),
     "an unknown model": (
         '[job]\nmodule = "lama3"\nconfig = "llama3_8b"\n',
@@ -89,6 +99,26 @@ REFUSED = {
     "audits without bits": (
         GOOD + "audit_slots = 0.1\n",
         "run.toml:12: [fault_tolerance] audit_slots = 0.1 compares bits: it needs exact = true",
+    ),
+    "a learning rate in quotes": (
+        OPTIMIZER + '{lr = "0.1"}\n',
+        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'",
+    ),
+    "an eps in quotes": (
+        OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
+        "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'",
+    ),
+    "one beta": (
+        OPTIMIZER + "{betas = 0.9}\n",
+        "run.toml:12: [optimizer] betas must be two numbers, got 0.9",
+    ),
+    "a port that nothing can listen on": (
+        GOOD + 'lighthouse = "http://h:0"\n',
+        'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"',
+    ),
+    "a path that is too long for a file": (
+        f'[data]\nsource = "tokens"\npath = "{"a" * 300}"\n',
+        f'run.toml:6: [data] path = "{"a" * 300}": there is no such file',
     ),
     "an indivisible batch": (
         GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
@@ -180,6 +210,13 @@ def test_a_groups_ranks_are_those_that_its_degrees_take(load, degrees, ranks, me
         load(text, ranks=ranks)
     assert "run.toml:13: [parallelism] " in str(caught.value)
     assert message in str(caught.value)
+
+
+def test_replicas_without_groups_take_ranks(load):
+    config = load(GOOD.replace("enable = true", "enable = false"), check=False)
+    config.parallelism.data_parallel_replicate_degree = 2
+    [problem] = problems(config, ranks=3)
+    assert problem.message.startswith("[parallelism] data_parallel_replicate_degree = 2 takes a multiple of 2 ranks")
 
 
 def test_replicas_become_groups_and_it_is_said_in_a_line(load):

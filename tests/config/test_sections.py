@@ -26,6 +26,12 @@ def test_mode_chooses_the_activation_checkpointing(load, mode, kind):
     assert type(load(f'{compiled}[activation_checkpoint]\nmode = "{mode}"\n').activation_checkpoint) is kind
 
 
+def test_an_array_of_strings_may_be_one_string_with_commas(load):
+    config = load('[compile]\ncomponents = "model, loss"\n[checkpoint]\nexclude_from_loading = "dataloader"\n')
+    assert config.compile.components == ["model", "loss"]
+    assert config.checkpoint.exclude_from_loading == ["dataloader"]
+
+
 @dataclass(kw_only=True, slots=True)
 class MySection:
     depth: int = 1

@@ -70,7 +70,7 @@ def run_own_checks(config: Any, to_error: Callable[[str], ConfigError]) -> None:
         own_checks()
     except ConfigError:
         raise
-    except (ValueError, AssertionError, TypeError) as error:
+    except Exception as error:
         raise to_error(str(error)) from error
 
 
@@ -80,7 +80,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
     Args:
         declared: the field's type, possibly Annotated.
         value: as tomli gives it.
-        current: what the field holds now; a table changes a copy of nothing, but this very object.
+        current: what the field holds now; a table is applied to this object itself.
         source: the file, for messages.
         path: where in the file the value stands.
 
@@ -100,7 +100,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         return None
     if section is not None and not of_list:
         return _set_section(section, value, current, source, path)
-    if isinstance(value, str) and list[str] in (declared, *members) and str not in members:
+    if isinstance(value, str) and (declared == list[str] or (list[str] in members and str not in members)):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return typed.parse(declared, value)
@@ -120,7 +120,7 @@ def shown(value: Any) -> str:
         return f'"{text[:200]}"'
     if isinstance(value, dict):
         return "a table"
-    return repr(value)
+    return repr(value)[:200]
 
 
 def class_name(config: Any) -> str:
@@ -182,7 +182,7 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
             raise source.error(path, f"{describe_table(path)} needs the key '{name}'")
     try:
         return declared(**values)
-    except (ValueError, AssertionError, TypeError) as error:
+    except Exception as error:
         raise source.error(path, f"{describe_table(path)}: {error}") from error
 
 
@@ -226,9 +226,11 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
         raise source.error(path, f"{source.name(path)} must be the import path of a class, got {shown(name)}")
     try:
         component = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
+        config_class = getattr(component, "Config", None)
+        if dataclasses.is_dataclass(config_class):
+            field_types(typing.cast(type, config_class))
+    except (Exception, SystemExit) as error:
         raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
-    config_class = getattr(component, "Config", None)
     # The section must be able to stand for any other of its kind, so what counts is the root of the kind. The one below
     # it, which first has `build`, all components share.
     line = [c for c in declared.__mro__ if dataclasses.is_dataclass(c)]
@@ -244,6 +246,8 @@ def _unknown_key(
 ) -> ConfigError:
     key = str(path[-1])
     near = nearest(key, [*known, *extra_keys])
+    if len(path) == 1 and key in source.elsewhere:
+        return source.error(path, f"there is no key '{key}' above the first section; [{source.elsewhere[key]}] has it")
     if len(path) == 1:
         what = f"there is no section [{key}]" if isinstance(value, dict) else f"there is no key '{key}'"
         is_table = near is not None and words(known.get(near, Any)) == "a table"

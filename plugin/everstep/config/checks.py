@@ -6,10 +6,10 @@ checked.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 from typing import Any
 
 from .errors import ConfigError
@@ -26,7 +26,8 @@ _TIMEOUTS = (
 """(shorter, longer, why) of [fault_tolerance]'s timeouts."""
 
 SMALLEST_EPS = 1e-10
-"""Of Adam, with exact sums: beside it, what their quantum of 2^-40 cannot hold moves no parameter by 1 % of a step."""
+"""Adam's least eps with exact sums: beside it, what is lost below their quantum of 2^-40 moves no parameter by 1 % of a
+step."""
 _LONGEST_S = 3e8
 """Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
 _SMALLEST, _BELOW_1 = 1e-9, 1 - 1e-9
@@ -55,7 +56,7 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
     },
 }
-"""The least and the largest value of keys that are read; ids have six digits."""
+"""The least and the largest value of keys that are read. A group_id has at most six digits."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
     yield ft.groups < ft.min_groups, "fault_tolerance.min_groups", few
     none = f"= {ft.spares} leaves none of groups = {ft.groups} to compute"
     yield ft.spares >= ft.groups, "fault_tolerance.spares", none
-    place = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", ft.lighthouse)
-    nowhere = bool(ft.lighthouse) and (place is None or int(place[1]) > 65535)
+    place = re.fullmatch(r"https?://(?:\[[0-9a-fA-F:.%]+\]|[^]/\s?#:[]+):([0-9]{1,5})/?", ft.lighthouse)
+    nowhere = bool(ft.lighthouse) and (place is None or not 0 < int(place[1]) <= 65535)
     yield nowhere, "fault_tolerance.lighthouse", f'must be http://host:port, got "{ft.lighthouse}"'
     no_hook = bool(ft.notify) and not re.fullmatch(r"https?://[!-~]+", ft.notify)
     yield no_hook, "fault_tolerance.notify", "must be the https:// address of a webhook"
@@ -179,7 +180,9 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
 
 def _exact(config: Any) -> Iterator[Row]:
     ft, semi, key = config.fault_tolerance, config.semi_sync, "fault_tolerance.audit_slots"
-    exact, audits = ft.enable and ft.exact, ft.audit_slots > 0
+    if not ft.enable:
+        return
+    exact, audits = ft.exact, ft.audit_slots > 0
     left_out = "so the result depends on what failed: with [fault_tolerance] exact = true nothing may be left out"
     yield audits and not exact, key, f"= {ft.audit_slots} compares bits: it needs exact = true"
     yield audits and semi.enabled, key, f'must be 0 with [semi_sync] method = "{semi.method}": not built yet'
@@ -211,16 +214,20 @@ def _training(config: Any) -> Iterator[Row]:
         "training.mixed_precision_param",
         '= "float32" must be "bfloat16" with gpt_oss, whose experts compute in bfloat16 whatever they are given',
     )
-    rates = [group.optimizer_kwargs.get("lr") for group in config.optimizer.param_groups]
-    bad = next((lr for lr in rates if isinstance(lr, int | float) and not 0 <= lr < math.inf), None)
-    yield bad is not None, "optimizer.lr", f"must be 0 or more, got {bad}"
+    for group in config.optimizer.param_groups:
+        for key in ("lr", "eps"):
+            value = group.optimizer_kwargs.get(key, 0.0)
+            fits = type(value) in (int, float) and 0 <= value < math.inf
+            yield not fits, f"optimizer.{key}", f"must be 0 or more, got {value!r}"
+        betas = group.optimizer_kwargs.get("betas", (0.9, 0.95))
+        yield not isinstance(betas, tuple) or len(betas) != 2, "optimizer.betas", f"must be two numbers, got {betas!r}"
 
 
 def _data(config: Any) -> Iterator[Row]:
     data = config.data
     tokens, path = data.source == "tokens", f'= "{data.path}"'
     yield tokens and not data.path, "data.source", '= "tokens" needs path, the token file of `everstep pack`'
-    missing = tokens and bool(data.path) and not FilePath(data.path).is_file()
+    missing = tokens and bool(data.path) and not os.path.isfile(data.path)  # a Path's raises for some names
     yield missing, "data.path", f"{path}: there is no such file"
     unread = f'{path} is read with source = "tokens" only, but source is "{data.source}"'
     yield bool(data.path) and not tokens, "data.path", unread
@@ -229,7 +236,12 @@ def _data(config: Any) -> Iterator[Row]:
 def _ranks(config: Any, ranks: int) -> Iterator[Row]:
     """Whether a group's ranks can be laid out in the parallel degrees."""
     parallelism = config.parallelism
-    names = ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree")
+    names = (
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+        "data_parallel_replicate_degree",
+    )
     shard = parallelism.data_parallel_shard_degree
     key = "parallelism.data_parallel_shard_degree"
     no_shard = shard != -1 and shard < 1
@@ -290,6 +302,8 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         f"local_batch_size = {training.local_batch_size}",
     )
     yield from _outer(semi, len(getattr(getattr(config.model_spec, "model", None), "layers", ())))
+    if not semi.round_steps:
+        return
     for key, value in (
         ("training.steps", training.steps),
         ("checkpoint.interval", config.checkpoint.interval if config.checkpoint.enable else 0),
@@ -342,8 +356,8 @@ def _outer(semi: Any, layers: int) -> Iterator[Row]:
 
 _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _fault_tolerance,
-    _exact,
     _training,
+    _exact,
     _data,
     _semi_sync,
 )

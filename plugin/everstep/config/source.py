@@ -50,6 +50,7 @@ class Source:
     def error(self, path: Path, message: str) -> ConfigError:
         """A ConfigError that begins with file and line of `path`; with the file alone if the file lacks
         it."""
+        message = "".join(c if c.isprintable() else "?" for c in message)  # a key may have what a terminal obeys
         line = line_of(self.text, self.as_written(path))
         return ConfigError(f"{self.file}:{line}: {message}" if line else f"{self.file}: {message}")
 

@@ -143,7 +143,7 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
     own = {key: value for key, value in table.items() if key not in _GROUP_KEYS}
     assign_table(config, own, source, ("optimizer",), extra_keys=_GROUP_KEYS)
     for group in config.param_groups:
-        if "betas" in group.optimizer_kwargs:
+        if isinstance(group.optimizer_kwargs.get("betas"), list):
             group.optimizer_kwargs["betas"] = tuple(group.optimizer_kwargs["betas"])
     for key, kind in _GROUP_KEYS.items():
         if key not in table:
