@@ -32,7 +32,7 @@ def test_the_report_tells_the_truth_about_any_run(groups, slots, seed, moves):
     for row in rows:
         assert row["stall_s"] is None or 0 <= row["stall_s"] <= row["delay_s"]
     session = account.sessions[0]
-    for group, one in account.current.items():
+    for group, one in account.current.groups.items():
         spent = figures["time_by_group"][str(group)]
         assert set(spent) == set(STATES)
         assert sum(spent.values()) == pytest.approx(one.at - session.begin), "no moment is left out or told twice"

@@ -89,14 +89,14 @@ class RunState(Account):
 
     def apply(self, event: dict) -> str:
         """Take one event in; returns its line for people, or nothing. A step is told by whoever says it first."""
-        unchecked, before = not self.schedules, self.newest
+        unchecked, before = not self.current.schedules, self.newest
         lines = self.take(event)
         match event["kind"]:
             case "agent_up":
                 self.starts[event["group"]] += 1
             case "node_bad":
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
-        if unchecked and self.schedules:
+        if unchecked and self.current.schedules:
             lines.append(f"attention: {covered(checks(self))}")
         lines = lines or [line for line in [told(event)] if line]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
@@ -108,12 +108,13 @@ class RunState(Account):
     @property
     def ended(self) -> str:
         """How the run ended; empty while it goes."""
-        return f"{self.ending['status']}, {self.ending['reason']}" if self.ending else ""
+        ending = self.current.ending
+        return f"{ending['status']}, {ending['reason']}" if ending else ""
 
     def pace(self) -> list[Commit]:
         """The last commits of this session, RATE_WINDOW and one before, that follow on each other: when everybody had
         died, steps come again."""
-        commits = self.sessions[-1].commits[-RATE_WINDOW - 1 :] if self.sessions else []
+        commits = self.current.commits[-RATE_WINDOW - 1 :]
         back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
         return commits[back[-1] if back else 0 :]
 

@@ -44,16 +44,10 @@ class Account:
     troubles: Troubles = field(default_factory=Troubles)
     lineage: Lineage = field(default_factory=Lineage)
     faults: Faults = field(default_factory=Faults)
-    schedules: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    """By group and rank: the newest `attention_schedule` of this start."""
     validations: dict[int, float] = field(default_factory=dict)
     """Validation loss by step; of a step that was made again, what came out last."""
     batch: int | None = None
     """Samples of a whole step."""
-    give_ups: dict[str, str] = field(default_factory=dict)
-    """Why groups were given up, in any session."""
-    error: str | None = None
-    """The newest exception of a worker: its type and first line."""
     rounds: list[Mapping[str, Any]] = field(default_factory=list)
     """Of semi-synchronous training: what commits say of what was sent and kept."""
 
@@ -84,16 +78,12 @@ class Account:
             case "finding":
                 self.findings[event["action"]] += 1
             case "attention_schedule":
-                self.schedules[event["group"], event.get("rank") or 0] = event
+                session.schedules[event["group"], event.get("rank") or 0] = event
             case "heal":
                 # In the step after, who healed computes for the first time.
                 self.attempts.disturbed |= {event["step"], event["step"] + 1}
             case "validation":
                 self.validations[event["step"]] = event["loss"]
-            case "workers_died":
-                self.error = event.get("error") or self.error
-            case "agent_ended" if event["status"] == "failed":
-                self.give_ups[str(event.get("group"))] = event.get("reason", "")
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
                 names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
@@ -102,10 +92,8 @@ class Account:
         return self.troubles.take(event, more)
 
     def _begin(self, t: float) -> None:
-        if self.sessions:
-            self.sessions[-1].close()
+        self.current.close()
         self.sessions.append(Session(t, t))
-        self.schedules.clear()
         self.taking_part.clear()
 
     def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any] | None:
@@ -142,23 +130,16 @@ class Account:
     @property
     def progress_t(self) -> float:
         """Wall time in seconds of the newest commit, or of this session's begin."""
-        begin = self.sessions[-1].begin if self.sessions else 0.0
-        return max(begin, self.newest.t) if self.newest else begin
+        return max(self.current.begin, self.newest.t) if self.newest else self.current.begin
 
     @property
-    def ending(self) -> Mapping[str, Any] | None:
-        """The `run_ended` of the newest start; None while it goes."""
-        return self.sessions[-1].ending if self.sessions else None
-
-    @property
-    def current(self) -> dict[int, Group]:
-        """The groups of the newest start, and what they do."""
-        return self.sessions[-1].groups if self.sessions else {}
+    def current(self) -> Session:
+        """The newest start; an empty one before there is any."""
+        return self.sessions[-1] if self.sessions else Session(0.0, 0.0)
 
     def times(self) -> dict[str, Any]:
         """Of report.json: the seconds in each state up to now, of all groups together and of each."""
-        for session in self.sessions[-1:]:
-            session.close()
+        self.current.close()
         each = {str(group): dict(self.spent[group]) for group in sorted(self.spent)}
         totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
         return totals | {"time_by_group": each}

@@ -13,7 +13,7 @@ ACTIONS = ("corrected", "recomputed", "refused")
 def checks(account: Account) -> dict[str, Any]:
     """Of report.json: what the checks found, what became of refusals, and what is checked: of the rank for which that
     costs the most, and of the one for which it leaves the most."""
-    plans = [*account.schedules.values()]
+    plans = [*account.current.schedules.values()]
     known = {name: [plan[name] for plan in plans if plan.get(name) is not None] for name in ("overhead", "rate")}
     return {f"findings_{action}": account.findings[action] for action in ACTIONS} | {
         "ranks_unfit": account.counts["unfit"],

@@ -113,7 +113,7 @@ def scalars_of(event: dict[str, Any], account: Account) -> dict[str, float]:
         return {VALIDATION_LOSS: float(event["loss"])}
     scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
     scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
-    if account.schedules:
+    if account.current.schedules:
         found = checks(account)
         drawn = {
             "findings": sum(found[f"findings_{action}"] for action in ACTIONS),

@@ -27,7 +27,8 @@ class Group:
     """Seconds by state, to which each time that has ended is added."""
     alive: bool = False
     """Whether a process of it trains."""
-    given_up: bool = False
+    given_up: str | None = None
+    """Why it is not started again, if it is not."""
     ended: bool = False
     away: str = "start-up"
     """The state of a group that has no process that trains."""
@@ -51,7 +52,7 @@ class Group:
             case "worker_ready":
                 self._until(t, self.away)
                 self.alive, self.away = True, "restarting"
-                self.ended = self.given_up = False
+                self.ended, self.given_up = False, None
                 self.ready_t, self.computed = t, set()
                 self.history, self.committed = None, False
             case "workers_died" | "workers_started":
@@ -83,7 +84,7 @@ class Group:
             case "left" | "training_done" | "agent_ended":
                 self._until(t, self._usual)
                 self.alive, self.ended = False, True
-                self.given_up = event.get("status") == "failed"
+                self.given_up = event["reason"] if event.get("status") == "failed" else None
 
     def close(self, end: float) -> None:
         """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
@@ -120,6 +121,8 @@ class Session:
     commits: list[Commit] = field(default_factory=list)
     """In order of time."""
     groups: dict[int, Group] = field(default_factory=dict)
+    schedules: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    """By group and rank: the newest `attention_schedule`."""
 
     @property
     def newest(self) -> Commit | None:

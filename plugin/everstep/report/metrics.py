@@ -29,7 +29,7 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now, checked, protection = self.now, checks(self.now), self.now.protection
-        newest, going = now.newest, now.current.values()
+        newest, going = now.newest, now.current.groups.values()
         parts = int((checked["attention_coverage"] or "0").partition(" ")[0])
         for name, what, value in (
             ("groups", "Nominal number of replica groups", self.groups),
@@ -40,7 +40,11 @@ class Figures(Collector):
             ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
             ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
             ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
-            ("groups_given_up", "Groups that are not started again", sum(group.given_up for group in going)),
+            (
+                "groups_given_up",
+                "Groups that are not started again",
+                sum(group.given_up is not None for group in going),
+            ),
             ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
             ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
             ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),

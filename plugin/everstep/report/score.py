@@ -59,7 +59,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
     step_s, times = step_s_of(account), account.times()
     steps = {commit.step for commit in final}
-    ending = account.ending or {}
+    ending, going = account.current.ending or {}, sorted(account.current.groups.items())
     started = account.counts["run_started"] > 0
     training_s = sum(session.training_s for session in account.sessions)
     tokens = sum(commit.tokens for commit in final) if final else None
@@ -91,8 +91,8 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "tokens": tokens,
         "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
         "deaths": account.counts["workers_died"],
-        "give_ups": account.give_ups,
-        "error": account.error,
+        "give_ups": {str(group): why for group, one in going if (why := one.given_up) is not None},
+        "error": account.troubles.error or None,
         "troubles": account.troubles.sentences,
         **times,
         "replicas_diverged": len(account.named["audit"]),

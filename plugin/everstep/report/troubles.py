@@ -322,13 +322,20 @@ class Troubles:
         """What a sentence on the end of a run says of the newest error of a worker."""
         if not self._death:
             return ""
-        error, rank = self._death["error"], next(iter(self._death["exitcodes"]), "0")
+        rank = next(iter(self._death["exitcodes"]), "0")
         log = f"logs/group-{self._death['group']}/rank-{rank}.log"
-        return f" Its log: {log}." if error in reason else f" Last error of a worker: {error}; its log: {log}."
+        return (
+            f" Its log: {log}." if self.error in reason else f" Last error of a worker: {self.error}; its log: {log}."
+        )
 
     def count(self, guarantee: str) -> int:
         """How many troubles of that guarantee there are."""
         return sum(1 for key in self.now if key[0] == guarantee)
+
+    @property
+    def error(self) -> str:
+        """The newest exception of a worker in this start, its type and first line; "" for none."""
+        return self._death.get("error", "")
 
     @property
     def sentences(self) -> list[str]:
