@@ -8,7 +8,7 @@ import pytest
 
 from everstep.launch.launcher import STARTS_WITHOUT_A_STEP
 from everstep.run.directory import bad_node_file, over_file
-from everstep.run.exits import NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import FENCED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
 from launched import DEADLINE_S, alive, until
 
@@ -43,6 +43,20 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
         one.process.send_signal(signal.SIGTERM)
     assert {one.process.wait(DEADLINE_S) for one in (first, second)} == {0}
     assert {event["rank"] for event in first.events("left")} == {0, 1}
+
+
+def test_an_agent_that_takes_anothers_place_on_its_node_goes_on_with_the_group(agent):
+    first, second = (node(agent, rank) for rank in (0, 1))
+    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
+    twice = node(agent, 1)
+    assert twice.process.wait(DEADLINE_S) == FENCED_EXIT, "its place is taken"
+    for rank, gone in ((1, second), (0, first)):
+        killed = time.time()
+        gone.process.kill()
+        gone.process.wait(DEADLINE_S)
+        again = node(agent, rank)
+        until(lambda since=killed: ranks_that_train(first, since) == {0, 1}, "both ranks to train again")
+    assert again.process.poll() is None
 
 
 def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):

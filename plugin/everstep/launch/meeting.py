@@ -16,7 +16,7 @@ from everstep.launch.machine import listen
 from everstep.launch.settings import GroupSettings
 from everstep.run.beats import age_s, agent_beat_path
 from everstep.run.fence import Fenced
-from everstep.run.files import read_typed
+from everstep.run.files import hold_alone, open_own, read_typed
 
 UNLIMITED_RESTARTS = 2**31 - 1
 NOTE_BYTES = 1024
@@ -92,33 +92,26 @@ class Meeting:
 
     A note is written in place: a name that is given to another file may be an old one for a while over NFS.
 
+    An agent that takes another's place on its node goes on with that one's note.
+
     Raises:
-        Fenced: an agent of this node has been in this start of the group before.
+        Fenced: another agent of this node lives.
     """
 
     def __init__(self, settings: GroupSettings) -> None:
         self._settings = settings
         self._mine = _Note(settings.ranks)
-        self._left = 0
-        """The last round that began."""
         self._listener: socket.socket | None = None
         self._came_mono = time.monotonic()
         self._fd = -1
         if settings.nodes > 1:
             path = self._path(settings.node_rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            except FileExistsError:
-                raise Fenced(
-                    f"an agent of node {settings.node_rank} has been in this start of group {settings.group} already: "
-                    "start the agents of all its nodes again, with a higher --restart"
-                ) from None
-            try:
-                self._say(self._mine)
-            except OSError:
-                path.unlink()
-                raise
+            if not hold_alone(path.with_suffix(".alive")):
+                raise Fenced(f"group {settings.group} has an agent on its node {settings.node_rank} already")
+            self._fd = open_own(path)
+            self._say(replace(read_typed(_Note, path) or self._mine, ranks=settings.ranks, ended=False))
+        self._left = self._mine.round
+        """The last round that began."""
 
     def next_round(self) -> Round | None:
         """The next round, once every node has joined it; None until then. Raises LaunchError if the host is not this
