@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 
 from everstep.commands.snapshots import Snapshots, snapshots
 from everstep.run.directory import LaunchError
+from everstep.run.files import write_json
 from everstep.run.token import own_token
 from everstep.snapshot import copier, keeper, keepers, peers, segment
 from everstep.snapshot.worker_states import WorkerStates
@@ -127,6 +129,11 @@ def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
         assert there.elsewhere(name, len(state)), "though another one was looked for just now"
         assert there.fetch(name, len(state)) == state
         assert here.fetch(name, len(state)) is None, "it is no other host's"
+        place = peers.read_places(run.run_dir, 0)[0]
+        peers.place_file(run.run_dir, 0).unlink()
+        write_json(peers.places_dir(run.run_dir) / "group-0@other.json", asdict(place) | {"host": "other"})
+        here = WorkerStates(run.run_dir, run.segment(0))
+        assert here.fetch(name, len(state)) == state, "a segment has the same path on every host"
         for other, size in ((name, 5), (name.replace("12", "13"), 64), ("bell", 0), ("../../etc/passwd", 1)):
             there = WorkerStates(run.run_dir, run.segment(1))
             assert not there.elsewhere(other, size)

@@ -4,6 +4,7 @@ that wrote them, and which a host's keeper serves to the others."""
 import contextlib
 import mmap
 import re
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -60,7 +61,8 @@ class WorkerStates:
         looked_for, looked_mono = self._looked
         if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
             places = {place.address: place for place in peers.read_places(self._run_dir)}
-            others = [place for place in places.values() if place.segment != str(self.folder)]
+            here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
+            others = [place for place in places.values() if (place.host, place.segment) != here]
             answers, _ = peers.ask_all(others, self._token, {"op": "worker", "name": name}, timedelta(seconds=LOOK_S))
             found = [place.address for place, answer in answers.items() if answer.get("size") == size]
             self._holder = dict.fromkeys([name], found[0]) if found else {}
