@@ -148,6 +148,11 @@ REFUSED = {
         "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, "
         "equally far apart",
     ),
+    "checkpoints of workers on object storage": (
+        SEMI + '[checkpoint]\nenable = true\ninterval = 10\nfolder = "s3://bucket/run"\n',
+        "run.toml:20: [checkpoint] folder must be on a file system, as initial_load_path with [semi_sync] method = "
+        '"diloco": the other is not built yet',
+    ),
     "snapshots of workers": (
         SEMI + "[snapshot]\nenable = true\n",
         'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',

@@ -316,6 +316,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
             "rounds there are no global parameters",
         )
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
+    remote = config.checkpoint.enable and "://" in f"{config.checkpoint.folder} {config.checkpoint.initial_load_path}"
     for is_wrong, key, what in (
         (ft.on_loss == "shrink", "fault_tolerance.on_loss", 'must be "redistribute"'),
         (ft.spares > 0, "fault_tolerance.spares", "must be 0"),
@@ -324,6 +325,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", "must be true"),
         (config.parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree", "must be 1"),
         (first_step, "checkpoint.enable_first_step_checkpoint", "must be false"),
+        (remote, "checkpoint.folder", "must be on a file system, as initial_load_path"),
     ):
         yield is_wrong, key, f'{what} with [semi_sync] method = "{semi.method}": the other is not built yet'
 

@@ -15,11 +15,13 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from everstep.foreign import replace
+from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.titan.group import sum_in_group
-from everstep.titan.names import CheckpointManager
+from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.parts import FIRST, WORKERS, Parts, put_in_place
 
 
-def write_aside(manager: Any, group: int, life: str) -> None:
+def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
     """Have torchtitan's checkpoint manager write aside: a checkpoint gets its name when it is whole. A group that is
     killed while it writes leaves nothing that could be taken for a checkpoint, and two that write the same step, in
     two histories, do not mix their files. Another manager, or one of a folder that is no local one, stays as it is.
@@ -27,21 +29,38 @@ def write_aside(manager: Any, group: int, life: str) -> None:
     Args:
         life: names the folder that this group writes to; another one after every start. What earlier starts of the
             group have left half written is removed.
+        parts: of a semi-synchronous run.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
+        if parts is not None and manager.enable:
+            why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
+            raise TrainerEnds(USAGE_EXIT, why)
         return
     aside = f"writing-trainer-{group}-"
     if dist.get_rank() == 0:
         for draft in Path(manager.folder).glob(f"{aside}*"):
             shutil.rmtree(draft, ignore_errors=True)
-    replace(manager, "dcp_save", functools.partial(_save, type(manager).dcp_save, manager, aside + life))
+    replace(manager, "dcp_save", functools.partial(_save, type(manager).dcp_save, manager, aside + life, parts))
 
 
 def _save(
-    save: Callable[..., Any], manager: Any, aside: str, state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any
+    save: Callable[..., Any],
+    manager: Any,
+    aside: str,
+    parts: Parts | None,
+    state_dict: Any,
+    checkpoint_id: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     target = Path(checkpoint_id)
-    draft = target.with_name(aside)
+    draft, put = target.with_name(aside), functools.partial(put_in_place, target=target)
+    if parts is not None and WORKERS in state_dict:
+        folder, name = parts.folder(target), FIRST
+        if TRAIN_STATE not in state_dict:
+            draft = target.with_name(f"{aside}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
+            name = f"{folder.name}-{draft.name}"
+        put = functools.partial(parts.bring, folder=folder, name=name, target=target)
     is_first = dist.get_rank() == 0
     if is_first:  # the others write after a collective that rank 0 has not come to yet
         shutil.rmtree(draft, ignore_errors=True)
@@ -49,13 +68,13 @@ def _save(
     uploaded = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
     if isinstance(uploaded, Future):
         if is_first:
-            uploaded.add_done_callback(lambda done: _finish(done, draft, target))
+            uploaded.add_done_callback(lambda done: _finish(done, draft, put))
         return begun
     dist.barrier()  # what is written in another format is put together by all ranks
     failures: dict[int, Any] = {}
     try:
         if is_first:
-            _put_in_place(draft, target)
+            put(draft)
     except OSError as error:
         failures[0] = (error, traceback.extract_tb(error.__traceback__))
     if sum_in_group(len(failures)):
@@ -64,18 +83,10 @@ def _save(
     return begun
 
 
-def _finish(done: Future, draft: Path, target: Path) -> None:
+def _finish(done: Future, draft: Path, put: Callable[[Path], None]) -> None:
     if done.cancelled() or done.exception() is not None:
         return  # whoever waits for it is told
     try:
-        _put_in_place(draft, target)
+        put(draft)
     except OSError as error:
-        logger.error(f"The checkpoint {target} was written to {draft} and cannot get its name: {error}")
-
-
-def _put_in_place(draft: Path, target: Path) -> None:
-    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
-    if target.exists():
-        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
-        shutil.rmtree(target)
-    draft.rename(target)
+        logger.error(f"A checkpoint was written to {draft} and cannot get its name: {error}")

@@ -2,21 +2,24 @@
 
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from everstep.step import ledger
 from everstep.titan import private
-from everstep.titan.names import TRAIN_STATE, BaseCheckpointManager, CheckpointManager
+from everstep.titan.group import all_in_group
+from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.parts import WORKERS, give_up, read_alone, tensors_in, workers_in
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
 DATA = "data"
 PARAMETERS = "parameters"
+NAMING_S, POLL_S = 2.0, 0.02
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
 """What a trainer's counters have besides torchtitan's."""
 
@@ -30,9 +33,8 @@ class DiskCheckpoints:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._config = trainer, trainer.config.checkpoint
-        self._manager: BaseCheckpointManager = trainer.checkpointer
+        self._manager: Any = trainer.checkpointer
         self._events, self._files = trainer.place.events, trainer.place.files
-        # pyrefly: ignore[missing-attribute] every manager of torchtitan has states, if it is enabled
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """What a checkpoint is made of, by name: `Stateful`s."""
 
@@ -43,34 +45,80 @@ class DiskCheckpoints:
         step = private.newest_checkpoint(self._manager)
         return step if step >= 0 else None
 
-    def keys(self) -> Collection[str] | None:
-        """What the checkpoint that is going to be loaded has. None: there is none, or one in another format."""
+    def folder(self) -> Path | None:
+        """The checkpoint that is going to be loaded. None: there is none, or one in another format."""
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
         step = self.newest() if self._config.load_step == -1 else self._config.load_step
         initial = None if self._config.initial_load_model_only else self._config.initial_load_path
         folder = Path(self._manager.folder) / f"step-{step}" if step is not None else initial
-        if not folder or not (Path(folder) / ".metadata").exists():
-            return None
-        return FileSystemReader(folder).read_metadata().state_dict_metadata
+        return Path(folder) if folder and (Path(folder) / ".metadata").exists() else None
 
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
         some of our keys, and a key that is not there cannot be loaded."""
-        keys = self.keys()
-        if keys is not None:
+        folder = self.folder()
+        if folder is not None:
+            keys = tensors_in(folder)
             self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
         found = self._manager.load(step=self._config.load_step)
         self._trainer.own_keys = OURS
         return bool(found)
 
-    def save(self, step: int, commit: int, *, last: bool = False) -> None:
-        """Write a checkpoint of this step if one is due. A folder without room stops nothing but the last one.
-        `commit`: for events."""
+    # Own states of a semi-synchronous run's workers
+
+    def workers_to_load(self) -> int:
+        """How many workers the checkpoint has that is going to be loaded."""
+        folder = None if WORKERS in self._config.exclude_from_loading else self.folder()
+        return len(workers_in(folder)) if folder else 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is written after this step, which is not the last."""
+        return self._config.enable and private.saves_after(self._manager, step)
+
+    def workers(self, step: int, history: int) -> dict[int, Path]:
+        """By worker where its state is after this step of this history, as far as checkpoints have it, also of one
+        that is not whole yet."""
+        if not self._config.enable or WORKERS in self._config.exclude_from_loading:
+            return {}
+        place, initial = Path(self._manager.folder), self._config.initial_load_path
+        found = workers_in(place / f"writing-{step}-{history:x}")
+        for folder in (place / f"step-{step}", *([Path(initial)] if initial else [])):
+            if self._is_of(folder, step, history):
+                return found | workers_in(folder)
+        return found
+
+    def _is_of(self, folder: Path, step: int, history: int) -> bool:
+        told = {f"{TRAIN_STATE}.{HISTORY}": 0}
+        if not (folder / ".metadata").exists() or not self.read(folder, told):
+            return False
+        return (told[f"{TRAIN_STATE}.{HISTORY}"] or ledger.extend(0, step, "restored")) == history
+
+    def require_whole(self, step: int, history: int) -> None:
+        """Raises CheckpointException unless there is a checkpoint after this step of this history, or another group is
+        just giving it its name. A collective of the group."""
+        folder, end = Path(self._manager.folder) / f"step-{step}", time.monotonic() + NAMING_S
+        while not (found := self._is_of(folder, step, history)) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        if not all_in_group(found):
+            raise CheckpointException(f"{folder} lacks workers", {})
+
+    def read(self, folder: Path, into: dict[str, Any]) -> bool:
+        """Load this rank's part of something in a checkpoint; whether it could be had."""
+        try:
+            read_alone(folder, into)
+        except CheckpointException as error:
+            logger.warning(f"{folder} cannot be read: {error}")
+            return False
+        return True
+
+    def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
+        """Write a checkpoint of this step if one is due, or a `part` of it. A folder without room stops nothing but the
+        last one. `commit`: for events."""
         self._files.beat("checkpoint", commit)
         begin = time.monotonic()
         try:
-            saved = self._manager.save(step, last_step=last)
+            saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
         except CheckpointException as error:  # the same on all ranks of the group
             if last:
                 raise
@@ -78,19 +126,33 @@ class DiskCheckpoints:
             reason = f"{type(why).__name__}: {why}{_room(str(self._config.folder))}"
             logger.warning(f"No checkpoint in {self._config.folder} of step {step}: {reason}. Training goes on.")
             self._events.emit("checkpoint_failed", commit, reason=reason, folder=str(self._config.folder))
-            # pyrefly: ignore[missing-attribute]
             self._manager.save_future = None
+            give_up(Path(self._manager.folder), step)
             return
-        if saved:
+        if saved and not (WORKERS in self.states and (not last or self.saves_all())):  # else `Parts.whole` tells
             self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
+
+    def _save_part(self, step: int, part: dict[str, torch.Tensor], last: bool) -> bool:
+        manager = self._manager
+        manager.maybe_wait_for_saving()
+        # What is on the host already needs no page-locked memory.
+        at_once = last or manager.async_mode == "disabled"
+        mode = type(manager.async_mode)("disabled" if at_once else "async")
+        begun = manager.dcp_save({WORKERS: part}, str(Path(manager.folder) / f"step-{step}"), mode)
+        manager.save_future = None if at_once else begun
+        return True
+
+    def saves_all(self) -> bool:
+        """Whether the last checkpoint has more than the model."""
+        if not self._config.enable or self._config.load_only:
+            return False
+        return self._trainer.should_continue_training() or not getattr(self._manager, "last_save_model_only", True)
 
     def save_last(self, step: int, commit: int, *, goes_on: bool) -> None:
         """The last checkpoint of the run, or if it `goes_on` one day, of this part of it."""
         if goes_on and self._config.enable:
             # The optimizer has to be in it.
-            # pyrefly: ignore[missing-attribute] the base class has it in its Config only
             self._manager.last_save_model_only = False
-            # pyrefly: ignore[missing-attribute]
             self._manager.last_save_in_hf = False
         self.save(step, commit, last=True)
 

@@ -7,7 +7,6 @@ and has renamed `components.checkpoint_utils`.
 """
 
 from torchtitan.components.checkpoint_utils import init_optim_state as init_optim_state
-from torchtitan.components.checkpointer import BaseCheckpointManager as BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as CheckpointManager
 from torchtitan.components.checkpointer.base import DATALOADER as DATALOADER
 from torchtitan.components.checkpointer.base import TRAIN_STATE as TRAIN_STATE

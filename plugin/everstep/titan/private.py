@@ -73,3 +73,8 @@ def computes_eagerly(trainer: Any) -> bool:
 def newest_checkpoint(manager: Any) -> int:
     """The step of the newest checkpoint that the manager would load; -1 for none."""
     return manager._find_load_step()
+
+
+def saves_after(manager: Any, step: int) -> bool:
+    """Whether the manager writes a checkpoint after a step that is not the last."""
+    return manager._should_save(step)

@@ -59,7 +59,8 @@ class RoundState(TrainingState):
         self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(self._settings.fragments)]
         """By fragment the places of its parameters among those that are trained."""
         has_momentum = lr_and_momentum(self._settings)[1] != 0
-        self._momentum = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
+        self.outer = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
+        """The outer momentum by name."""
         self._keeps_params = self._settings.fragments > 1 or self._settings.mixing > 0
         self.marks: dict[int, Mark] = {}
         self.begin()
@@ -77,7 +78,7 @@ class RoundState(TrainingState):
     @property
     def momentum(self) -> list[torch.Tensor]:
         """The same of the outer momentum; empty without."""
-        return [local(tensor) for tensor in self._momentum.values()]
+        return [local(tensor) for tensor in self.outer.values()]
 
     @property
     def balances(self) -> list[torch.Tensor]:
@@ -110,7 +111,7 @@ class RoundState(TrainingState):
 
     def leave(self) -> bytes:
         """The own state of the worker that the model and the optimizer have now, on this rank."""
-        return _packed(self._own().values())
+        return packed(self._own().values())
 
     @torch.no_grad()
     def enter(self, own: bytes, round_: int) -> None:
@@ -142,7 +143,7 @@ class RoundState(TrainingState):
         """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
         trained = self.trained
         synchronised = [trained[at] for at in self.fragment(round_)]
-        self.marks[round_] = Mark(history, _packed([*synchronised, *self._balances.values()]))
+        self.marks[round_] = Mark(history, packed([*synchronised, *self._balances.values()]))
         oldest = round_ - REMEMBERED
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
@@ -157,7 +158,7 @@ class RoundState(TrainingState):
         _copy(self._balances.values(), self._live_balances.values())
 
     def handed_over(self) -> dict[str, torch.Tensor]:
-        return {**self._global, **self._balances, **self._momentum}
+        return {**self._global, **self._balances, **self.outer}
 
     def serve(self, blobs: dict[str, bytes]) -> HealState:
         """See `TrainingState.serve`. Also what a joiner needs to take workers over."""
@@ -172,27 +173,17 @@ class RoundState(TrainingState):
 
     # What a checkpoint has besides torchtitan's own
 
-    def on_disk(self, workers: dict[int, bytes]) -> dict[str, Any]:
-        """Outer momentum and the own states of workers, as tensors that are sharded like the model's; those of workers
-        are in the host's memory, as a device has room for its own.
-
-        Args:
-            workers: by worker its own state; empty to load into.
-        """
-        found: dict[str, Any] = dict(self._momentum)
-        for worker, own in workers.items():
-            tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._own().items()}
-            if own:
-                _unpack(own, tensors.values())
-            found |= {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
-        return found
+    def on_disk(self, worker: int, own: bytes = b"") -> dict[str, torch.Tensor]:
+        """A worker's own state by name, as tensors that are sharded like the model's; in the host's memory, as a device
+        has room for its own. `own`: empty to load into."""
+        tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._own().items()}
+        if own:
+            _unpack(own, tensors.values())
+        return {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def from_disk(self, saved: dict[str, Any]) -> dict[int, bytes]:
-        """Take over the momentum of what `on_disk` gave; by worker its own state."""
-        _copy(self._momentum.values(), (saved[name] for name in self._momentum))
-        workers = sorted({int(name.split(".")[1]) for name in saved if name.startswith("worker.")})
-        return {worker: _packed(saved[f"worker.{worker}.{name}"] for name in self._own()) for worker in workers}
+    def load_outer(self, saved: dict[str, Any]) -> None:
+        _copy(self.outer.values(), (saved[name] for name in self.outer))
 
 
 def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
@@ -200,7 +191,7 @@ def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
         target.copy_(source)
 
 
-def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
+def packed(tensors: Iterable[torch.Tensor]) -> bytes:
     """This rank's part of tensors as bytes, end to end."""
     flat = (local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors)
     return b"".join(part.numpy().data for part in flat)
@@ -208,7 +199,7 @@ def _packed(tensors: Iterable[torch.Tensor]) -> bytes:
 
 @torch.no_grad()
 def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
-    """The inverse of `_packed`, in place. Raises ValueError for bytes of another size."""
+    """The inverse of `packed`, in place. Raises ValueError for bytes of another size."""
     parts = [local(tensor) for tensor in tensors]
     if len(data) != sum(part.nbytes for part in parts):
         raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")

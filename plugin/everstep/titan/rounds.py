@@ -10,12 +10,16 @@ newest state from there and makes the rounds since again: of the last rounds eac
 parameters (`round_state.Mark`).
 """
 
+import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
@@ -31,13 +35,13 @@ from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
-from everstep.titan.group import all_in_group, least_in_group
-from everstep.titan.round_state import RoundState
+from everstep.titan.group import all_in_group, least_in_group, sum_in_group
+from everstep.titan.parts import WORKERS, Parts
+from everstep.titan.round_state import RoundState, packed
 from everstep.titan.slots import OPTIMIZER_SLOT
 from everstep.titan.tally import RoundSums, flat
 from everstep.titan.work import TrainerWork
 
-CHECKPOINT = "semi_sync"
 OWN = "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
@@ -111,9 +115,9 @@ class Rounds(TrainerWork):
         self._risk = ""
         """What means, if it happens now, that the run ends."""
         self._counted_saved = self._counted_sent = 0
-        self._loaded: dict[int, bytes] = {}
-        """By worker its own state in a checkpoint that was just loaded."""
-        self._disk.states[CHECKPOINT] = self
+        whole = lambda step: self._events.emit("checkpoint_saved", step // self._steps)  # noqa: E731
+        self.parts = Parts(self.shares, lambda: trainer.history, whole)
+        self._disk.states[WORKERS] = self
 
     def _refuse(self, why: str) -> None:
         raise TrainerEnds(USAGE_EXIT, f'[semi_sync] method = "{self._settings.method}": {why}')
@@ -146,6 +150,8 @@ class Rounds(TrainerWork):
             if again:  # nobody has it: lost once more, it would be made out of one that is older still
                 self.store.begin_write(place, state)
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
+            if self.committed and self._disk.is_due(self._trainer.step):
+                self._add_missing([worker])
         self._begin(place, state)
 
     def _newest(self, worker: int) -> tuple[Place, bytes]:
@@ -154,7 +160,7 @@ class Rounds(TrainerWork):
         places = [self.state.place(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
         self._await(places[0])
         for place in places:
-            state = self.store.read(place)
+            state = self.store.read(place) or self._from_checkpoint(place)
             if all_in_group(state is not None):
                 assert state is not None
                 return place, state
@@ -170,10 +176,20 @@ class Rounds(TrainerWork):
         """Another group may be writing the state at this moment. A collective of the group."""
         end = time.monotonic() + max(PATIENCE_S, self._round_s)
         while True:
-            here, in_time = least_in_group(self.store.has(place), time.monotonic() < end)
+            is_there = self.store.has(place) or place.worker in self._in_checkpoint(place.round)
+            here, in_time = least_in_group(is_there, time.monotonic() < end)
             if here or not in_time:
                 return
             time.sleep(POLL_S)
+
+    def _in_checkpoint(self, round_: int) -> dict[int, Path]:
+        """By worker where a checkpoint of a round that is in the marks has its state."""
+        return self._disk.workers(round_ * self._steps, self.state.marks[round_].history)
+
+    def _from_checkpoint(self, place: Place) -> bytes | None:
+        folder = self._in_checkpoint(place.round).get(place.worker)
+        into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(place.worker).items()} if folder else {}
+        return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
     def _catch_up(self, place: Place, state: bytes) -> tuple[Place, bytes]:
         """An own state after the last commit, out of one that may be older: the rounds since are made again."""
@@ -325,37 +341,70 @@ class Rounds(TrainerWork):
         """Raises TrainerEnds if the run ended because a worker's state was lost, or if the checkpoint does not fit."""
         if why := self._files.why_run_ended():
             raise TrainerEnds(HOPELESS_EXIT, why)
-        keys = self._disk.keys() or ()
-        saved = {key.split(".")[2] for key in keys if key.startswith(f"{CHECKPOINT}.worker.")}
-        if saved and len(saved) != self.shares:
-            self._refuse(f"the checkpoint has {len(saved)} workers and the run {self.shares}; set workers")
-        if not saved:  # no checkpoint, or one of synchronous training
-            del self._disk.states[CHECKPOINT]
+        saved = self._disk.workers_to_load()
+        if saved and saved != self.shares:
+            self._refuse(f"the checkpoint has {saved} workers and the run {self.shares}; set workers")
+        excluded = WORKERS in self._trainer.config.checkpoint.exclude_from_loading
+        if not saved and not excluded:  # no checkpoint, or one of synchronous training
+            del self._disk.states[WORKERS]
         round_, history = super().restore(quorum)
-        self._disk.states[CHECKPOINT] = self
+        self._disk.states[WORKERS] = self
         if self._trainer.step % self._steps:
             self._refuse(f"the checkpoint is of step {self._trainer.step}, and a round has {self._steps} steps")
         self.state.begin()
-        own, self._loaded = self._loaded or dict.fromkeys(range(self.shares), self.state.leave()), {}
         self.state.mark(round_, history)
-        for worker, state in own.items():
-            self.store.hold(self.state.place(worker, round_), state)
+        own = self.state.leave()
+        for worker in () if saved else range(self.shares):
+            self.store.hold(self.state.place(worker, round_), own)
         self._rest()
         return round_, history
 
+    # Checkpoints
+
+    def _save(self, commit: Commit, *, first: bool) -> None:
+        """Each group writes the workers that it carries, also where the last checkpoint comes next."""
+        super()._save(commit, first=first)
+        ends = commit.all_leave or not self.goes_on()
+        writes = self._disk.saves_all() if ends else self._disk.is_due(self._trainer.step)
+        if writes and not first and (part := self._carried()):
+            self._disk.save(self._trainer.step, commit.step, part=part)
+
+    def save_last(self) -> None:
+        super().save_last()
+        if self._disk.saves_all():
+            self._add_missing(range(self.shares), last=True)
+            self._disk.require_whole(self._trainer.step, self._trainer.history)
+
+    def _add_missing(self, workers: Iterable[int], *, last: bool = False) -> None:
+        """Write the own states of those workers that the checkpoint of the last commit lacks, as their carriers died,
+        one after the other. A collective of the group."""
+        written = self._in_checkpoint(self.committed)
+        for worker in workers:
+            if sum_in_group(worker not in written):
+                _, own = self._catch_up(*self._newest(worker))
+                self._disk.save(self._trainer.step, self.committed, last=last, part=self.state.on_disk(worker, own))
+        self._rest()
+
+    def _carried(self) -> dict[str, torch.Tensor]:
+        """The own states of the workers that this group carries. A collective of the group."""
+        found: dict[str, torch.Tensor] = {}
+        for worker in range(self.shares):
+            if all_in_group(self.store.holds(worker, self.committed)):
+                found |= self.state.on_disk(worker, self.store.held[worker][1])
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has besides torchtitan's own: all workers; torchtitan's own part has the optimizer of
-        worker 0. As long as there is no state, where one is loaded to. A collective of the group."""
-        own: dict[int, bytes] = dict.fromkeys(range(self.shares), b"")
-        if self.state.marks:
-            for worker in own:
-                _, own[worker] = self._catch_up(*self._newest(worker))
-            self.state.enter(own[0], self.committed)
-            self._rest()
-        return self.state.on_disk(own)
+        """What this group's part of a checkpoint has besides torchtitan's own, which has the optimizer of worker 0. As
+        long as there is no state, what is loaded. A collective of the group."""
+        if not self.state.marks:
+            return dict(self.state.outer)
+        _, own = self._catch_up(*self._newest(0))
+        self.state.enter(own, self.committed)
+        self._rest()
+        return self.state.outer | self._carried()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = self.state.from_disk(state_dict)
+        self.state.load_outer(state_dict)
 
     def serve(self) -> HealState:
         """Also the own states that are nowhere else but here yet."""
@@ -372,8 +421,11 @@ class Rounds(TrainerWork):
             self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
 
     def close(self, *, leaves: bool) -> None:
-        """The newest states have to be in files for those who take this group's workers over."""
+        """The newest states have to be in files for those who take this group's workers over, and its part of a
+        checkpoint."""
         self.store.settle(self._ft.join_timeout_s)
+        with contextlib.suppress(CheckpointException):
+            self._trainer.checkpointer.maybe_wait_for_saving()
         super().close(leaves=leaves)
         if self._keeper is not None:
             self._keeper.end()

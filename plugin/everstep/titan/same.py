@@ -1,17 +1,15 @@
 """Where two runs part: the first step whose losses or checksums differ, and the first tensor of their checkpoints."""
 
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from everstep.run.events import read_events
+from everstep.titan.parts import read_alone, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +75,12 @@ def checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     """How many tensors were compared, and the first that differs."""
-    ours, theirs = (FileSystemReader(folder).read_metadata().state_dict_metadata for folder in (one, other))
+    ours, theirs = tensors_in(one), tensors_in(other)
     if alone := sorted(ours.keys() ^ theirs.keys()):
         return 0, f"{alone[0]} is in one of the checkpoints only"
     compared = 0
-    for key in sorted(name for name, entry in ours.items() if isinstance(entry, TensorStorageMetadata)):
-        mine, their = _load(one, key, ours[key]), _load(other, key, theirs[key])
+    for key in sorted(name for name, (_, entry) in ours.items() if isinstance(entry, TensorStorageMetadata)):
+        mine, their = _load(key, *ours[key]), _load(key, *theirs[key])
         compared += 1
         if mine.shape != their.shape or mine.dtype != their.dtype:
             return compared, f"{key} is {mine.dtype} {list(mine.shape)} and {their.dtype} {list(their.shape)}"
@@ -92,11 +90,9 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     return compared, ""
 
 
-def _load(folder: Path, key: str, entry: Any) -> torch.Tensor:
+def _load(key: str, folder: Path, entry: Any) -> torch.Tensor:
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():  # that this is one process
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load({key: tensor}, storage_reader=FileSystemReader(folder), no_dist=True)
+    read_alone(folder, {key: tensor})
     return tensor
 
 

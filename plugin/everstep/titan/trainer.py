@@ -110,7 +110,8 @@ class EverstepTrainer(titan.Trainer):
         self.work = Rounds(self) if config.semi_sync.enabled else Steps(self)
         if place.snapshots is not None:
             place.snapshots.shards = self.work.state.shards()
-        write_aside(self.checkpointer, ft.group_id, self.participation.life)
+        parts = self.work.parts if isinstance(self.work, Rounds) else None
+        write_aside(self.checkpointer, ft.group_id, self.participation.life, parts)
         place.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),

@@ -139,9 +139,8 @@ class TrainerWork(ABC):
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
         saves = commit.able[0] == self._ft.group_id
-        if saves and self.goes_on() and not commit.all_leave:
-            with sl.log_trace_span("checkpoint"):
-                self._disk.save(trainer.step, step)
+        with sl.log_trace_span("checkpoint"):
+            self._save(commit, first=saves)
         if trainer.config.validator.enable and trainer.validator.should_validate(trainer.step):
             self._validate(step, tells=saves)
         if commit.unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
@@ -152,6 +151,11 @@ class TrainerWork(ABC):
         if self._commits == 1:
             train_timeout = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=train_timeout, parallel_dims=trainer.parallel_dims)
+
+    def _save(self, commit: Commit, *, first: bool) -> None:
+        """Write a checkpoint if one is due and this is the `first` group."""
+        if first and self.goes_on() and not commit.all_leave:
+            self._disk.save(self._trainer.step, commit.step)
 
     def _mean_loss(self, commit: Commit) -> float:
         """Of the step. Raises TrainerEnds where every group sees that it makes no sense to go on, and would again."""

@@ -1,0 +1,144 @@
+"""Checkpoints of semi-synchronous runs: each group writes the workers that it carries, and reads those that it will."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from everstep.titan.parts import tensors_in, workers_in
+from everstep.titan.same import checkpoints
+from semi_runs import DEADLINE_S, SYNC_STEPS, WORKERS, semi_config, soon, worst
+
+ROUNDS, EVERY = 16, 2
+STEPS = ROUNDS * SYNC_STEPS
+QUICK = {"join_timeout_s": 3.0, "connect_timeout_s": 2.0, "reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0}
+
+
+def config(path, module="tiny_llama", *, workers=WORKERS, slots=8, rounds=ROUNDS, **checkpoint):
+    return semi_config(
+        path,
+        job={"module": module},
+        training={"steps": rounds * SYNC_STEPS, "global_batch_size": slots},
+        semi_sync={"workers": workers},
+        fault_tolerance=QUICK,
+        checkpoint={"interval": EVERY * SYNC_STEPS} | checkpoint,
+        snapshot={"segment_dir": str(path.parent)},
+    )
+
+
+def forget(run):
+    """Workers' states are in checkpoints alone now."""
+    run.end()
+    shutil.rmtree(run.run_dir / "state" / "workers")
+    for segment in run.run_dir.parent.rglob("everstep-*"):
+        shutil.rmtree(segment)
+
+
+def put_in_one(folder):
+    """As checkpoints were before they had parts."""
+    found = tensors_in(folder)
+    whole = dict.fromkeys(found, 0)
+    for name, (_, entry) in found.items():
+        if isinstance(entry, TensorStorageMetadata):
+            whole[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for part in {part for part, _ in found.values()}:
+        mine = {name: value for name, value in whole.items() if found[name][0] == part}
+        dcp.load(mine, checkpoint_id=str(part), no_dist=True)
+        whole |= mine
+    shutil.rmtree(folder)
+    dcp.save(whole, checkpoint_id=str(folder), no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("groups", "in_one", "mode"), [(3, True, "async"), pytest.param(1, False, "disabled", marks=pytest.mark.slow)]
+)
+def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_from_it(
+    start, reference, tmp_path, groups, in_one, mode
+):
+    run = start(toml := config(tmp_path / "run.toml", async_mode=mode), pace_s=0.05)
+    saved = soon(run, lambda: [e for e in run.events("checkpoint_saved") if e["step"] >= 2 * EVERY])[0]["step"]
+    forget(run)
+    folder = checkpoints(run.run_dir)[saved * SYNC_STEPS]
+    parts, owners = workers_in(folder), run.events("commit", step=saved)[0]["owners"]
+    assert sorted(parts) == list(range(WORKERS))
+    assert len(set(parts.values())) == len(set(owners)) == 2
+    assert all(len({owners[worker] for worker in parts if parts[worker] == part}) == 1 for part in parts.values())
+    for step, later in checkpoints(run.run_dir).items():
+        if step > saved * SYNC_STEPS:
+            shutil.rmtree(later)
+    if in_one:
+        put_in_one(folder)
+    again = start(toml, "--groups", str(groups))
+    assert again.wait(DEADLINE_S) == 0, again.said()
+    told = again.events("training_started")[0]
+    assert (told["source"], told["step"]) == ("disk", saved + 1)
+    assert worst(again, reference(toml), STEPS) <= 1e-5
+
+
+@pytest.mark.parametrize("lost", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
+def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_path, monkeypatch, lost):
+    """Who takes its workers over writes them; if all die, the run goes on from the checkpoint before."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD", str(held))
+    monkeypatch.setenv("HELD_GROUP", "1")
+    run = start(toml := config(tmp_path / "run.toml", "held_parts"), pace_s=0.05)
+    before = soon(run, lambda: run.events("checkpoint_saved"))[0]["step"]
+    held.touch()
+    soon(run, held.with_suffix(".reached").exists)
+    held.unlink()
+    killed = run.kill(*lost)
+    at = run.events("commit")[-1]["step"]
+    if lost == (1,):
+        soon(run, lambda: run.events("checkpoint_saved", killed, step=at // EVERY * EVERY))
+    forget(run)
+    newest = max(checkpoints(run.run_dir))
+    assert (newest > before * SYNC_STEPS) == (lost == (1,))
+    again = start(toml)
+    assert again.wait(DEADLINE_S) == 0, again.said()
+    assert again.events("training_started")[0]["step"] == newest // SYNC_STEPS + 1
+    assert worst(again, reference(toml), STEPS) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_part_without_room_costs_the_checkpoint_and_not_the_room_of_the_others(start, tmp_path, monkeypatch):
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD", str(held))
+    monkeypatch.setenv("HELD_GROUP", "1")
+    run = start(config(tmp_path / "run.toml", "held_parts", rounds=400), pace_s=0.05)
+    soon(run, lambda: run.events("checkpoint_saved"))
+    held.write_text("full")
+    failed = soon(run, lambda: run.events("checkpoint_failed", group=1))[0]
+    assert "No space left" in failed["reason"]
+    held.unlink()
+    soon(run, lambda: run.events("checkpoint_saved", failed["t"], step=failed["step"] + EVERY))
+    run.end()
+    assert failed["step"] * SYNC_STEPS not in checkpoints(run.run_dir)
+    waiting = [path.name for path in (run.run_dir / "checkpoint").glob("writing-[0-9]*")]
+    assert not [name for name in waiting if int(name.split("-")[1]) <= failed["step"] * SYNC_STEPS]
+
+
+def peak_mb(pid):
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1e3
+
+
+@pytest.mark.slow
+def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_workers(start, tmp_path):
+    """Each group carries one; of each start the most that any trainer needed, with its first two checkpoints."""
+    peaks = {}
+    for workers in (2, 4):
+        (folder := tmp_path / str(workers)).mkdir()
+        toml = config(folder / "run.toml", "wide_llama", workers=workers, slots=4, rounds=400)
+        for start_number in (1, 2):
+            run = start(toml, "--groups", str(workers), name=f"{workers}/run")
+            soon(run, lambda run=run: len({event["step"] for event in run.events("checkpoint_saved")}) > 1)
+            peaks[workers, start_number] = max(peak_mb(run.workers(group)[0]) for group in range(workers))
+            forget(run)
+        assert run.events("training_started")[0]["source"] == "disk"
+    print("workers, start: MB", peaks)
+    for number in (1, 2):
+        assert peaks[4, number] - peaks[2, number] < 136 / 2
