@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -60,14 +61,36 @@ def test_a_killed_process_is_noticed_within_the_grace_time():
     losses = queue.Queue()
     mine = PeerWatch("127.0.0.1", losses.put, TOKEN, SILENCE)
     try:
-        mine.begin(KEY, {1: peer.stdout.readline().strip()}, timedelta(seconds=60))
+        address = peer.stdout.readline().strip()
+        mine.begin(KEY, {1: address}, timedelta(seconds=60))
         killed = time.monotonic()
         os.kill(peer.pid, signal.SIGKILL)
         assert losses.get(timeout=SOON_S) == KEY
         assert time.monotonic() - killed < watch.GRACE_S + 10.0
+        assert mine.ended == {address}
     finally:
         peer.kill()
         peer.wait()
+
+
+def test_who_gives_up_has_left_already_or_is_cut_off_has_not_died(members):
+    watches, losses = members
+
+    def cut(channel, key):
+        with channel.detach() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    between = wire.Door("127.0.0.1", TOKEN, cut, purpose=watch.PURPOSE)
+    watch_each_other(watches[:2])
+    watches[0].end(KEY)
+    assert losses[1].get(timeout=SOON_S) == KEY
+    assert not watches[1].ended
+    for key, address in ((KEY[1:] + b"0", watches[0].address), (KEY[1:] + b"1", between.address)):
+        watches[0].end(key)
+        watches[1].begin(key, {0: address}, timedelta(seconds=60))
+        assert losses[1].get(timeout=SOON_S) == key
+        assert not watches[1].ended
+    between.close()
 
 
 def test_a_peer_that_is_not_there_is_named(members):

@@ -70,13 +70,16 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
-def run_of(kind: str, *, size: float = 0.9, at: float = 13.0, **more: Any) -> tuple[Outcome, World]:
-    """A quiet run of three groups that meets one fault. `more`: of its plan."""
+def run_of(
+    kind: str, *, size: float = 0.9, at: float = 13.0, then: tuple[Fault, ...] = (), beat_s: float = 2.0, **more: Any
+) -> tuple[Outcome, World]:
+    """A quiet run of three groups that meets one fault, and `then` others. `beat_s`: the heartbeat timeout; `more`: of
+    its plan."""
     plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
     waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
-    options = replace(plan.lighthouse, join_timeout_s=2.0)
-    plan = replace(plan, lighthouse=options, faults=(Fault(at, kind, 2, 0, size),), **quick | waits | more)
+    options = replace(plan.lighthouse, join_timeout_s=2.0, heartbeat_timeout_s=beat_s)
+    plan = replace(plan, lighthouse=options, faults=(Fault(at, kind, 2, 0, size), *then), **quick | waits | more)
     world = World(0, plan, trace=True)
     return world.run(), world
 
@@ -122,6 +125,30 @@ def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(ki
     assert all("committed=True" in text for _, _, what, step, text in outcome.trace if what == "attempt" and step > 3)
 
 
+@pytest.mark.parametrize(("kind", "size"), [("lh-out", 0.25), ("lh-move", 0.05)])
+@pytest.mark.parametrize("dead", [1, 2])
+def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_timeout(
+    kind: str, size: float, dead: int
+) -> None:
+    """The new one has never heard of the dead, and would wait for them, as two may only be late."""
+    deaths = tuple(Fault(13.5 + number, "group", 2 - number, 0, 0.9) for number in range(dead))
+    outcome, world = run_of(kind, size=size, then=deaths, beat_s=30.0, restart_s=(90.0, 90.0))
+    assert not outcome.violations
+    assert world.fell == {kind: 1, "group": dead}
+    assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "and an attempt that failed, and a step of one group"
+
+
+def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_waited_for() -> None:
+    """For 6 s: it is not known to be dead, and whoever lives makes no step without it."""
+    then = (Fault(13.4, "stop-group", 2, 0, 0.5), Fault(13.5, "group", 1, 0, 0.9))
+    outcome, world = run_of("lh-out", size=0.25, then=then, beat_s=30.0, restart_s=(90.0, 90.0))
+    assert not outcome.violations
+    assert world.fell == {"lh-out": 1, "stop-group": 1, "group": 1}
+    together = {text.partition("groups=")[2] for at, _, what, _, text in outcome.trace if what == "applied" and at > 14}
+    assert together == {"(0, 2)"}
+    assert longest_pause_s(outcome, "0.0/0") < 6.0 + 2.0 + 2 * 2.0
+
+
 def test_a_group_that_comes_waits_for_the_step_and_a_beat() -> None:
     outcome, _ = run_of("join")
     assert not outcome.violations
@@ -138,9 +165,10 @@ def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt(
     assert all("committed=True" in text for _, _, what, _, text in outcome.trace if what == "attempt")
 
 
-def longest_pause_s(outcome: Outcome) -> float:
-    """Between commits of the two groups that no fault hits."""
-    times = [at for at, who, what, _, _ in outcome.trace if what == "applied" and who in ("0.0/0", "1.0/0")]
+def longest_pause_s(outcome: Outcome, *who: str) -> float:
+    """Between commits of the two groups that no fault hits, or of others."""
+    who = who or ("0.0/0", "1.0/0")
+    times = [at for at, rank, what, _, _ in outcome.trace if what == "applied" and rank in who]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 

@@ -56,7 +56,8 @@ def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
 
 
 def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_step(tmp_path, context):
-    """Neither a lighthouse's nor a group's: connections are closed. A host that is silent would be waited for."""
+    """Neither a lighthouse's nor a group's nor both: connections are closed. A host that is silent would be waited for,
+    and so would a group by a lighthouse that has never heard of it, if nobody said that it has died."""
     timeout_s = 20.0
     run = Run(tmp_path, context, heartbeat_timeout_s=timeout_s, groups=3)
     groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=60)
@@ -72,6 +73,12 @@ def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_st
     run.start_lighthouse()
     assert_goes_on(groups[:2])
     assert all(event["committed"] for event in run.events("attempt") if event["t"] > when)
+    begin = time.monotonic()
+    run.kill_lighthouse()
+    groups[1][0].kill()
+    run.start_lighthouse()
+    assert_goes_on(groups[:1])
+    assert time.monotonic() - begin < timeout_s - 5
     run.close()
 
 

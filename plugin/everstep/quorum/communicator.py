@@ -29,7 +29,6 @@ Address = tuple[str, int]
 
 _MAKING = threading.Lock()
 
-
 NCCL_NEEDED = (2, 28)
 """The first that can revoke a communicator, which is how sums of a lost member end."""
 
@@ -66,7 +65,10 @@ class Communicator:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         with _MAKING:
             before = _listening()
-            self._backend = (_nccl if self.on_device else _gloo)(store, rank, size, timeout)
+            if self.on_device:
+                self._backend: Any = c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
+            else:
+                self._backend = c10d.ProcessGroupGloo(store, rank, size, timeout, enable_reconfigure=True)
             made = _listening() - before
         # Two at once: somebody else began to listen, and nobody knows which is which.
         self._listens = made.pop() if len(made) == 1 else ("", 0)
@@ -131,14 +133,6 @@ class Communicator:
             threading.Thread(target=self._backend.abort, name="abort", daemon=True).start()
         else:
             _shut_down(self._listens, self._peers.values())
-
-
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return c10d.ProcessGroupGloo(store, rank, size, timeout, enable_reconfigure=True)
-
-
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
 
 
 def _own_sockets() -> Iterator[socket.socket]:

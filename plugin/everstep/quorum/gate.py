@@ -31,7 +31,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -39,13 +40,13 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
-from everstep.quorum.membership import PURPOSE, Asked
+from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, Asked
 from everstep.quorum.request import Request, decode, encode, group_of, read_quorum
 from everstep.run import typed
 
 HEARING = 1.5
 """For how many heartbeat timeouts at most nobody may ask after the gate has begun to hear groups: by then it has heard
-all that live, so that the first of them does not get a quorum of its own."""
+all that live (sooner: `Gate._settles_s`), so that the first of them does not get a quorum of its own."""
 BEATS_S, BEAT_S = 0.2, 0.001
 """Between two heartbeats that torchft's lighthouse gets of each group that lives, and at least for each group of the
 run: one takes a quarter of that. After three times that without one the lighthouse takes a group for dead: what the
@@ -130,7 +131,7 @@ class Gate:
         self._heard: dict[str, float] = {}
         """By replica, in the order in which they were first heard: when it last beat or asked."""
         self._makes: dict[str, str] = {}
-        """By replica, in which quorum it makes steps; empty for none."""
+        """By replica that has beaten, in which quorum it makes steps; empty for none."""
         self._waits: dict[str, _Waiting] = {}
         """By replica, its request while there is no quorum for it."""
         self._apart = False
@@ -144,7 +145,7 @@ class Gate:
         """Requests that wait for their turn."""
         self._newest: tuple[tuple[int, int], bytes] | None = None
         """When the newest quorum was formed, and the answer to all that are in it."""
-        self._last_heard = self._asks_from = self._believed_from = -math.inf
+        self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
         """When the lighthouse was last told who lives."""
         self.lost = threading.Event()
@@ -188,7 +189,7 @@ class Gate:
                 if request is None:
                     beats = asked.replica
                     with self._changed:
-                        self._beating[beats] = channel
+                        self._beating[beats], self._makes[beats] = channel, asked.makes
                 self._hear(asked.replica)
                 if request is None:
                     channel.send_frame({"wanted": self._is_wanted(asked)})
@@ -203,15 +204,25 @@ class Gate:
         now = time.monotonic()
         with self._changed:
             if now - self._last_heard > self._timeout_s:
-                self._asks_from = now + HEARING * self._timeout_s
+                self._hears_from, self._asks_from = now, now + HEARING * self._timeout_s
             self._heard[replica] = self._last_heard = now
-            if now < self._asks_from and len({*map(group_of, filter(self._is_heard, self._beating))}) >= self._groups:
-                self._asks_from = min(self._asks_from, now + 2 * self._every_s)  # the lighthouse is told of all first
+            if now < self._asks_from:
+                self._asks_from = min(self._asks_from, now + self._settles_s())
+
+    def _settles_s(self) -> float:
+        """In how long all that live are heard and the lighthouse is told of them: at its next heartbeats if all groups
+        of the run were heard; later if only all were that make steps with one that asks and that it does not know to
+        be dead, as it may err."""
+        heard = [replica for replica in self._makes if self._heard.get(replica, -math.inf) >= self._hears_from]
+        if len({*map(group_of, heard)}) >= self._groups:
+            return 2 * self._every_s
+        making = Counter(filter(None, map(self._makes.get, heard)))
+        known = (0 < one.request.makers <= making[self._makes.get(name, "")] for name, one in self._waits.items())
+        return max(2 * self._every_s, 2 * HEARTBEAT_S) if any(known) else math.inf
 
     def _is_wanted(self, beat: Asked) -> bool:
         """Whether a group that beats should ask for a quorum."""
         with self._changed:
-            self._makes[beat.replica] = beat.makes
             return self._apart or any(other != beat.replica and self._is_heard(other) for other in self._waits)
 
     def _is_heard(self, replica: str) -> bool:
@@ -293,7 +304,7 @@ class Gate:
         making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
         return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
-    def _form(self, quorum_id: int, replicas: Iterable[str]) -> bytes:
+    def _form(self, quorum_id: int, replicas: Collection[str]) -> bytes:
         """The answer to all members of a new quorum."""
         now = time.monotonic()
         if now < self._believed_from or now - self._beaten > 2 * self._every_s:
@@ -301,10 +312,9 @@ class Gate:
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
-        members = {replica: self._waits.get(replica) for replica in replicas}
-        if None in members.values():
+        found = {replica: self._waits[replica] for replica in replicas if replica in self._waits}
+        if len(found) < len(replicas):
             return _failed("the lighthouse names a replica that does not wait at its gate")
-        found = {replica: waiting for replica, waiting in members.items() if waiting is not None}
         if left := sum(waiting.channel.hung_up() for waiting in found.values()):
             # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
             return _failed(f"{left} of {len(found)} members ended while they waited")

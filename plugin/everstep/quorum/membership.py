@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from everstep import wire
 from everstep.quorum.errors import QuorumUnavailable
@@ -68,12 +67,7 @@ class Line:
     def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
         self.end()
         self.address = address
-        try:
-            place = urlsplit(address)
-            at = wire.format_address(place.hostname or "", place.port or 0)
-        except ValueError as error:
-            raise wire.WireError(f"{address[:300]!r} is no address of a lighthouse") from error
-        channel = wire.connect(at, self._token, timeout, purpose=PURPOSE)
+        channel = wire.connect(address.rstrip("/").rpartition("/")[2], self._token, timeout, purpose=PURPOSE)
         with self._lock:
             self._channel = channel
         return channel
@@ -102,9 +96,8 @@ class Membership:
     ) -> None:
         self._replica, self._find_lighthouse = name_of(group, life), find_lighthouse
         self._timeout_s, self._every_s = heartbeat_timeout_s, min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
-        patience = timedelta(seconds=heartbeat_timeout_s / 2)
-        self._asking, self._beating = Line(token, patience), Line(token, patience)
-        self._patience = patience
+        self._patience = timedelta(seconds=heartbeat_timeout_s / 2)
+        self._asking, self._beating = Line(token, self._patience), Line(token, self._patience)
         self.wanted = False
         """Whether somebody else waits for a quorum, or makes steps apart from this group, as the last beat was told."""
         self._makes = ""

@@ -114,6 +114,10 @@ class RankColumn:
         """Addresses of ranks that could not be connected to lately."""
         return self._reach.missing()
 
+    def ended(self) -> frozenset[str]:
+        """Addresses of ranks that are known to have died since they were connected to."""
+        return self._watch.ended
+
     def connect(self, place: Place, timeout: timedelta | None = None) -> None:
         """Build the process groups anew. Raises SumsBroken: some member did not come in time."""
         self.abort()
@@ -126,7 +130,8 @@ class RankColumn:
         building.start()
         # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
         # for a device's first sum.
-        give_up = time.monotonic() + 2 * self._line_count() * timeout.total_seconds()
+        count = 1 if self._backend == "gloo" else 2
+        give_up = time.monotonic() + 2 * count * timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
@@ -219,9 +224,6 @@ class RankColumn:
         if key:
             self._watch.end(key)
         self._break()
-
-    def _line_count(self) -> int:
-        return 1 if self._backend == "gloo" else 2
 
     def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:
         """Not connected yet."""

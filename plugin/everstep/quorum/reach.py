@@ -1,5 +1,6 @@
 """Which peers this rank cannot reach: found out when it connects, and asked again until they answer."""
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -57,18 +58,14 @@ class Reach:
             return frozenset(self._missing)
 
     def _ask(self, address: str, wait_s: float) -> None:
-        """Until the peer answers, or is gone for good."""
+        """Until all of a connection can be made (a slow link may carry a part of it in time, and never the whole), or
+        the peer is gone for good."""
         forgotten = time.monotonic() + FORGOTTEN_S
-        time.sleep(wait_s)
-        while not self._connects(address) and time.monotonic() < forgotten:
-            time.sleep(LOOK_S)
+        while time.monotonic() < forgotten:
+            time.sleep(wait_s)
+            wait_s = LOOK_S
+            with contextlib.suppress(wire.WireError):
+                wire.connect(address, self._token, self._timeout, purpose=PURPOSE).close()
+                break
         with self._lock:
             self._missing.discard(address)
-
-    def _connects(self, address: str) -> bool:
-        """Whether all of a connection can be made: a slow link may carry a part of it in time, and never the whole."""
-        try:
-            wire.connect(address, self._token, self._timeout, purpose=PURPOSE).close()
-        except wire.WireError:
-            return False
-        return True

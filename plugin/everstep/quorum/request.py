@@ -61,6 +61,7 @@ class Request:
         doors: `host:port` where each of its ranks serves its state.
         watches: `host:port` where each of its ranks is reached by the same rank of the others.
         unreached: names of members that some rank of it could not reach lately.
+        makers: how many groups make the steps of the last quorum that it was in and are not known to have died.
     """
 
     group: typed.Count
@@ -74,6 +75,7 @@ class Request:
     doors: tuple[str, ...]
     watches: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
+    makers: typed.Count = 0
 
     @property
     def name(self) -> str:
@@ -221,9 +223,6 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
 
 def _state_that_counts(members: Sequence[Request]) -> tuple[State, tuple[int, ...]]:
     """The state that counts, and the groups that have it."""
-    ways = Counter(member.state for member in members if member.state != NOTHING)
-    if not ways:
-        return NOTHING, ()
-    having = (member for member in members if member.state != NOTHING)
-    state = max(having, key=lambda member: (member.state.step, ways[member.state], -member.group)).state
-    return state, tuple(member.group for member in members if member.state == state)
+    ways = Counter(member.state for member in members)
+    state = max(members, key=lambda member: (member.state.step, ways[member.state], -member.group)).state
+    return state, tuple(member.group for member in members if member.state == state != NOTHING)

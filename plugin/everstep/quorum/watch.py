@@ -3,9 +3,9 @@
 A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
 survivor, which has already given up, would wait for its whole timeout. So rank r of every group keeps a silent TCP
 connection to rank r of every other for as long as a process group lasts, two between any two of them. The kernel closes
-it when the peer's process ends, and a peer that breaks the process group closes it itself: the others see that within a
-millisecond, and break it GRACE_S later. The kernel also asks now and then whether the peer's kernel is there (TCP
-keepalive), since a host that loses power tells nobody.
+it when the peer's process ends, and a peer that breaks the process group says FAREWELL and closes it itself: the others
+see that within a millisecond, and break it GRACE_S later. The kernel also asks now and then whether the peer's kernel
+is there (TCP keepalive), since a host that loses power tells nobody.
 
 Only members are let in: a connection proves the run's token and names its process group before it is kept.
 """
@@ -26,6 +26,8 @@ GRACE_S = 0.1
 others, and then nobody has to compute anything again."""
 
 PURPOSE = "watch"
+FAREWELL = b"+"
+"""What closes without it was closed by a kernel whose process has ended."""
 REMEMBERED = 64
 """Process groups whose end is remembered, for callers that come late."""
 
@@ -66,6 +68,8 @@ class PeerWatch:
         """By process group, to and from its other members."""
         self._watched: set[bytes] = set()
         """Process groups that this rank has connected for, and that have lost nobody."""
+        self.ended: frozenset[str] = frozenset()
+        """Addresses of members of the last process group that are known to have died."""
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -97,23 +101,21 @@ class PeerWatch:
         with ThreadPoolExecutor(min(len(peers), CONNECTING) or 1) as pool:
             found = dict(zip(peers, pool.map(reach, peers.values()), strict=True))
         connections = {place: made for place, made in found.items() if isinstance(made, socket.socket)}
-        if lost := {place: str(error) for place, error in found.items() if place not in connections}:
-            for connection in connections.values():
-                connection.close()
-            raise PeerLost("; ".join(lost.values()), lost)
+        lost = {place: str(error) for place, error in found.items() if place not in connections}
         with self._lock:
-            if key in self._over:
+            if lost or key in self._over:
                 for connection in connections.values():
                     connection.close()
-                raise PeerLost("the process group was broken while it was being built")
+                raise PeerLost("; ".join(lost.values()) or "the process group was broken meanwhile", lost)
             self._watched.add(key)
-            for connection in connections.values():
+            self.ended = frozenset()
+            for place, connection in connections.items():
                 connection.setblocking(False)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._ask_every_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._ask_every_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES)
-                self._keep(key, connection)
+                self._keep(key, connection, peers[place])
         self._wake()
 
     def end(self, key: bytes) -> None:
@@ -127,24 +129,23 @@ class PeerWatch:
     def _wake(self) -> None:
         self._wake_write.send(b"+")
 
-    def _keep(self, key: bytes, connection: socket.socket) -> None:
+    def _keep(self, key: bytes, connection: socket.socket, address: str = "") -> None:
         self._connections[key].append(connection)
-        self._selector.register(connection, selectors.EVENT_READ, key)
+        self._selector.register(connection, selectors.EVENT_READ, (key, address))
 
     def _drop(self, connections: Iterable[socket.socket]) -> None:
         for connection in connections:
             self._selector.unregister(connection)
             with contextlib.suppress(OSError):
+                connection.send(FAREWELL)
                 connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
             connection.close()
 
     def _admit(self, member: wire.Channel, key: bytes) -> None:
         with self._lock:
-            # The caller may be late for a process group that this rank has broken already.
-            if key in self._over:
-                member.close()
-                return
             self._keep(key, member.detach())
+            if key in self._over:  # the caller is late, and is to know that nobody has died
+                self._drop(self._connections.pop(key))
         self._wake()
 
     def _watch(self) -> None:
@@ -157,12 +158,15 @@ class PeerWatch:
             self._wake_read.recv(4096)
             return
         # Peers say nothing until they are lost.
-        key, connection = ready.data, ready.fileobj
+        (key, address), connection = ready.data, ready.fileobj
         with self._lock:
             left = self._connections.get(key, [])
             if connection not in left:
                 return
             left.remove(connection)
+            with contextlib.suppress(OSError):  # broken on its way, or for the silence of a host
+                if address and connection.recv(1) != FAREWELL:
+                    self.ended |= {address}
             self._drop([connection])
             if not left:
                 del self._connections[key]

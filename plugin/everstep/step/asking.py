@@ -34,6 +34,8 @@ class Asker:
         self._timeouts, self._finished_before = timeouts, host.files.finished_step()
         self._met: tuple[Request, ...] = ()
         """All that asked for the last quorum."""
+        self._makers: tuple[Request, ...] = ()
+        """Those that make its steps."""
         self._left_out: tuple[int, ...] = ()
         self._asked = 0
 
@@ -49,6 +51,7 @@ class Asker:
         self._asked += 1
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.unreached()
         unreached = [member.name for member in self._met if member.watches[self._decisions.rank] in missing]
+        ended = group.sums.ended()
         said = self._decisions.gather("ask", [group.door.address, group.sums.address, unreached])
         request = Request(
             group=group.id,
@@ -62,6 +65,7 @@ class Asker:
             doors=tuple(door for door, _, _ in said),
             watches=tuple(watch for _, watch, _ in said),
             unreached=tuple(sorted({name for _, _, names in said for name in names})),
+            makers=sum(member.watches[self._decisions.rank] not in ended for member in self._makers),
         )
         answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
         step, events = state.step + 1, self._host.events
@@ -74,6 +78,7 @@ class Asker:
             return None
         self._met = tuple(map(decode, answer.members))
         quorum = read_quorum(answer.id, self._met)
+        self._makers = tuple(map(quorum.member, quorum.able))
         self._tell_left_out(quorum)
         return quorum
 

@@ -66,7 +66,7 @@ class Driver:
                     self._clock.sleep(pause_s)
                 case Turn.CAUGHT_UP:
                     pass
-        unsaved = self._decisions.all_true("unsaved", self._protocol.step > max(self._files.finished_step(), NO_STATE))
+        unsaved = self._decisions.all_true("unsaved", self._protocol.state.step > self._files.finished_step())
         met = turn is Turn.OVER
         return self._finish(saved=not unsaved, met=met) if unsaved or met else Turn.OVER
 
@@ -99,7 +99,7 @@ class Driver:
             saved: whether the marker is there.
             met: whether this group was in a quorum with one that has made the last step.
         """
-        step, begun = self._protocol.step, self._clock.now()
+        step, begun = self._protocol.state.step, self._clock.now()
         while True:
             in_time = self._clock.now() - begun < self._give_up.total_seconds()
             if not self._decisions.all_true("finish", in_time):

@@ -100,11 +100,6 @@ class StepProtocol:
 
     # The state
 
-    @property
-    def step(self) -> int:
-        """The last step whose state this group has."""
-        return self.state.step
-
     def restored(self, step: int, history: int) -> None:
         """The caller loaded the state after `step` (0: a fresh start)."""
         self._give_up_healing()
@@ -218,7 +213,7 @@ class StepProtocol:
             GroupBroken: the ranks have different states.
             GaveUp: no commit for too long.
         """
-        self._files.beat("quorum", self.step + 1)
+        self._files.beat("quorum", self.state.step + 1)
         healing = self._healing
         waited_s = self._clock.now() - self._progress
         mine = Beginning(
@@ -280,7 +275,7 @@ class StepProtocol:
         if self.state != NOTHING:
             self._events.emit(
                 "history_left",
-                self.step,
+                self.state.step,
                 history=f"{self.state.history:x}",
                 for_step=quorum.state.step,
                 for_history=f"{quorum.state.history:x}",
@@ -379,7 +374,7 @@ class StepProtocol:
         if self._checksum is not None and attempt.computes:
             self._proven = self.group not in differing
             told = {"agreed": not differing, "differing": sorted(differing)}
-            self._events.emit("audit", self.step, checksum=f"{self._checksum:016x}", **told)
+            self._events.emit("audit", self.state.step, checksum=f"{self._checksum:016x}", **told)
         if self.group in differing:
             raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
         if self._healing is not None and not differing.isdisjoint(self._healing.sources):
