@@ -5,6 +5,7 @@ The state's tensors do not change until the next optimizer step, so the trainer 
 What the next forward may change already, persistent buffers, is set aside before `committed` returns.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, Plan, State
+from everstep.snapshot.recovery import Share
 from everstep.snapshot.restore import pack_own, whose
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import KEEPER_SILENT_S, Segment
@@ -38,11 +40,14 @@ class Copier:
     Args:
         emit: receives the events snapshot, snapshot_skipped, snapshot_failed and, of rank 0, snapshot_unprotected and
             snapshot_protected.
+        share: see `recovery.Share`.
     """
 
-    def __init__(self, segment: Segment, rank: int, ranks: int, settings: Snapshot, emit: Emit) -> None:
+    def __init__(
+        self, segment: Segment, rank: int, ranks: int, settings: Snapshot, emit: Emit, share: Share = lambda one: [one]
+    ) -> None:
         self._segment, self._rank, self._ranks = segment, rank, ranks
-        self._settings, self._emit = settings, emit
+        self._settings, self._emit, self._share = settings, emit, share
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._buffers = [BufferWriter(path, reserve_bytes) for path in segment.files("data", rank)]
         self.agreed = Agreed()
@@ -97,7 +102,8 @@ class Copier:
         words: Mapping[int, Word],
         state: Callable[[], State],
     ) -> bool:
-        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here.
+        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here. A
+        collective of the group.
 
         One is due at every interval, and at once when other groups share it than the last, or none is coded.
 
@@ -154,25 +160,29 @@ class Copier:
             buffer.release()
 
     def _learn(self, words: Mapping[int, Word]) -> tuple[str, frozenset[int]]:
-        """Note what became of the last snapshot. Why there cannot be another now, and which groups are left out."""
+        """Note what became of the last snapshot. Why there cannot be another now, and which groups are left out: in all
+        ranks alike. A collective of the group if the last snapshot was given up."""
         before, size, parity = self.agreed, self._settings.parity_group, self._settings.parity
         found = learn(before, words, size, parity)
         self.agreed = found.agreed
+        over = before.taken if self.agreed.taken is None else None
+        if over is not None and not found.protected:
+            # The ranks of each number are coded apart, and have heard of their own failures only.
+            of_ranks = self._share(sorted(found.left_out))
+            found = replace(found, left_out=frozenset(itertools.chain(*of_ranks)))
         if self._segment.group in found.left_out:
             self._unable_until = time.monotonic() + RETRY_S
-        if self._rank == 0 and before.taken is not None and self.agreed.taken is None:
+        if self._rank == 0 and over is not None:
             if found.protected:
                 domains = before.domains(size, parity)
                 members, exposed = list(domains.members), list(domains.exposed)
-                self._emit(
-                    "snapshot_protected", before.taken[0], members=members, survives=domains.survives, exposed=exposed
-                )
+                self._emit("snapshot_protected", over[0], members=members, survives=domains.survives, exposed=exposed)
             else:
                 late = f"{named(sorted(found.left_out))} did not keep up" if found.left_out else ""
                 why = "; ".join(filter(None, (late, self._segment.read_notes(self._rank).reason)))
                 coded = self.agreed.anchor[0] if self.agreed.anchor else None
                 reason = why or "another group did not finish it"
-                self._emit("snapshot_unprotected", before.taken[0], coded_step=coded, reason=reason)
+                self._emit("snapshot_unprotected", over[0], coded_step=coded, reason=reason)
         return found.waiting, found.left_out
 
     def _begin(

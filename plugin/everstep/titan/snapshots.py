@@ -51,7 +51,7 @@ class Snapshots:
         self._restored = False
         """Whether a snapshot of a restored state is on its way."""
         self._location = self._location_of(os.environ, socket.gethostname(), group)
-        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit)
+        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
         self._keeper = watch_keeper(run_dir, host, settings, self._segment, events, failed)
 
@@ -72,9 +72,11 @@ class Snapshots:
 
     def word(self) -> int:
         """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
-        word = _of_all_ranks(self._copier.word())
-        # Each rank's own: ranks of one number are coded together, wherever the others of their groups are.
-        return replace(word, location=self._location).encode()
+        word = self._copier.word()
+        settled, coded, able = map(bool, least_in_group(word.settled, word.coded, word.able))
+        # Where it is and for whom it waits is each rank's own: ranks of one number are coded together, wherever the
+        # others of their groups are.
+        return replace(word, settled=settled, coded=coded, able=able, location=self._location).encode()
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Snapshots:
         self._copier.agreed = Agreed.from_json(agreed)
 
     def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState]) -> None:
-        """Take a snapshot of a step that was just committed, if one is due.
+        """Take a snapshot of a step that was just committed, if one is due. A collective of the group.
 
         Args:
             words: of all groups that spoke in this commit.
@@ -148,9 +150,3 @@ class Snapshots:
             self._segment.drop(self._rank)
         elif over and self._keeper is not None:
             end_keepers(self._run_dir)
-
-
-def _of_all_ranks(word: Word) -> Word:
-    """What is true of a group if its ranks say these; a collective."""
-    settled, coded, able, nobody = least_in_group(word.settled, word.coded, word.able, -word.waits_for)
-    return Word(bool(settled), bool(coded), bool(able), -nobody)

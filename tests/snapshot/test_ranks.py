@@ -1,0 +1,109 @@
+"""Groups of several ranks: the ranks of each number are coded apart, and all ranks of a group decide alike."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from everstep.run.events import EventLog
+from everstep.run.token import run_token
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Notes
+from everstep.titan import snapshots
+from everstep.titan.snapshots import Snapshots
+from snapshot_cluster import state_of, wait_until
+
+GROUPS, RANKS = range(4), range(2)
+HOSTS = ((1, 2, 3, 4), (1, 3, 2, 4))
+"""By rank and group. So groups 0, 2 and 1, 3 are coded together in ranks 0, and groups 0, 1 and 2, 3 in ranks 1."""
+
+
+class Collectives:
+    """Of a group's two ranks, which are threads."""
+
+    def __init__(self) -> None:
+        self._said = [None, None]
+        self._all = threading.Barrier(2, timeout=20)
+
+    def gather(self, value):
+        self._said[int(threading.current_thread().name)] = value
+        self._all.wait()
+        said = list(self._said)
+        self._all.wait()
+        return said
+
+    def least(self, *values):
+        return [min(each) for each in zip(*self.gather(values), strict=True)]
+
+
+def both(do):
+    """What the two ranks of a group do at the same time, by rank."""
+
+    def as_rank(rank):
+        threading.current_thread().name = str(rank)
+        return do(rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(as_rank, RANKS))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """By group and rank; keepers are not there, and what they note is the test's."""
+    collectives = Collectives()
+    monkeypatch.setattr(snapshots, "watch_keeper", lambda *_: None)
+    monkeypatch.setattr(snapshots, "gather_json", collectives.gather)
+    monkeypatch.setattr(snapshots, "least_in_group", collectives.least)
+    token, run = run_token(tmp_path), {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for group in GROUPS:
+        for rank in RANKS:
+            monkeypatch.setenv("RANK", str(rank))
+            settings = Snapshot(interval=1, parity_group=2, segment_dir=str(tmp_path), memory_reserve_gb=0.0)
+            log = EventLog(tmp_path, group, rank, "worker")
+            run[group, rank] = Snapshots(tmp_path, group, "127.0.0.1", settings, token, log)
+            run[group, rank]._location = HOSTS[rank][group]
+            run[group, rank]._segment.create()
+    yield run
+    for each in run.values():
+        each.close(over=False, leaves=False)
+
+
+def commit(run, step: int) -> None:
+    said = {group: both(lambda rank, group=group: run[group, rank].word()) for group in GROUPS}
+    what = SimpleNamespace(step=step, history=1, able=tuple(GROUPS))
+    for group in GROUPS:
+
+        def committed(rank: int, group: int = group) -> None:
+            words = {each: said[each][rank] for each in GROUPS}
+            run[group, rank].committed(what, words, lambda: state_of(step))
+
+        both(committed)
+    wait_until(lambda: all(each._copier.idle for each in run.values()))
+
+
+def noted(run, group: int, rank: int, **notes) -> None:
+    """What its keeper says of a rank's newest snapshot."""
+    copier = run[group, rank]._copier
+    if copier._newest is not None:
+        sequence, now = copier._newest.sequence, time.monotonic()
+        copier._segment.write_notes(rank, Notes(now, sequence, settled=True, **notes))
+
+
+def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
+    """Else the ranks of the next snapshot were shared by other groups each, and it could not be restored."""
+    commit(run, 1)
+    for group, rank in run:
+        if (rank, group) in ((1, 0), (1, 1)):  # the keeper of group 0's second host stands still
+            noted(run, group, rank, waits_for=0)
+        else:
+            noted(run, group, rank, coded=True)
+    commit(run, 2)
+    assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
+    for group, rank in run:
+        noted(run, group, rank, coded=True)
+    commit(run, 3)
+    assert {each._copier.agreed.anchor for each in run.values()} == {(2, 1, "")}
+    assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
