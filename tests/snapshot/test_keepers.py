@@ -4,6 +4,7 @@ import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from everstep.commands.snapshots import Snapshots, snapshots
 from everstep.run.directory import LaunchError
 from everstep.run.files import write_json
-from everstep.run.token import own_token
+from everstep.run.token import own_token, run_token
 from everstep.snapshot import copier, keeper, keepers, peers, segment
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
 from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
 
@@ -52,6 +55,27 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
             assert "has gone" in it._reason_to_end()
         finally:
             it._server.close()
+
+
+def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypatch, tmp_path, caplog):
+    """A run directory that is full for a moment: else what is coded would be called protected, and not be found."""
+    settings = Snapshot(segment_dir=str(tmp_path))
+    it = Segment.of(settings, run_id(run_token(tmp_path)), 3)
+    it.create()
+    it.claim(0)
+    keeps = keeper.Keeper(tmp_path, it, "127.0.0.1", settings)
+    try:
+        with monkeypatch.context() as full:
+            full.setattr(peers, "write_json", Mock(side_effect=OSError(28, "No space left on device")))
+            keeps._watch_new_ranks()
+            keeps._watch_new_ranks()
+        assert keeps._watches == {}
+        assert len(caplog.messages) == 1, "once, however often it is tried"
+        keeps._watch_new_ranks()
+        assert list(keeps._watches) == [(3, 0)]
+        assert [place.group for place in peers.read_places(tmp_path)] == [3]
+    finally:
+        keeps._server.close()
 
 
 def test_a_killed_keeper_is_replaced_and_a_removed_segment_made_anew(monkeypatch):

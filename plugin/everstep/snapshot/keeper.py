@@ -57,6 +57,7 @@ class Keeper:
         self.token = read_token(run_dir)
         self.over = threading.Event()
         self._watches: dict[tuple[int, int], Watch] = {}
+        self._warned: set[str] = set()
         self._spoken_at = self._seen_at = time.monotonic()
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
@@ -123,12 +124,15 @@ class Keeper:
                 continue
             known = {watched for watched, _ in self._watches}
             try:
+                if group not in known:  # first: what no start can find must not be called coded
+                    peers.write_place(self.run_dir, self.place(group))
                 segment = self.segment.beside(group)
                 self._watches[group, rank] = Watch(segment, rank, self.settings, self._neighbours, self.over)
-                if group not in known:
-                    peers.write_place(self.run_dir, self.place(group))
-            except OSError as error:  # no run directory: there may be one later
-                log.warning("rank %d of group %d is not looked after yet: %s", rank, group, error)
+            except OSError as error:  # no run directory, or no room in it: that may change
+                why = f"rank {rank} of group {group} is not looked after yet: {error}"
+                if why not in self._warned:
+                    self._warned.add(why)
+                    log.warning("%s", why)
 
     def _reason_to_end(self) -> str:
         now = time.monotonic()
