@@ -132,7 +132,7 @@ class Cluster:
         restored = found.restored
         for group in self.groups:
             self.start_copier(group)
-            self.copiers[group].agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
+            self.copiers[group].agreed = Agreed(anchor=found.decision.anchor)
         words = self.words(self.groups)
         for group in self.groups:
             fresh = state_of(restored.step, 0, scale)

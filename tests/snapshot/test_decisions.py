@@ -7,7 +7,7 @@ import pytest
 
 from everstep.snapshot.header import Header, listed, pairs_of, read_list
 from everstep.snapshot.peers import Held
-from everstep.snapshot.sources import decide
+from everstep.snapshot.sources import Decision, decide
 
 
 def buffer(group, step, kind="data", rank=0, history=1, members=(0, 1, 2), parity=1, **changes) -> Held:
@@ -68,6 +68,25 @@ def test_the_newest_state_that_can_be_had_whole_is_taken_and_why_not_a_newer_one
     assert (decision.source, decision.step) == found
     assert reason in " ".join(decision.reasons)
     assert bool(reason) == bool(decision.reasons)
+
+
+@pytest.mark.parametrize(
+    ("held", "disk_step", "anchor"),
+    [
+        ([*everything(4), *everything(5)], None, 5),
+        ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2)), buffer(0, 5, "parity")], None, 4),
+        ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2))], 4, 5),
+        ([*everything(4), *(buffer(g, 5, parity=0) for g in (0, 1, 2))], None, 5),
+        ([*everything(4), *everything(5, lost=[1])], None, 5),
+        ([*everything(3), buffer(0, 4), buffer(0, 4, "parity"), *(buffer(g, 5) for g in (0, 1, 2))], None, 3),
+        ([buffer(0, 4), *(buffer(g, 5) for g in (0, 1, 2))], None, 5),
+    ],
+)
+def test_a_start_keeps_the_newest_coded_snapshot_until_the_restored_state_is_coded(held, disk_step, anchor):
+    """And not one that is not newer than the disk's checkpoint, or that cannot be restored."""
+    decision = decide(held, run="r", disk_step=disk_step)
+    assert (decision.step, decision.anchor) == (5, (anchor, 1, ""))
+    assert Decision.from_json(json.loads(json.dumps(decision.to_json())), 0, "t").anchor == decision.anchor
 
 
 def test_headers_are_told_by_what_is_other_than_in_the_one_before():

@@ -14,7 +14,7 @@ from everstep.report.protection import Protection
 from everstep.snapshot import peers, recovery
 from everstep.snapshot.parity import Domains
 from everstep.snapshot.restore import in_turn
-from snapshot_cluster import Cluster, slowed
+from snapshot_cluster import Cluster, slowed, wait_until
 
 
 def line_of(run: Cluster) -> str:
@@ -80,6 +80,24 @@ def test_a_restored_state_is_coded_before_the_first_commit_and_the_old_snapshot_
         run.all_settled()
         run.kill_trainers()
         run.lose_host(1)  # a second host, before any commit
+        run.resumes("parity", 2)
+
+
+def test_a_coded_snapshot_outlives_the_restore_of_a_newer_one_that_was_given_up():
+    with Cluster(3, coding_timeout_s=1.0) as run:
+        run.take(1, 2)
+        with slowed(run, 0):
+            run.commit(3, settle=False)
+            run.wait()
+            run.kill_trainers()
+            for group in (1, 2):
+                wait_until(lambda group=group: run.segment(group).read_notes(0).settled)
+        found = run.resumes("memory", 3)
+        with slowed(run, 0):  # nothing new is coded meanwhile
+            run.restart(found)
+            run.wait()
+            run.kill_trainers()
+            run.lose_host(1)
         run.resumes("parity", 2)
 
 

@@ -47,8 +47,6 @@ class Restored:
 
     step: int
     history: int
-    start: str
-    """Of the snapshot: `header.Header.start`."""
     flat: np.ndarray
     """uint8 [state_bytes]: the tensors end to end, as `layout` says."""
     layout: Layout
@@ -141,7 +139,7 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
         names = _parity_of(column, chosen) if chosen in missing else [header.name]
         raise failed(f"the part of group {chosen}: {error}", names) from error
     fetched = sum(held.header.payload_bytes for held in column.held)
-    return Restored(step, header.history, header.start, flat, layout, meta, blobs, fetched, column.missing)
+    return Restored(step, header.history, flat, layout, meta, blobs, fetched, column.missing)
 
 
 def _parity_of(column: Column, group: int | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.header import Header, coverage_error, listed, read_list
+from everstep.snapshot.header import Header, Moment, coverage_error, listed, read_list
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
 
@@ -61,22 +61,25 @@ class Decision:
     """By rank; only for the sources that restore from keepers."""
     reasons: tuple[str, ...] = ()
     """Why each newer or better source was passed over, newest first."""
+    anchor: Moment | None = None
+    """Of what is restored from keepers: the newest snapshot that is coded, which is not overwritten before the restored
+    state is coded. It is older than that if that was never coded."""
 
     def to_json(self) -> list[Any]:
         held = {
             str(rank): [[one.address for one in column.held], listed([one.header for one in column.held])]
             for rank, column in self.columns.items()
         }
-        return [self.source, self.step, held, self.reasons]
+        return [self.source, self.step, held, self.reasons, self.anchor]
 
     @classmethod
     def from_json(cls, body: Sequence[Any], rank: int, topology: str) -> "Decision":
         """With the columns that a rank with this layout restores from: its own if that fits, else all."""
-        source, step, held, reasons = body
+        source, step, held, reasons, anchor = body
         own = {rank: _from_json(held[str(rank)])} if str(rank) in held else {}
         fits = any(column.any.topology == topology for column in own.values())
         columns = own if fits else {int(saved): _from_json(held[saved]) for saved in held}
-        return cls(source, step, columns, tuple(reasons))
+        return cls(source, step, columns, tuple(reasons), anchor and tuple(anchor))
 
     @property
     def from_memory(self) -> bool:
@@ -104,7 +107,7 @@ def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, asid
     reasons: list[str] = []
     candidates = _candidates([buffer for buffer in held if buffer.header.name not in aside], run, reasons)
     disk = -1 if disk_step is None else disk_step
-    for candidate in candidates:
+    for index, candidate in enumerate(candidates):
         step = candidate[0].header.step
         if step <= disk:
             reasons.append(f"step {step} in memory is not newer than the disk checkpoint's, {disk}")
@@ -113,10 +116,11 @@ def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, asid
         if why_not:
             reasons.append(f"step {step}: {why_not}")
             continue
-        source: Source = "memory" if candidate is candidates[0] else "older"
+        source: Source = "older" if index else "memory"
         if any(column.missing for column in columns.values()):
             source = "parity"
-        return Decision(source, step, columns, tuple(reasons))
+        older = [other for other in candidates[index + 1 :] if other[0].header.step > disk]
+        return Decision(source, step, columns, tuple(reasons), _anchor(candidate, older))
     if not candidates:
         reasons.append("no keeper holds a snapshot of this run that fits")
     if disk_step is not None:
@@ -138,6 +142,28 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list
     reasons += strange
     youngest = {key: max(buffer.header.sequence for buffer in files) for key, files in found.items()}
     return [found[key] for key in sorted(found, key=lambda key: (key[0][0], youngest[key], key), reverse=True)]
+
+
+def _anchor(restored: list[Held], older: list[list[Held]]) -> Moment:
+    """The newest of these states that is coded and can be restored; if none is coded, the restored one."""
+    if not _is_coded(restored):
+        for candidate in older:
+            if _is_coded(candidate) and not _columns(candidate)[1]:
+                return candidate[0].header.moment
+    return restored[0].header.moment
+
+
+def _is_coded(candidate: list[Held]) -> bool:
+    """Whether all members that are still there have their pieces of the code, if there is one. What is lost of a coded
+    snapshot does not make it one that was given up."""
+    pieces = {
+        (held.header.rank, held.header.group, root)
+        for held in candidate
+        if held.header.kind == "parity"
+        for root in held.header.roots
+    }
+    data = [held.header for held in candidate if held.header.kind == "data" and held.header.parity]
+    return all((header.rank, header.group, header.root) in pieces for header in data)
 
 
 def _columns(candidate: list[Held]) -> tuple[dict[int, Column], str]:

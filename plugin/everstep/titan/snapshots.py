@@ -135,8 +135,7 @@ class Snapshots:
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
             return None
-        restored = found.restored
-        self._copier.agreed = Agreed(anchor=(restored.step, restored.history, restored.start))
+        self._copier.agreed = Agreed(anchor=found.decision.anchor)
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
