@@ -35,7 +35,7 @@ from everstep.snapshot.header import Header
 
 BUFFERS = 2
 """Of a rank, and as many of parity: the newest coded snapshot, and the one that is being written."""
-STEP_BYTES = 64 << 20
+STEP_BYTES, POPULATE_BYTES = 64 << 20, 2 << 20
 ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
@@ -265,8 +265,10 @@ class BufferWriter:
             allocate(self._fd, self.path, want, self._reserve_bytes)
             self._map = mmap.mmap(self._fd, max(size, want))
             with contextlib.suppress(OSError):
-                # First touch costs four times as much as a copy into memory that is there; it is paid here, once.
-                self._map.madvise(_MADV_POPULATE_WRITE)
+                # First touch costs four times as much as a copy into memory that is there; it is paid here, once. In
+                # slices, as no other thread of the process runs during a call.
+                for at in range(0, len(self._map), POPULATE_BYTES):
+                    self._map.madvise(_MADV_POPULATE_WRITE, at, min(POPULATE_BYTES, len(self._map) - at))
         except (OSError, SnapshotError) as error:
             self.release()
             if isinstance(error, SnapshotError):
