@@ -8,12 +8,14 @@ trainers leave it out of the next snapshot.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +55,8 @@ class CodingError(RuntimeError):
         self.group = group
 
 
-class _Waits:
-    """What the time until a deadline was spent on: once it is over it is so for all, also for who was quick."""
+class Waits:
+    """What the time until a deadline was spent on: after it every wait fails, so the slowest is blamed."""
 
     def __init__(self, deadline: float) -> None:
         """`deadline`: of time.monotonic()."""
@@ -75,7 +77,7 @@ class _Waits:
         if time.monotonic() < self.deadline:
             return CodingError(f"the part of group {group} did not come: {why}", group)
         slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
-        return CodingError(f"the part of group {slowest} did not come in time ({why})", slowest)
+        return CodingError(f"group {slowest} took most of the time there was ({why})", slowest)
 
 
 class Watch:
@@ -111,13 +113,13 @@ class Watch:
             return None
         return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None
 
-    def deal(self, newest: Header, deadline: float) -> None:
-        """Verify and code it, or give it up at the deadline, of time.monotonic()."""
+    def deal(self, newest: Header, waits: Waits) -> None:
+        """Verify and code it, or give it up at the deadline, which it may share with others."""
         self._dealt, reason, waits_for = newest, "", self._segment.group
         self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
         try:
             if newest.parity:  # the others verify what they are given of it, which is all
-                self._code(newest, deadline)
+                self._code(newest, waits)
             else:
                 reason = self._damage(newest)
         except CodingError as error:
@@ -140,26 +142,28 @@ class Watch:
                     return reader.damage(header)
         return "it is not there any more"
 
-    def _code(self, own: Header, deadline: float) -> None:
+    def _code(self, own: Header, waits: Waits) -> None:
         """Make and publish this member's piece of the code. Raises CodingError or SnapshotError."""
         code = Code(own.parity_group, own.parity)
         for _, piece in self._segment.held("parity", self.rank):
             if piece.identity == own.identity and own.root in piece.roots:
                 return  # of this keeper's life before
         with contextlib.ExitStack() as stack:
-            givers = self._givers(own, code, _Waits(deadline), stack)
+            givers = self._givers(own, code, waits, stack)
             headers = [own if member == own.group else givers[member].header for member in code.members]
             covers = json.dumps(listed(headers)).encode()
             length = code.shard_bytes([header.payload_bytes for header in headers])
             size = code.parity * length + len(covers)
-            writer = self._writer(own, size)
+            with waits.on(own.group):
+                writer = self._writer(own, size)
             payload = writer.payload(size)
             for row in range(code.parity):
                 stripe = code.stripe_coded_by(own.group, row)
                 shards = [
                     (givers[giver], code.stripes_of(giver).index(stripe) * length) for giver in code.columns(stripe)
                 ]
-                _combine(shards, payload[row * length : (row + 1) * length], row)
+                at_work = functools.partial(waits.on, own.group)
+                _combine(shards, payload[row * length : (row + 1) * length], row, at_work)
             payload[code.parity * length :] = np.frombuffer(covers, dtype=np.uint8)
         header = replace(
             own,
@@ -172,7 +176,7 @@ class Watch:
         )
         writer.publish(header, chunk_digests(payload.data))
 
-    def _givers(self, own: Header, code: Code, waits: _Waits, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
+    def _givers(self, own: Header, code: Code, waits: Waits, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
         """Connections to the other members, as soon as their keepers serve their parts of the same snapshot."""
         found: dict[int, _Giver] = {}
         turn = code.members.index(own.group)
@@ -209,14 +213,14 @@ class Watch:
 class _Giver:
     """A connection on which a member's keeper serves its part."""
 
-    def __init__(self, channel: wire.Channel, header: Header, waits: _Waits) -> None:
+    def __init__(self, channel: wire.Channel, header: Header, waits: Waits) -> None:
         self._channel, self.header, self._waits = channel, header, waits
         self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         self._first = 0
         self.close = channel.close
 
     @classmethod
-    def open(cls, neighbours: Neighbours, own: Header, member: int, waits: _Waits) -> "_Giver":
+    def open(cls, neighbours: Neighbours, own: Header, member: int, waits: Waits) -> "_Giver":
         """Raises wire.WireError if the member's keeper does not serve its part of the same snapshot now."""
         channel, header = neighbours.open(member, own.rank, own.identity, waits.deadline)
         try:
@@ -259,9 +263,11 @@ class _Giver:
             raise CodingError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
 
 
-def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> None:
+def _combine(
+    shards: list[tuple[_Giver, int]], out: np.ndarray, row: int, at_work: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Row `row` of parity over shards that begin at these bytes of the givers' payloads. A block of each is combined
-    while more is on its way."""
+    while more is on its way. `at_work`: notes the time as this keeper's own."""
     blocks = [parity.aligned_bytes(min(CHUNK_BYTES, len(out))) for _ in shards]
     coefficients = parity.encoding_rows(len(shards), row + 1)[row:]
     for giver, first in shards:
@@ -270,4 +276,5 @@ def _combine(shards: list[tuple[_Giver, int]], out: np.ndarray, row: int) -> Non
         target = out[start : start + CHUNK_BYTES]
         for (giver, first), block in zip(shards, blocks, strict=True):
             giver.take(first + start, block[: len(target)])
-        parity.combine(coefficients, [block[: len(target)] for block in blocks], [target])
+        with at_work():
+            parity.combine(coefficients, [block[: len(target)] for block in blocks], [target])

@@ -31,7 +31,7 @@ from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import BufferReader, SnapshotError
-from everstep.snapshot.coding import SLOWEST_BYTES_S, Watch
+from everstep.snapshot.coding import SLOWEST_BYTES_S, Waits, Watch
 from everstep.snapshot.header import KINDS, Header, listed
 from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
@@ -105,9 +105,9 @@ class Keeper:
             if seen:
                 self.spoken()
             size = sum(header.payload_bytes for _, header in seen)
-            deadline = time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S
+            waits = Waits(time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S)
             for watch, header in seen:
-                watch.deal(header, deadline)
+                watch.deal(header, waits)
 
     def _forget(self, group: int) -> None:
         with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end

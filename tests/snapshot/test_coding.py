@@ -1,0 +1,88 @@
+"""What a keeper says of a snapshot that it could not code: it names the group because of which, and no other."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep import wire
+from everstep.run.token import run_token
+from everstep.snapshot import parity, peers
+from everstep.snapshot.buffer import BufferWriter, chunk_digests
+from everstep.snapshot.coding import NOBODY, Waits, Watch
+from everstep.snapshot.header import Header
+from everstep.snapshot.keeper import Keeper
+from everstep.snapshot.section import Snapshot
+from everstep.snapshot.segment import Segment, run_id
+
+GROUPS, RANKS, SIZE = range(4), range(2), 4 << 20
+TIME_S = 1.2
+
+
+class Host:
+    """Of one group: its keeper serves two published parts, and codes when it is told to."""
+
+    def __init__(self, run_dir: Path, group: int) -> None:
+        self._settings = Snapshot(segment_dir=str(run_dir / str(group)), memory_reserve_gb=0.0)
+        Path(self._settings.segment_dir).mkdir()
+        self._segment = Segment.of(self._settings, run_id(run_token(run_dir)), group)
+        self._segment.create()
+        for rank in RANKS:
+            self._publish(rank)
+        self.keeper = Keeper(run_dir, self._segment, "127.0.0.1", self._settings)
+        self.neighbours = self.keeper._neighbours
+        peers.write_place(run_dir, self.keeper.place(group))
+
+    def _publish(self, rank: int) -> None:
+        group = self._segment.group
+        writer = BufferWriter(self._segment.file("data", rank, 0))
+        writer.reserve(SIZE)
+        writer.begin()
+        header = Header(
+            run=self._segment.run, kind="data", group=group, rank=rank, ranks=2, step=5, history=1, parity=1,
+            shared_by=((0, 3),), parity_group=tuple(GROUPS), topology="t", state_bytes=4 * SIZE, payload_bytes=SIZE,
+            part=(group * SIZE, group * SIZE + SIZE), last_section=SIZE, sequence=1,
+        )  # fmt: skip
+        writer.publish(header, chunk_digests(writer.payload(SIZE).data))
+        writer.release()
+
+    def blames(self, time_s: float = TIME_S) -> list[int]:
+        """Whom the keeper blames, by rank, if it has so long for both."""
+        waits = Waits(time.monotonic() + time_s)
+        for rank in RANKS:
+            watch = Watch(self._segment, rank, self._settings, self.neighbours, threading.Event())
+            watch.deal(watch.news(), waits)
+        return [self._segment.read_notes(rank).waits_for for rank in RANKS]
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[list[Host]]:
+    found = [Host(tmp_path, group) for group in GROUPS]
+    yield found
+    for host in found:
+        host.keeper._server.close()
+
+
+@pytest.mark.parametrize(("thing", "name"), [(Watch, "_writer"), (parity, "combine")])
+def test_a_keeper_that_is_slow_at_its_own_work_blames_itself(hosts, monkeypatch, thing, name):
+    plain = getattr(thing, name)
+    with monkeypatch.context() as slow:
+        slow.setattr(thing, name, lambda *args: (time.sleep(TIME_S), plain(*args))[1])
+        assert hosts[2].blames() == [2, 2]
+    assert hosts[2].blames(60.0) == [NOBODY, NOBODY], "with time enough it is coded"
+
+
+def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeypatch):
+    """Also one whose turn comes when the time is over."""
+    plain = hosts[0].neighbours.open
+
+    def opened(group, rank, identity, deadline):
+        if group == 3:
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            raise wire.WireError("host 3 was silent")
+        return plain(group, rank, identity, deadline)
+
+    monkeypatch.setattr(hosts[0].neighbours, "open", opened)
+    assert hosts[0].blames() == [3, 3]
