@@ -1,5 +1,6 @@
 """What is left when something dies: real keepers, real segments, real deaths."""
 
+import itertools
 import os
 import signal
 import threading
@@ -199,6 +200,25 @@ def test_at_most_parity_members_of_a_parity_group_are_on_one_host(hosts, parity,
     for group in domains.groups:
         assert all(sum(hosts[m] == host for m in group) <= parity for host in set(hosts) - {0})
     assert domains.exposed == exposed
+
+
+@pytest.mark.parametrize("parity", [1, 2])
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    "hosts", [[1, 2, 3, 4], [1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2], [1, 1, 1, 2], [1, 2, 2, 3, 3, 3], [5], [1, 1, 1]]
+)
+def test_as_many_hosts_as_status_says_may_be_lost_and_not_one_more(hosts, size, parity):
+    domains = Domains(tuple(range(len(hosts))), size, parity, tuple(hosts))
+    safe = {hosts[member] for member in domains.members if member not in domains.exposed}
+
+    def outlives(count: int) -> bool:
+        return all(
+            sum(hosts[member] in lost for member in group) <= domains.rows(group)
+            for lost in itertools.combinations(safe, count)
+            for group in domains.groups
+        )
+
+    assert domains.survives == max(count for count in range(len(safe) + 1) if outlives(count))
 
 
 def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monkeypatch, tmp_path):

@@ -191,8 +191,13 @@ class Domains:
 
     @property
     def survives(self) -> int:
-        """How many of the hosts that are not exposed may be lost at once."""
-        return min((self.rows(group) for group in self.groups if self.rows(group)), default=0)
+        """How many of the hosts that are not exposed may be lost at once, whichever they are."""
+        found = []
+        for group in self.groups:
+            safe = Counter(self.hosts[member] for member in group if member not in self.exposed)
+            lost = itertools.accumulate(sorted(safe.values(), reverse=True))  # with those of most members first
+            found += [sum(count <= self.rows(group) for count in lost)] if safe else []
+        return min(found, default=0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class SnapshotSection:
     """Committed steps between snapshots. What is lost with all trainers is at most this and the time of one coding."""
 
     parity: Literal[0, 1, 2] = 1
-    """How many hosts of a parity group may be lost with their memory at once. 1: XOR; 2: P + Q, as RAID-6.
+    """How many members of a parity group may be lost with their memory at once. 1: XOR; 2: P + Q, as RAID-6.
     0: no host may be lost, but all trainers."""
 
     parity_group: int = 8
