@@ -13,7 +13,7 @@ import xxhash
 from everstep.quorum.streams import Streams
 from everstep.snapshot import copier, layout
 from everstep.snapshot.layout import State
-from snapshot_cluster import Cluster, assert_is_step
+from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
 
 
 @pytest.mark.parametrize("parity", [0, 1])
@@ -81,6 +81,27 @@ def test_a_part_that_comes_from_a_device_is_staged_in_memory_that_need_not_be_pa
         run.kill_trainers()
         run.lose_host(1)
         run.resumes("parity", 2)
+
+
+def test_a_snapshot_that_is_published_while_its_group_speaks_is_not_given_up(monkeypatch):
+    """Nothing is known of it yet: that it is settled and not coded would be wrong."""
+    with Cluster(1, parity=0) as run:
+        run.take(1, coded=False)
+        it, goes_on = run.copiers[0], threading.Event()
+        publish, plain = it._take, copier.Copier.idle
+        monkeypatch.setattr(it, "_take", lambda job: (goes_on.wait(), publish(job)))
+
+        def is_idle(self: copier.Copier) -> bool:
+            """It is published just before the answer."""
+            goes_on.set()
+            wait_until(lambda: plain.fget(self))
+            return plain.fget(self)
+
+        with slowed(run, 0):
+            run.commit(2)
+            monkeypatch.setattr(copier.Copier, "idle", property(is_idle))
+            assert not it.word().settled
+        monkeypatch.setattr(copier.Copier, "idle", plain)
 
 
 def test_no_byte_is_hashed_in_the_trainers_own_thread(monkeypatch):

@@ -74,9 +74,9 @@ class Copier:
     def word(self) -> Word:
         """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
         next commit."""
+        under_way = not self.idle  # first: what is over has set what the rest goes by
         taken, header = self.agreed.taken, self._newest
         able = time.monotonic() >= self._unable_until
-        under_way = not self.idle
         if taken is None or header is None or header.moment != taken or under_way:
             return Word(settled=not under_way, able=able)
         notes = self._segment.read_notes(self._rank)
