@@ -15,7 +15,7 @@ from everstep.snapshot.coding import NOBODY, Waits, Watch
 from everstep.snapshot.header import Header
 from everstep.snapshot.keeper import Keeper
 from everstep.snapshot.section import Snapshot
-from everstep.snapshot.segment import Segment, run_id
+from everstep.snapshot.segment import Notes, Segment, run_id
 
 GROUPS, RANKS, SIZE = range(4), range(2), 4 << 20
 TIME_S = 1.2
@@ -54,7 +54,11 @@ class Host:
         for rank in RANKS:
             watch = Watch(self._segment, rank, self._settings, self.neighbours, threading.Event())
             watch.deal(watch.news(), waits)
-        return [self._segment.read_notes(rank).waits_for for rank in RANKS]
+        return [notes.waits_for for notes in self.notes]
+
+    @property
+    def notes(self) -> list[Notes]:
+        return [self._segment.read_notes(rank) for rank in RANKS]
 
 
 @pytest.fixture
@@ -86,3 +90,26 @@ def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeyp
 
     monkeypatch.setattr(hosts[0].neighbours, "open", opened)
     assert hosts[0].blames() == [3, 3]
+    notes = hosts[0].notes[1]
+    assert notes.reason == "group 3 took most of the time there was: host 3 was silent"
+
+
+def test_a_run_directory_that_hangs_is_no_reason_to_forget_the_keepers_that_are_known(hosts, monkeypatch):
+    def hangs(*_):
+        raise OSError(116, "Stale file handle")
+
+    opened = [hosts[0].neighbours.open, time.monotonic() + 60]
+    monkeypatch.setattr(peers, "LOOK_S", 0.0)
+    with pytest.raises(wire.WireError, match="no keeper of group 1 is known"):
+        opened[0](1, 0, "another", opened[1])
+    monkeypatch.setattr(peers, "read_places", hangs)
+    with pytest.raises(wire.WireError, match="does not hold that step"):
+        opened[0](1, 0, "another", opened[1])
+    assert hosts[0].neighbours._addresses[1] == [hosts[1].keeper._server.address]
+
+
+@pytest.mark.parametrize("character", ["x", "é", "\N{GRINNING FACE}", "\0", "\ud800"])
+def test_a_keeper_is_heard_whatever_it_gives_as_a_reason(tmp_path, character):
+    it = Segment(tmp_path, "run", 0, tmp_path)
+    it.write_notes(0, Notes(time.monotonic(), reason=1000 * character))
+    assert not it.read_notes(0).is_silent

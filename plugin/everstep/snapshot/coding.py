@@ -62,6 +62,8 @@ class Waits:
         """`deadline`: of time.monotonic()."""
         self.deadline = deadline
         self._spent_s: dict[int, float] = defaultdict(float)
+        self.why: dict[int, str] = {}
+        """What went wrong last with a group."""
 
     @contextlib.contextmanager
     def on(self, *groups: int) -> Iterator[None]:
@@ -72,12 +74,13 @@ class Waits:
             for group in groups:
                 self._spent_s[group] += time.monotonic() - began
 
-    def failed(self, group: int, why: str) -> CodingError:
+    def failed(self, group: int) -> CodingError:
         """Because of this group, or when the time is over because of the one that took most of it."""
         if time.monotonic() < self.deadline:
-            return CodingError(f"the part of group {group} did not come: {why}", group)
+            return CodingError(f"the part of group {group} did not come: {self.why[group]}", group)
         slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
-        return CodingError(f"group {slowest} took most of the time there was ({why})", slowest)
+        why = f": {self.why[slowest]}" if slowest in self.why else ""
+        return CodingError(f"group {slowest} took most of the time there was{why}", slowest)
 
 
 class Watch:
@@ -181,7 +184,6 @@ class Watch:
         found: dict[int, _Giver] = {}
         turn = code.members.index(own.group)
         others = code.members[turn + 1 :] + code.members[:turn]
-        why = ""
         while absent := [member for member in others if member not in found]:
             for member in absent:
                 try:
@@ -189,9 +191,9 @@ class Watch:
                         found[member] = _Giver.open(self._neighbours, own, member, waits)
                     stack.callback(found[member].close)
                 except wire.WireError as error:
-                    why = why or f"group {member}: {error}"
+                    waits.why[member] = str(error)
                 if time.monotonic() >= waits.deadline:
-                    raise waits.failed(member, why)
+                    raise waits.failed(member)
             if self._over.is_set() or ((newest := self._newest()) and newest.sequence > own.sequence):
                 raise CodingError("a newer step was published meanwhile", NOBODY)
             with waits.on(*(late := [member for member in absent if member not in found])):
@@ -244,7 +246,8 @@ class _Giver:
             try:
                 self._channel.ask_range(first, count)
             except wire.WireError as error:
-                raise self._waits.failed(self.header.group, str(error)) from error
+                self._waits.why[self.header.group] = str(error)
+                raise self._waits.failed(self.header.group) from error
 
     def take(self, at: int, block: np.ndarray) -> None:
         """The next block of the shard, verified; zeros beyond the payload's end."""
@@ -258,7 +261,8 @@ class _Giver:
                     self._channel.receive_frame()
                 self._channel.receive_chunks(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
-            raise self._waits.failed(self.header.group, str(error)) from error
+            self._waits.why[self.header.group] = str(error)
+            raise self._waits.failed(self.header.group) from error
         if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
             raise CodingError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
 

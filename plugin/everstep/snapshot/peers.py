@@ -134,7 +134,8 @@ class Neighbours:
             return channel, header
         if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
             self._looked[group] = time.monotonic()
-            self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
+            with contextlib.suppress(OSError):  # the run directory hangs: those that are known may do
+                self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
         raise wire.WireError(why)
 
 

@@ -27,8 +27,8 @@ from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
 KEEPER_SILENT_S = 5.0
-REASON_CHARACTERS = 500
-"""Which fit, whatever they are."""
+REASON_BYTES = 500
+"""Which fit, however JSON escapes them."""
 READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
 _COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.buffer-0")
@@ -163,7 +163,8 @@ class Segment:
 
     def write_notes(self, rank: int, notes: Notes) -> None:
         """In place, so that a tmpfs that has become full does not silence a keeper. Raises OSError."""
-        body = json.dumps(replace(notes, reason=notes.reason[:REASON_CHARACTERS]).__dict__).encode()
+        reason = notes.reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
+        body = json.dumps(replace(notes, reason=reason).__dict__).encode()
         record = xxhash.xxh3_64_hexdigest(body).encode() + body
         fd = os.open(self._notes(rank), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
