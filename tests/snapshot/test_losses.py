@@ -221,6 +221,15 @@ def test_as_many_hosts_as_status_says_may_be_lost_and_not_one_more(hosts, size, 
     assert domains.survives == max(count for count in range(len(safe) + 1) if outlives(count))
 
 
+@pytest.mark.parametrize(
+    ("hosts", "size", "parity"), [(3, 2, 1), (7, 2, 1), (5, 3, 2), (8, 2, 2), (2, 2, 2), (1, 2, 1)]
+)
+def test_small_parity_groups_leave_no_member_alone_and_keep_the_promise(hosts, size, parity):
+    domains = Domains(tuple(range(hosts)), size, parity, tuple(range(1, hosts + 1)))
+    assert domains.survives == min(parity, hosts - 1)
+    assert domains.exposed == (() if hosts > 1 else (0,))
+
+
 def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monkeypatch, tmp_path):
     gone = peers.Place(0, "lost", "lost:1", 2, "segment", 0.0)
     monkeypatch.setattr(peers, "read_places", lambda run_dir: [gone])

@@ -149,7 +149,7 @@ class Domains:
 
     members: tuple[int, ...]
     size: int
-    """Members of a parity group, about: at most 1.5 times as many."""
+    """Members of a parity group, about: at most 1.5 times as many, but more than `parity`."""
     parity: int
     """Members of a parity group that may be lost: [snapshot] parity."""
     locations: tuple[int, ...]
@@ -164,10 +164,11 @@ class Domains:
     def groups(self) -> list[tuple[int, ...]]:
         """The parity groups. At most `parity` members of each are on one host, and those on one switch are in as many
         parity groups as there are: members are dealt out in turn, in the order of their places, to as many parity
-        groups as that takes. Some may then have a single member."""
+        groups as that takes. Some may then have a single member; else each has more than `parity`."""
         together = max(Counter(self.hosts.values()).values())
         enough = -(-together // self.parity) if self.parity else 1
-        count = max(1, round(len(self.members) / self.size), enough)
+        wanted, most = round(len(self.members) / self.size), len(self.members) // (self.parity + 1)
+        count = max(1, min(wanted, most), enough)
         order = sorted(self.members, key=lambda member: (self.hosts[member], member))
         return [tuple(sorted(order[first::count])) for first in range(min(count, len(order)))]
 
