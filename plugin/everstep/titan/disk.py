@@ -2,6 +2,7 @@
 
 import shutil
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ PARAMETERS = "parameters"
 NAMING_S, POLL_S = 2.0, 0.02
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
 """What a trainer's counters have besides torchtitan's."""
+
+
+def not_saved(why: str) -> CheckpointException:
+    """What torch.distributed.checkpoint raises, for a reason that all ranks of the group know."""
+    return CheckpointException(why, {0: (RuntimeError(why), traceback.StackSummary())})
 
 
 class DiskCheckpoints:
@@ -101,7 +107,7 @@ class DiskCheckpoints:
         while not (found := self._is_of(folder, step, history)) and time.monotonic() < end:
             time.sleep(POLL_S)
         if not all_in_group(found):
-            raise CheckpointException(f"{folder} lacks workers", {})
+            raise not_saved(f"{folder} lacks workers")
 
     def read(self, folder: Path, into: dict[str, Any]) -> bool:
         """Load this rank's part of something in a checkpoint; whether it could be had."""

@@ -35,6 +35,7 @@ from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
+from everstep.titan.disk import not_saved
 from everstep.titan.group import all_in_group, least_in_group, sum_in_group
 from everstep.titan.parts import WORKERS, Parts
 from everstep.titan.round_state import RoundState, packed
@@ -105,7 +106,7 @@ class Rounds(TrainerWork):
         )
         self._held: dict[int, Held] = {}
         self._refused: set[int] = set()
-        """Workers in whose rounds an optimizer step was refused twice."""
+        """Workers in whose rounds an optimizer step was refused twice; rounds of a catch-up as well."""
         by_step = torch.zeros(self._steps, dtype=torch.float64)
         self._nothing = RoundSums(by_step, by_step, torch.zeros_like(flat(state.balances)))
         """The further sums of a group that has computed nothing."""
@@ -113,7 +114,7 @@ class Rounds(TrainerWork):
         """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
         self._round_s = 0.0
         self._risk = ""
-        """What means, if it happens now, that the run ends."""
+        """The loss that would end the run now; empty: none."""
         self._counted_saved = self._counted_sent = 0
         whole = lambda step: self._events.emit("checkpoint_saved", step // self._steps)  # noqa: E731
         self.parts = Parts(self.shares, lambda: trainer.history, whole)
@@ -127,9 +128,9 @@ class Rounds(TrainerWork):
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """A worker's round: `step` is the round's number, `slot` the worker's."""
         round_, worker, begun = step, slot, time.monotonic()
-        self._trainer.checkpointer.maybe_wait_for_staging()  # it reads what changes now
+        self._trainer.checkpointer.maybe_wait_for_staging()  # it reads tensors that change below
         try:
-            self._take_up(round_, worker)
+            self._take_up(round_, worker, whole=whole)
             tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
             self._held[worker] = Held(tokens, loss, flat(self.state.balances), self.state.leave())
         finally:
@@ -139,12 +140,12 @@ class Rounds(TrainerWork):
         losses = (loss / tokens).tolist()
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
-    def _take_up(self, round_: int, worker: int) -> None:
+    def _take_up(self, round_: int, worker: int, *, whole: bool) -> None:
         """Make the model what the worker begins a round with. A collective of the group."""
         begun, known = time.monotonic(), self.store.holds(worker, self.committed)
         found, state = self._newest(worker)
-        place, state = self._catch_up(found, state)
-        if not known:
+        place, state = self._catch_up(found, state, whole=whole)
+        if not known and worker not in self._refused:
             self.store.hold(place, state)
             again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
             if again:  # nobody has it: lost once more, it would be made out of one that is older still
@@ -191,11 +192,12 @@ class Rounds(TrainerWork):
         into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(place.worker).items()} if folder else {}
         return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
-    def _catch_up(self, place: Place, state: bytes) -> tuple[Place, bytes]:
-        """An own state after the last commit, out of one that may be older: the rounds since are made again."""
+    def _catch_up(self, place: Place, state: bytes, *, whole: bool = False) -> tuple[Place, bytes]:
+        """An own state after the last commit, out of one that may be older: the rounds since are made again. It is
+        nobody's if the worker is refused then."""
         while place.round < self.committed:
             self._begin(place, state)
-            self._inner_steps(place.round + 1, place.worker, whole=False, synchronises=False)
+            self._inner_steps(place.round + 1, place.worker, whole=whole, synchronises=False)
             place, state = self.state.place(place.worker, place.round + 1), self.state.leave()
         return place, state
 
@@ -221,8 +223,8 @@ class Rounds(TrainerWork):
 
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
-        """What the worker has changed of the round's fragment so far is what it synchronises. With τ the sum begins if
-        this is the group's last worker, and goes on while the worker makes its last steps."""
+        """What the worker has changed of the round's fragment so far is what it synchronises. With τ `start` begins the
+        sum if this is the group's last worker, and it goes on while the worker makes its last steps."""
         before, now = self.state.trained, self.state.in_model
         for at in self.state.fragment(round_):
             local(self._changed[at]).add_(before[at] - now[at])
@@ -231,7 +233,7 @@ class Rounds(TrainerWork):
             self.reducer.start()
 
     def _offer(self, round_: int) -> None:
-        """What is summed stands where the reducer looks for gradients, and nothing else does."""
+        """Make `param.grad` this round's changes, and None outside its fragment."""
         for param in self._slots.trainable:
             param.grad = None
         for at in self.state.fragment(round_):
@@ -255,7 +257,7 @@ class Rounds(TrainerWork):
                 self._events.emit("slot_refused", round_, slot=worker, reason=reason)
         by_slot, loss = slots.tokens_and_losses()
         tokens = float(by_slot.sum())
-        if tokens != slots.nominal_tokens:
+        if tokens and tokens != slots.nominal_tokens:  # without a label there is no gradient
             for param in slots.trainable:
                 if param.grad is not None:
                     param.grad.mul_(slots.nominal_tokens / tokens)
@@ -292,7 +294,7 @@ class Rounds(TrainerWork):
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         """The outer step: change the global parameters by what the workers changed."""
         self._trainer.checkpointer.maybe_wait_for_staging()
-        self._offer(commit.step)  # for its memory
+        self._offer(commit.step)  # `assign` writes the sums there
         self.reducer.assign(1 / self.shares)
         norm = self._slots.clip(float("inf"))
         places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
@@ -343,7 +345,7 @@ class Rounds(TrainerWork):
             raise TrainerEnds(HOPELESS_EXIT, why)
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
-            self._refuse(f"the checkpoint has {saved} workers and the run {self.shares}; set workers")
+            self._refuse(f"the checkpoint has {saved} workers and the run {self.shares}; set workers = {saved}")
         excluded = WORKERS in self._trainer.config.checkpoint.exclude_from_loading
         if not saved and not excluded:  # no checkpoint, or one of synchronous training
             del self._disk.states[WORKERS]
@@ -381,9 +383,19 @@ class Rounds(TrainerWork):
         written = self._in_checkpoint(self.committed)
         for worker in workers:
             if sum_in_group(worker not in written):
-                _, own = self._catch_up(*self._newest(worker))
+                own = self._caught_up(worker)
                 self._disk.save(self._trainer.step, self.committed, last=last, part=self.state.on_disk(worker, own))
         self._rest()
+
+    def _caught_up(self, worker: int) -> bytes:
+        """A worker's own state after the last commit. A collective of the group. Raises CheckpointException if the
+        checks refuse a round of it twice."""
+        _, own = self._catch_up(*self._newest(worker))
+        if worker in self._refused:
+            self._refused.discard(worker)
+            self._rest()
+            raise not_saved(f"an attention check refuses the state of worker {worker}")
+        return own
 
     def _carried(self) -> dict[str, torch.Tensor]:
         """The own states of the workers that this group carries. A collective of the group."""
@@ -398,8 +410,7 @@ class Rounds(TrainerWork):
         long as there is no state, what is loaded. A collective of the group."""
         if not self.state.marks:
             return dict(self.state.outer)
-        _, own = self._catch_up(*self._newest(0))
-        self.state.enter(own, self.committed)
+        self.state.enter(self._caught_up(0), self.committed)
         self._rest()
         return self.state.outer | self._carried()
 
@@ -407,7 +418,7 @@ class Rounds(TrainerWork):
         self.state.load_outer(state_dict)
 
     def serve(self) -> HealState:
-        """Also the own states that are nowhere else but here yet."""
+        """Also the own states that are in no file yet."""
         unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_file(place)]
         state = super().serve()
         state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]

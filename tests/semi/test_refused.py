@@ -1,0 +1,90 @@
+"""A worker's state that an attention check refuses is nobody's, whatever it was made for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from everstep.semi.worker_store import Place
+from everstep.titan import rounds
+
+NOW = 5
+"""The last committed round; what there is of the worker is a round older."""
+
+
+class Group(rounds.Rounds):
+    """One group of one rank. Its device computes a wrong state while `sick`, and the check sees it."""
+
+    committed = NOW
+
+    def __init__(self):
+        self.sick, self.checked, self._at, self._wrong = True, [], b"", False
+        self.kept = {NOW - 1: b"good4"}
+        self._refused, self._steps, self._checks, self._round_s = set(), 1, object(), 0.0
+        self._settings = SimpleNamespace(overlap_steps=0)
+        self._events = SimpleNamespace(emit=lambda *said, **more: None)
+        self._files = SimpleNamespace(computes=lambda *said: None)
+        self._disk = SimpleNamespace(is_due=lambda step: False)
+        self._trainer = SimpleNamespace(step=NOW)
+        self.state = SimpleNamespace(
+            marks={NOW - 1: None, NOW: None},
+            place=lambda worker, round_: Place(worker, round_, ""),
+            enter=lambda own, round_: setattr(self, "_at", own),
+            leave=lambda: b"wrong5" if self._wrong else b"good5",
+            rest=lambda: None,
+        )
+        self.store = SimpleNamespace(
+            holds=lambda worker, round_: round_ in self.kept,
+            has=lambda place: True,
+            read=lambda place: self.kept.get(place.round),
+            hold=lambda place, own: self.kept.update({place.round: own}),
+            begin_write=lambda place, own: None,
+        )
+        self._slots = SimpleNamespace(
+            number=1,
+            workers=1,
+            nominal_tokens=8.0,
+            trainable=[SimpleNamespace(grad=torch.zeros(1))],
+            discard=lambda: None,
+            compute=self._compute,
+            refused=lambda: frozenset({0}) if self._wrong else frozenset(),
+            tokens_and_losses=lambda: (torch.zeros(1), torch.zeros(1)),  # every label of the step is masked
+            step=lambda *said: None,
+        )
+
+    def _compute(self, step, slot, *, whole):
+        self.checked.append(whole)
+        self._wrong = self.sick
+
+    def _from_checkpoint(self, place):
+        return None
+
+    def _weights_changed(self):
+        pass
+
+
+@pytest.fixture
+def group(monkeypatch):
+    monkeypatch.setattr(rounds, "all_in_group", lambda flag: flag)
+    monkeypatch.setattr(rounds, "least_in_group", lambda *values: values)
+    return Group()
+
+
+def test_a_round_that_is_made_again_is_kept_only_if_no_check_refused_it(group):
+    group._take_up(NOW + 1, 0, whole=False)
+    assert group.refused() == {0}
+    assert NOW not in group.kept
+    group._refused.clear()  # what is held is dropped, and the device is well again
+    group.sick, group.checked = False, []
+    group._take_up(NOW + 1, 0, whole=True)
+    assert group.checked == [True], "with every check, as the round itself"
+    assert (group._at, group.kept[NOW]) == (b"good5", b"good5")
+
+
+def test_a_checkpoint_gets_no_state_that_a_check_refused(group):
+    with pytest.raises(CheckpointException, match="refuses the state of worker 0"):
+        group._caught_up(0)
+    assert group.refused() == set(), "the next round is judged by itself"
+    group.sick = False
+    assert group._caught_up(0) == b"good5"
