@@ -24,7 +24,7 @@ from simulation.system import HERE
 LATENCY_S = (0.0001, 0.0015)
 RETRANSMIT_S = 0.4
 """Longest time between a way's being open again and what waited for it."""
-BULK_BYTES = 2048
+BULK_BYTES = 4096
 """What is sent in one piece of this size is a state."""
 
 KEEPALIVE = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GARBAGE, WRONG = -1, -2
 """Slots that stand for a gradient that is not finite, and one that is wrong and finite."""
 NOTES_EVERY = 4
-STATE_WORDS = 512
+STATE_WORDS = 1024
 """Of a state as it travels: as much as the network takes for one."""
 
 
