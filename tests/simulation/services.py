@@ -31,8 +31,8 @@ class Inner:
 
     def __init__(self, rules: Lighthouse, process: Process) -> None:
         self.rules, self.process = rules, process
-        self.formed: tuple[Announced | None, int] = None, 0
-        """The newest quorum, and how many there were."""
+        self.formed: tuple[Announced | None, float] = None, 0.0
+        """The newest quorum, and when by the wall clock it was formed."""
         self._alarm = 0
 
     def look(self) -> None:
@@ -80,11 +80,11 @@ class LighthouseClient:
 
     def quorum(self, replica_id: str, timeout: timedelta) -> Any:
         scheduler, inner, came = HERE.scheduler, self._inner, Signal()
-        answers: list[tuple[Announced, int]] = []
+        answers: list[tuple[Announced, float]] = []
 
         def hear(quorum: Announced) -> None:
             if inner.formed[0] is not quorum:
-                inner.formed = quorum, inner.formed[1] + 1
+                inner.formed = quorum, HERE.wall_s()
             answers.append((quorum, inner.formed[1]))
             came.fire(scheduler)
 
@@ -94,11 +94,10 @@ class LighthouseClient:
         if not scheduler.wait(came, lambda: bool(answers), timeout.total_seconds()):
             inner.rules.cancel(listener)
             raise TimeoutError("deadline exceeded")
-        quorum, number = answers[0]
+        quorum, when_s = answers[0]
         members = [SimpleNamespace(replica_id=name) for name, _ in quorum.members]
-        return SimpleNamespace(
-            quorum_id=quorum.id, participants=members, created=SimpleNamespace(seconds=number, nanos=0)
-        )
+        created = SimpleNamespace(seconds=int(when_s // 1), nanos=int(when_s % 1 * 1e9))
+        return SimpleNamespace(quorum_id=quorum.id, participants=members, created=created)
 
 
 class StoreServer:

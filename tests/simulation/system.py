@@ -24,6 +24,8 @@ class System:
         self.judge: Any = None
         self.tail_s: Callable[[], float] = lambda: 0.0
         """What the end of a sum takes."""
+        self.wall_s: Callable[[], float] = lambda: 0.0
+        """What the wall clock of a lighthouse's host shows."""
         self.room: Callable[[], bool] = lambda: True
         """Whether a host has memory for a copy."""
 
@@ -45,7 +47,7 @@ def sleep(seconds: float) -> None:
 
 
 time = SimpleNamespace(monotonic=monotonic, sleep=sleep)
-"""There is no wall clock: what reads one fails."""
+"""There is no wall clock: what reads one fails. torchft's lighthouse, which reads one, has `System.wall_s`."""
 
 
 def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> bool:

@@ -149,6 +149,15 @@ def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_w
     assert longest_pause_s(outcome, "0.0/0") < 6.0 + 2.0 + 2 * 2.0
 
 
+def test_a_wall_clock_that_goes_back_is_no_reason_to_doubt_a_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the lighthouse's host, which stands in torchft's answers."""
+    monkeypatch.setattr(World, "wall_s", lambda self: 1e9 - self.scheduler.now)
+    outcome, _ = run_of("join")
+    assert not outcome.violations
+    assert longest_pause_s(outcome) < 2.0, "steps of 1.4 s, and a quorum"
+    assert all("committed=True" in text for _, _, what, step, text in outcome.trace if what == "attempt")
+
+
 def test_a_group_that_comes_waits_for_the_step_and_a_beat() -> None:
     outcome, _ = run_of("join")
     assert not outcome.violations

@@ -182,6 +182,8 @@ class World:
         self.scheduler = Scheduler(f"world {seed}")
         self.rumour = random.Random(f"rumour {seed}")
         """Draws of what a host has memory for, apart from all others."""
+        self.setting, self._set_s = random.Random(f"wall clock {seed}"), 0.0
+        """Draws of how the wall clock of a lighthouse's host is set, and by how much it is wrong."""
         self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
@@ -193,7 +195,7 @@ class World:
         self.network = Network(self.scheduler, self.heal_s, self.heal_fails)
         here = system.HERE
         here.scheduler, here.network, here.judge, here.tail_s = self.scheduler, self.network, self.judge, self.tail_s
-        here.room = lambda: self.rumour.random() > 0.02
+        here.room, here.wall_s = lambda: self.rumour.random() > 0.02, self.wall_s
         self.groups: dict[int, Group] = {}
         self.disk: dict[int, list[State]] = {}
         """Step → a state for each rank column, once rank 0 has said that all of them are written."""
@@ -290,6 +292,12 @@ class World:
 
     def tail_s(self) -> float:
         return self.scheduler.random.choice(self.plan.tail_s)
+
+    def wall_s(self) -> float:
+        """By the clock of the lighthouse's host, which is set anew every tenth time that it is read."""
+        if self.setting.random() < 0.1:
+            self._set_s = self.setting.uniform(-60.0, 60.0)
+        return self.scheduler.now + self._set_s
 
     def slowness(self, group: int) -> float:
         return self.slow.get(group, 1.0)

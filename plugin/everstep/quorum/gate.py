@@ -31,7 +31,7 @@ import os
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,6 +57,8 @@ LOOK_S = 0.25
 HEAD_START_S = 0.02
 """For the requests that waited for their turn, before that which gave it to them."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
+KEPT = 16
+"""Quorums that some member's thread may learn of late."""
 CLIENTS = 8
 """Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
 TELL_EVERY_S = 60.0
@@ -143,8 +145,10 @@ class Gate:
         """By replica, the connection on which it beats."""
         self._held = 0
         """Requests that wait for their turn."""
-        self._newest: tuple[tuple[int, int], bytes] | None = None
-        """When the newest quorum was formed, and the answer to all that are in it."""
+        self._formed: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        """When the last quorums were formed, by a wall clock that may be set back: it tells them apart, no more."""
+        self._newest = b""
+        """The answer to all that are in the newest quorum."""
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
         """When the lighthouse was last told who lives."""
@@ -282,10 +286,10 @@ class Gate:
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
         when = quorum.created.seconds, quorum.created.nanos
         with self._changed:
-            if self._newest is None or self._newest[0] < when:
-                replicas = [member.replica_id for member in quorum.participants]
-                self._newest = when, self._form(int(quorum.quorum_id), replicas)
-            return self._newest[1]  # whoever is not in it asks again
+            if when not in self._formed:
+                self._formed.append(when)
+                self._newest = self._form(int(quorum.quorum_id), [one.replica_id for one in quorum.participants])
+            return self._newest  # whoever is not in it asks again
 
     def _wait_for_turn(self, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
