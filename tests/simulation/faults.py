@@ -249,6 +249,15 @@ def _join(world: World, life: Life, rank: Rank, size: float) -> bool:
     return True
 
 
+def _join_odd(world: World, life: Life, rank: Rank, size: float) -> bool:
+    """A group comes that has another number of ranks than all others, as `everstep agent` may be told."""
+    number = max(world.groups) + 1
+    if not _join(world, life, rank, size):
+        return False
+    world.groups[number].ranks = 1 + world.plan.ranks % 2
+    return True
+
+
 def _join_at_vote(world: World, life: Life, rank: Rank, size: float) -> bool:
     """A group that comes asks just when others vote."""
     number = max(world.groups) + 1
@@ -500,12 +509,13 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
     "narrow": _narrow,
     "vote": _kill_at_vote,
     "join-vote": _join_at_vote,
+    "join-odd": _join_odd,
 }
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
 """In which nobody falls silent: the connections of all that die are closed."""
 REFUSALS = ("refuse", "sick", "narrow")
 AT_VOTE = ("vote", "join-vote")
-KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", *AT_VOTE))
+KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", *AT_VOTE))
 """What falls where nothing else is asked for."""
 WEIGHTS = {
     "flip": 2.0,

@@ -46,6 +46,7 @@ class Group:
         self.wanted = True
         """Whether its agent starts it again."""
         self.asks_at_vote = False
+        self.ranks = world.plan.ranks
         self.suspicious = self.named = False
         """Whether a fault changed its parameters, so that an audit may name it; whether one did that might know."""
         self.started: Shared[Life | None] = Shared(None)
@@ -73,7 +74,7 @@ class Life:
         self.world, self.group = world, group
         self.number, self.name = number, f"{group.id}.{number}"
         self.host = f"h{group.id}"
-        self.size = world.plan.ranks
+        self.size = group.ranks
         self.broken = self.ended = False
         self.accused = False
         """Whether an audit named it: it ends."""

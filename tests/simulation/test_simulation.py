@@ -167,6 +167,17 @@ def test_a_group_that_comes_waits_for_the_step_and_a_beat() -> None:
     assert waited_s < 0.5 + 1.5
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_with_another_number_of_ranks_is_left_out_and_named(ranks: int) -> None:
+    outcome, world = run_of("join-odd", ranks=ranks)
+    assert not outcome.violations
+    assert world.fell == {"join-odd": 1}
+    assert longest_pause_s(outcome) < 2.0, "steps of 1.4 s, and a quorum"
+    told = [text for _, _, what, _, text in outcome.trace if what == "left_out"]
+    reason = f"the number of ranks differs: group 3 has {1 + ranks % 2}, the others have {ranks}"
+    assert told == [f"groups=[3] cut=[[0, 3], [1, 3], [2, 3]] reason={reason}", "groups=[] cut=[] reason="], "once"
+
+
 def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt() -> None:
     outcome, world = run_of("leave")
     assert not outcome.violations

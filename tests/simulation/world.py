@@ -383,7 +383,7 @@ class World:
 
     def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool) -> bool:
         """Whether with this commit too many steps were made without it in which nothing broke; they are in `missed`."""
-        if excused or life.group.id in commit.groups:
+        if excused or life.group.id in commit.groups or life.size != self.plan.ranks:
             missed.clear()
         elif self.scheduler.now - self.last_fault > self.bound_s() and self.network.is_open():
             missed.add(commit.step)

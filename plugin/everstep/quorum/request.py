@@ -104,8 +104,8 @@ class Quorum:
         state: the one that counts; NOTHING when no member has any.
         able: groups that have it: they compute.
         sources: joiner → the groups that it takes the state from, LENDERS at most. Joiners that follow need none.
-        left_out: groups that asked as well and do not reach all members, or are not reached by them (`together`).
-        cut: pairs of groups that do not reach each other, the lower id first.
+        left_out: groups that asked as well and cannot be connected with all members (`together`).
+        cut: pairs of groups that do not reach each other, or have other numbers of ranks, the lower id first.
     """
 
     id: int
@@ -203,7 +203,9 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
         raise ValueError(f"groups {[member.group for member in ordered]} cannot be the members of a quorum")
     state, able = _state_that_counts(ordered)
     names = {member.name: member.group for member in ordered}
-    told = ((member.group, names[name]) for member in ordered for name in member.unreached if name in names)
+    told = [(member.group, names[name]) for member in ordered for name in member.unreached if name in names]
+    if differing_ranks(ordered):
+        told += [(a.group, b.group) for a in ordered for b in ordered if len(a.watches) != len(b.watches)]
     cut = tuple(sorted({(min(pair), max(pair)) for pair in told}))
     inside = together([member.group for member in ordered], cut, able)
     left_out = tuple(member.group for member in ordered if member.group not in inside)
@@ -219,6 +221,13 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
         for place, group in enumerate(needing)
     }
     return Quorum(quorum_id, ordered, key, state, able, sources, left_out, cut)
+
+
+def differing_ranks(members: Sequence[Request]) -> str:
+    """Which groups have another number of ranks than most, in words; empty if all have as many."""
+    usual = Counter(len(member.watches) for member in members).most_common(1)[0][0]
+    odd = [f"group {one.group} has {len(one.watches)}" for one in members if len(one.watches) != usual]
+    return f"the number of ranks differs: {', '.join(odd)}, the others have {usual}" if odd else ""
 
 
 def _state_that_counts(members: Sequence[Request]) -> tuple[State, tuple[int, ...]]:

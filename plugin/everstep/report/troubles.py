@@ -110,8 +110,7 @@ ROWS: dict[str, Row] = {
     ),
     "left_out": Row(
         "reach",
-        "Groups {names} are left out until they reach the others again: no connections between groups {cuts}. Check "
-        "the network between their hosts, and fault_tolerance.bind_host.",
+        "Groups {names} are left out until that is mended: {apart}.",
         ends=("left_out",),
         when=lambda event: bool(event.get("groups")),
     ),
@@ -247,6 +246,8 @@ def _fields(event: Mapping[str, Any]) -> Fields:
     group, coded = event.get("group"), event.get("coded_step")
     whose = "" if group is None else f"group {group}: "
     skips = "It is skipped, so its tokens are not in the result"
+    cuts = ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ())
+    network = "Check the network between their hosts, and fault_tolerance.bind_host"
     stops = 'The run ends; look at its data, or set [fault_tolerance] on_poison = "skip"'
     said = {
         "cause": cause,
@@ -257,7 +258,7 @@ def _fields(event: Mapping[str, Any]) -> Fields:
         "names": ", ".join(map(str, event.get("groups") or ())),
         "differ": ", ".join(map(str, event.get("differing") or ())),
         "sharers": ", ".join(map(str, event.get("members") or ())),
-        "cuts": ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ()),
+        "apart": event.get("reason") or f"no connections between groups {cuts}. {network}",
         "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
     }

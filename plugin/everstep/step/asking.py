@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from everstep.quorum.errors import QuorumUnavailable
-from everstep.quorum.request import Quorum, Request, State, decode, encode, read_quorum
+from everstep.quorum.request import Quorum, Request, State, decode, differing_ranks, encode, read_quorum
 from everstep.step.attempt import Group, Host, Turn
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import Timeouts
@@ -50,7 +50,7 @@ class Asker:
         """
         self._asked += 1
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.unreached()
-        unreached = [member.name for member in self._met if member.watches[self._decisions.rank] in missing]
+        unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
         ended = group.sums.ended()
         said = self._decisions.gather("ask", [group.door.address, group.sums.address, unreached])
         request = Request(
@@ -65,7 +65,7 @@ class Asker:
             doors=tuple(door for door, _, _ in said),
             watches=tuple(watch for _, watch, _ in said),
             unreached=tuple(sorted({name for _, _, names in said for name in names})),
-            makers=sum(member.watches[self._decisions.rank] not in ended for member in self._makers),
+            makers=sum(ended.isdisjoint(member.watches) for member in self._makers),
         )
         answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
         step, events = state.step + 1, self._host.events
@@ -116,6 +116,6 @@ class Asker:
     def _tell_left_out(self, quorum: Quorum) -> None:
         """When others are left out than before, the first of those that are not says so."""
         if quorum.left_out != self._left_out and (self._group.id, self._decisions.rank) == (quorum.groups[0], 0):
-            cut = [list(pair) for pair in quorum.cut]
-            self._host.events.emit("left_out", quorum.state.step + 1, groups=list(quorum.left_out), cut=cut)
+            told = {"groups": list(quorum.left_out), "cut": [list(pair) for pair in quorum.cut]}
+            self._host.events.emit("left_out", quorum.state.step + 1, **told, reason=differing_ranks(self._met))
         self._left_out = quorum.left_out

@@ -160,14 +160,14 @@ class StepProtocol:
             return met
         if met is None:
             return Turn.LEFT if self.leaving else Turn.RETRY
-        if met.state == NOTHING:
-            return met
         if met.is_finishing():
             return Turn.OVER if self.group in met.able else Turn.RETRY
         if self.group in met.left_out:
             self._disconnect()
             self._progress = self._clock.now()  # the others go on, and have named this group
             return Turn.LEFT if self.leaving else Turn.RETRY
+        if met.state == NOTHING:
+            return met
         computes = self.state == met.state
         self._most = max(self._most, len(met.members))
         attempt = Attempt(self._tries, begun, met, computes, self._clock.now() - begun)
