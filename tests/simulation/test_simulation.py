@@ -192,6 +192,15 @@ def longest_pause_s(outcome: Outcome, *who: str) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
+def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_longer_than_others() -> None:
+    """Its heartbeats go on: one of its ranks stands still. The others have healed from it meanwhile."""
+    then = (Fault(13.1, "group", 1, 0, 0.9), Fault(30.0, "hang", 0, 1, 0.9))
+    outcome, world = run_of("group", then=then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
+    assert not outcome.violations
+    assert world.fell == {"group": 2, "hang": 1}
+    assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, those that join, two attempts"
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due

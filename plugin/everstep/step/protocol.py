@@ -468,11 +468,12 @@ class StepProtocol:
         return tally
 
     def _wants_quorum(self, attempt: Attempt) -> bool:
-        """Whether this rank wants one before the next step: somebody waits for it, its state comes from nowhere, or so
-        many groups are away that as many may make the same steps."""
+        """Whether this rank wants one before the next step: somebody waits for it, it has no source to heal from, or has
+        healed, and the gate has to know who makes steps, or at least half are away, and may make these steps too."""
         healing, told = self._healing, self._membership is not None and self._membership.wanted
-        is_fed = attempt.computes or (healing is not None and not healing.error)
-        return told or not is_fed or 2 * len(attempt.quorum.members) <= self._most
+        heals = healing is not None and not healing.error
+        stays = self.group in attempt.quorum.able if attempt.computes else heals
+        return told or not stays or 2 * len(attempt.quorum.members) <= self._most
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
