@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import simulation.world
+from everstep.step.attempt import Attempt
+from everstep.step.protocol import StepProtocol
 from simulation.faults import KINDS, REFUSALS, Fault
 from simulation.world import HEARTBEAT_S, VARIANTS, Outcome, Settings, World, draw_plan, simulate
 
@@ -199,6 +201,24 @@ def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_long
     assert not outcome.violations
     assert world.fell == {"group": 2, "hang": 1}
     assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, those that join, two attempts"
+
+
+def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_late_tally(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For 40 s and 29 s, where the watchdog waits for 60 s."""
+    tally = StepProtocol._tally
+
+    def late(self: StepProtocol, mine: Any, attempt: Attempt) -> Any:
+        if self.group == 0 and attempt.step == 1:
+            self._clock.sleep(29.0)
+        return tally(self, mine, attempt)
+
+    monkeypatch.setattr(StepProtocol, "_tally", late)
+    waits = {"stall_s": 60.0, "reduce_s": 30.0, "quorum_s": 35.0}
+    outcome, _ = run_of("join", at=1e6, steps=6, slots=2, slot_s=40.0, spares=1, **waits)
+    assert not outcome.violations
+    assert not [text for _, _, what, _, text in outcome.trace if what == "watchdog"]
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -441,6 +441,7 @@ class StepProtocol:
         )
         tally: ledger.Tally | None = None
         reason = unsound
+        self._files.beat("reduce", step)  # `_patience` is that of the sums alone
         try:
             tally = self._tally(mine, attempt)
         except SumsBroken as error:
@@ -468,8 +469,8 @@ class StepProtocol:
         return tally
 
     def _wants_quorum(self, attempt: Attempt) -> bool:
-        """Whether this rank wants one before the next step: somebody waits for it, it has no source to heal from, or has
-        healed, and the gate has to know who makes steps, or at least half are away, and may make these steps too."""
+        """Whether this rank wants one before the next step: somebody waits for it, it has no source to heal from, it
+        has healed and the gate is to know that, or at least half are away, and may make these steps too."""
         healing, told = self._healing, self._membership is not None and self._membership.wanted
         heals = healing is not None and not healing.error
         stays = self.group in attempt.quorum.able if attempt.computes else heals
