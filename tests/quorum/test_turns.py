@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from everstep import wire
+from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, State, name_of
@@ -86,6 +87,20 @@ def test_who_made_steps_before_the_newest_quorum_waits_for_those_that_make_them_
         assert not late.done()
         assert not joiner.done()
         assert asks(members[1], 1, 3, State(2, 2)) == late.result() == joiner.result() == [0, 1, 2]
+    for member in members:
+        member.leave()
+    at[0].close()
+
+
+def test_who_waits_in_vain_is_told_why():
+    """And not that the lighthouse was silent when it was asked again for the last moments."""
+    at = [a_gate(2)]
+    members = [a_member(group, at) for group in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(asks, members[0], 0, 1, State(0, 1))
+        assert asks(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
+    with pytest.raises(QuorumUnavailable, match="none of the groups that make a step has asked"):
+        members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
     for member in members:
         member.leave()
     at[0].close()

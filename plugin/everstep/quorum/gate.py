@@ -303,7 +303,7 @@ class Gate:
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
                 if now >= self._asks_from and self._may_pass():
                     break
-                self._changed.wait(LOOK_S)  # those it waits for may have died meanwhile
+                self._changed.wait(min(LOOK_S, until - now))  # those it waits for may have died meanwhile
             self._held -= 1
         if gives_turn:
             time.sleep(HEAD_START_S)

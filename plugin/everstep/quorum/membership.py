@@ -24,6 +24,8 @@ PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.5, 4
 """The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
 ASK_AGAIN_S = 0.1
+SPARE = 0.05
+"""Of a group's patience: what the lighthouse waits less, so that its reason arrives before the group gives up."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,18 @@ class Membership:
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         """The next quorum: torchft's id, and what its members say of themselves. Raises QuorumUnavailable: none came in
         time, or what came is not for this request."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        patience_s = timeout.total_seconds()
+        deadline = time.monotonic() + patience_s
         while True:
             try:
                 return self._ask_once(request, max(deadline - time.monotonic(), 0.001))
             except QuorumUnavailable:
-                # A lighthouse that starts again is asked again until the time is up.
-                if time.monotonic() > deadline - ASK_AGAIN_S or self._left.wait(ASK_AGAIN_S):
+                # A lighthouse that starts again is asked again, while there is time for more than "no answer".
+                if time.monotonic() > deadline - max(ASK_AGAIN_S, SPARE * patience_s) or self._left.wait(ASK_AGAIN_S):
                     raise
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Request]]:
-        # A little less than our own patience, so that the reason arrives before we give up.
-        asked = Asked(self._replica, encode(request), max(0.001, 0.95 * timeout_s))
+        asked = Asked(self._replica, encode(request), max(0.001, (1 - SPARE) * timeout_s))
         address = self._published()
         try:
             answer = self._asking.ask(address, asdict(asked), timedelta(seconds=timeout_s))
