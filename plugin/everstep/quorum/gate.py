@@ -109,7 +109,7 @@ class Gate:
         GateError: the lighthouse is not there, or `bind` cannot be listened on.
     """
 
-    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], None]) -> None:
+    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], object]) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
         self._groups, self._every_s = rules.groups or math.inf, max(BEATS_S, BEAT_S * rules.groups)
         self._refused, self._told = 0, -math.inf

@@ -38,13 +38,9 @@ def serve(options: argparse.Namespace) -> None:
     events = EventLog(options.run_dir, None, None, "lighthouse")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
-
-    def tell(count: int, last: str) -> None:
-        events.emit("stranger_refused", count=count, reason=last)
-
     stops = collect_stops()
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, options.groups)
-    gate = Gate(token, place, rules, tell)
+    gate = Gate(token, place, rules, lambda count, last: events.emit("stranger_refused", count=count, reason=last))
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     heart = BeatFile(lighthouse_beat_path(options.run_dir))
     while not stops:

@@ -64,8 +64,6 @@ class Driver:
                     break
                 case Turn.RETRY:
                     self._clock.sleep(pause_s)
-                case Turn.CAUGHT_UP:
-                    pass
         unsaved = self._decisions.all_true("unsaved", self._protocol.state.step > self._files.finished_step())
         met = turn is Turn.OVER
         return self._finish(saved=not unsaved, met=met) if unsaved or met else Turn.OVER

@@ -114,11 +114,7 @@ class StepProtocol:
     def _have(self, state: State, checksum: int | None) -> None:
         self.state, self._checksum = state, checksum
         self._holding.start()
-        self._has_progressed()
-
-    def _has_progressed(self) -> None:
-        self._tries = 0
-        self._progress = self._clock.now()
+        self._tries, self._progress = 0, self._clock.now()
 
     def _take_over(self, healing: Healing) -> None:
         """Take the healed state and apply what was committed since."""
@@ -517,7 +513,7 @@ class StepProtocol:
         if self._healing is not None:
             self._healing.keep(commit, self._reducer.stash)
         self._holding.start()
-        self._has_progressed()
+        self._tries, self._progress = 0, self._clock.now()
 
     def _disconnect(self) -> None:
         self._sums.abort()
