@@ -1,8 +1,17 @@
-"""What Everstep changes in other packages is there to be changed."""
+"""What Everstep changes and relies on in other packages is there. A private name that a release takes away raises where
+it is used; here are those of which nothing else would tell."""
+
+import inspect
+from datetime import timedelta
 
 import pytest
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import moe
 
 from everstep import foreign
+from everstep.quorum.private import nccl_options
+from everstep.titan.private import EXPERT_LOADS
 
 
 def test_what_replaces_nothing_is_an_error():
@@ -11,3 +20,15 @@ def test_what_replaces_nothing_is_an_error():
 
     with pytest.raises(AttributeError, match="Base has no _count any more"):
         foreign.replace(Base(), "_count", 0)
+
+
+def test_names_that_are_looked_for_in_silence_are_there():
+    assert EXPERT_LOADS in inspect.getsource(moe)
+    assert "_local_tensor" in DTensor.__slots__
+
+
+@pytest.mark.skipif(not hasattr(c10d, "ProcessGroupNCCL2"), reason="a torch without NCCL")
+def test_options_of_nccl_take_a_timeout():
+    options = nccl_options(timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+    assert options.enable_reconfigure

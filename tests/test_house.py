@@ -1,6 +1,7 @@
 """What the house's rules say about its code, for as far as nothing else checks it."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def test_private_names_of_other_packages_stand_in_a_rooms_private_file_alone():
     ours = {name for tree in trees.values() for name in defined_in(tree)}
     found = {str(path.relative_to(PLUGIN)): list(reaches(tree, ours)) for path, tree in trees.items()}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_torchtitans_data_and_checkpoints_are_named_in_one_file():
+    """A release that renames them is met there."""
+    named = re.compile(r"torchtitan\.(components\.(dataloader|tokenizer|checkpoint)|hf_datasets)")
+    found = {str(path.relative_to(PLUGIN)) for path in PLUGIN.rglob("*.py") if named.search(path.read_text())}
+    assert found == {"titan/names.py"}
 
 
 def test_no_files_import_each_other_in_a_circle():

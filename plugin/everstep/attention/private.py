@@ -1,6 +1,6 @@
 """Private names of torch that this room relies on, each with what it is for.
 
-`tests/attention/test_private.py` says which of them a release has taken away.
+The tests of this room fail if a release takes one away.
 """
 
 from contextlib import AbstractContextManager, nullcontext

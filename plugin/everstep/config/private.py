@@ -1,6 +1,6 @@
 """Private names of tyro and torchtitan that this room relies on, neither of which is imported for the other's sake.
 
-tests/config/test_private.py says which of them a release has taken away.
+The tests of this room fail if a release takes one away.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Private and experimental names of torch that this room relies on, each with what it is for.
 
-tests/quorum/test_private.py says which of them a release has taken away.
+The tests of this room, and tests/test_foreign.py, fail if a release takes one away.
 """
 
 from datetime import timedelta

@@ -1,6 +1,6 @@
 """Private names of torchtitan's and Hugging Face's datasets that reading by slot relies on, each dataset as its parts.
 
-As `everstep.titan.private`: a name that is gone raises where it is used, and tests/titan/test_private.py says which.
+As `everstep.titan.private`: a name that is gone raises where it is used.
 """
 
 from collections.abc import Iterator
