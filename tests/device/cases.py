@@ -1,12 +1,10 @@
-"""Pieces of work on the device "late", each as it is right and with a bug planted; prints the races that were found.
+"""Everstep's work on the device "late", each piece as it is right and with a bug planted in the streams that it is
+given; prints the races that were found.
 
     python cases.py                {case: [races of the right one, races with the bug]} as JSON
-
-Where Everstep has code for it, the code is Everstep's, and the bug is in the streams that it is given.
 """
 
 import contextlib
-import ctypes
 import gc
 import json
 from datetime import timedelta
@@ -49,50 +47,8 @@ def unwaited(planted: bool):
     return late.held() if planted else contextlib.nullcontext()
 
 
-def side() -> torch.Stream:
-    return torch.Stream(device="late")
-
-
 def ones(size: int = 1 << 10) -> torch.Tensor:
     return torch.ones(size, device=DEVICE)
-
-
-def wait_event(planted: bool) -> None:
-    """A product that another stream goes on with."""
-    product, other = ones() * 2, side()
-    if not planted:
-        other.wait_stream(torch.accelerator.current_stream())
-    with other:
-        product.add_(1)
-
-
-def record_stream(planted: bool) -> None:
-    """Memory that another stream reads is freed, and given to the next tensor."""
-    tensor, other = ones(), side()
-    other.wait_stream(torch.accelerator.current_stream())
-    with other:
-        tensor.sum()
-        if not planted:
-            tensor.record_stream(other)
-    del tensor
-    ones()
-
-
-def copy_read_early(planted: bool) -> None:
-    """A copy into pinned memory, read by the host."""
-    host, tensor = torch.empty(1 << 10, pin_memory=True), ones()
-    with unwaited(planted):
-        host.copy_(tensor, non_blocking=True)
-        if not planted:
-            torch.accelerator.synchronize()
-        host.sum()
-
-
-def host_reads_device(planted: bool) -> None:
-    """The host looks at a tensor's first byte."""
-    tensor = ones()
-    address = (tensor.cpu() if not planted else tensor).data_ptr()
-    ctypes.c_ubyte.from_address(address).value  # noqa: B018 - to read it is all
 
 
 class Doubling:
@@ -206,10 +162,6 @@ def healed_from_early(planted: bool) -> None:
 
 
 CASES = [
-    wait_event,
-    record_stream,
-    copy_read_early,
-    host_reads_device,
     sum_begun_early,
     assigned_early,
     bucket_freed,

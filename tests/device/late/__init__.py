@@ -7,7 +7,6 @@ Environment:
     EVERSTEP_TEST_DEVICE: "late", or there is no such device.
     CUDA_VISIBLE_DEVICES: if it is empty, there is none either.
     EVERSTEP_TEST_DEVICE_LOG: folder that each process writes races-PID.txt and waits-PID.txt to.
-    EVERSTEP_TEST_DEVICE_LATE_US: the most by which a stream delays a call, in microseconds; 100.
 """
 
 import contextlib
@@ -42,7 +41,6 @@ def make() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
-    _autocast()
 
 
 # What a test asks
@@ -119,8 +117,14 @@ synchronize = torch.accelerator.synchronize
 current_stream = torch.accelerator.current_stream
 set_stream = torch.accelerator.set_stream
 empty_cache = torch.accelerator.empty_cache
-memory_stats = torch.accelerator.memory_stats
-reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return {}
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    pass
 
 
 def default_stream(device: Any = None) -> torch.Stream:
@@ -167,32 +171,4 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.float16, torch.float32]
-
-
-def _autocast() -> None:
-    """Under autocast matrix products are computed in its dtype and losses in float32, as everywhere."""
-    library = torch.library.Library("aten", "IMPL")
-    lower = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
-    for names, chosen in (
-        (lower, lambda: torch.get_autocast_dtype(NAME)),
-        (("cross_entropy_loss",), lambda: torch.float32),
-    ):
-        for name in names:
-            library.impl(name, _cast(getattr(torch.ops.aten, name).default, chosen), "AutocastPrivateUse1")
-    _KEPT.append(library)
-
-
-def _cast(operator: Any, chosen: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        def cast(value: Any) -> Any:
-            eligible = isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type == NAME
-            return value.to(chosen()) if eligible else value
-
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return operator(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
-
-    return called
-
-
-_KEPT: list[Any] = []
+    return [torch.float32]

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -109,15 +109,6 @@ def plain_sum(op: Any, size: int) -> tuple[Any, float]:
     return kind, 1.0
 
 
-def _one_by_one(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """For several outputs and inputs; its Work is the last one's."""
-
-    def coalesced(backend: Any, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return [collective(backend, *pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
-
-    return coalesced
-
-
 @functools.cache
 def _backend() -> type:
     from torch._C import _distributed_c10d as c10d
@@ -127,7 +118,7 @@ def _backend() -> type:
             super().__init__(rank, size)
             self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
             self._size, self._timeout = size, timeout
-            self._streams: dict[Hashable, torch.Stream] = {}
+            self._stream: torch.Stream | None = None
             self.supports_splitting_ = False
 
         def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -139,12 +130,11 @@ def _backend() -> type:
         def options(self) -> Any:
             return c10d.Backend.Options("lateccl", self._timeout)
 
-        def _run(self, what, reads, writes, call, result=None, *, on: Hashable = "all", host: bool = False) -> Any:
+        def _run(self, what, reads, writes, call, result=None, *, host: bool = False) -> Any:
             """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives Gloo's Work or None."""
             ready, before = here(), torch.accelerator.current_stream()
-            if on not in self._streams:
-                self._streams[on] = torch.Stream(device="late")
-            torch.accelerator.set_stream(self._streams[on])
+            self._stream = self._stream or torch.Stream(device="late")
+            torch.accelerator.set_stream(self._stream)
             try:
                 torch.accelerator.current_stream().wait_event(ready)
                 arrived, left = inside(reads), inside(writes)
@@ -177,13 +167,8 @@ def _backend() -> type:
 
             return self._run("allreduce", [], tensors, call, tensors)
 
-        allreduce_coalesced = allreduce
-
         def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
             return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts), tensors)
-
-        def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-            return self._run("reduce", [], tensors, lambda _, own: self._gloo.reduce(own, opts), tensors)
 
         def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
             options = opts or c10d.AllgatherOptions()
@@ -207,8 +192,6 @@ def _backend() -> type:
 
         _allgather_base = all_gather_single
 
-        allgather_into_tensor_coalesced = all_gather_single_coalesced = _one_by_one(all_gather_single)
-
         def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             opts = opts or c10d.ReduceScatterOptions()
             op, factor = plain_sum(opts.reduceOp, self._size)
@@ -224,26 +207,6 @@ def _backend() -> type:
             return self._run("reduce_scatter_single", [own], [output], call, output)
 
         _reduce_scatter_base = reduce_scatter_single
-
-        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
-
-        def all_to_all_single(self, output: Any, own: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
-            options = opts or c10d.AllToAllOptions()
-
-            def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
-                return self._gloo.alltoall_base(whole[0], mine[0], list(out_sizes), list(in_sizes), options)
-
-            return self._run("all_to_all_single", [own], [output], call, output)
-
-        alltoall_base = all_to_all_single
-
-        def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
-            call = lambda own, _: self._gloo.send(own, to, tag)  # noqa: E731
-            return self._run("send", tensors, [], call, tensors, on=("send", to))
-
-        def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Any:
-            call = lambda _, own: self._gloo.recv(own, of, tag)  # noqa: E731
-            return self._run("recv", [], tensors, call, tensors, on=("recv", of))
 
         def barrier(self, opts: Any = None) -> Any:
             return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)

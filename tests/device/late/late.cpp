@@ -51,18 +51,11 @@ struct Allocator final : c10::DeviceAllocator {
     if (pointer.get_context()) Device::get().keep((Block*)pointer.get_context(), stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
-    auto counts = Device::get().counts();
-    c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* all : {&stats.allocated_bytes, &stats.active_bytes, &stats.requested_bytes})
-      (*all)[0].current = counts["allocated"], (*all)[0].peak = counts["peak"];
-    stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = counts["reserved"];
-    return stats;
+    return {};
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override { Device::get().reset_peak(); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
-    return {DEVICE_BYTES - Device::get().counts()["reserved"], DEVICE_BYTES};
-  }
+  void resetPeakStats(c10::DeviceIndex) override {}
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override { return {DEVICE_BYTES, DEVICE_BYTES}; }
 };
 Allocator device_memory(false), pinned_memory(true);
 REGISTER_ALLOCATOR(LATE, &device_memory);

@@ -27,6 +27,7 @@
 
 namespace late {
 
+constexpr unsigned LONGEST_US = 100;  // by which a stream delays a call
 using Stack = std::shared_ptr<torch::CapturedTraceback>;
 using Clock = std::vector<uint64_t>;  // by stream: how much of its work has been done
 
@@ -63,7 +64,7 @@ struct Block {
   uintptr_t host = 0;
   size_t size = 0;
   int64_t stream = 0;  // that it was allocated on
-  bool pinned = false, in_use = false;
+  bool pinned = false;
   std::map<int64_t, uint64_t> kept;  // by stream that record_stream named, its ticket when the block was freed
   std::vector<Access> accesses;
 };
@@ -219,18 +220,16 @@ class Device {
       block->kept.clear();
       if (pinned) open_again(*block);
       free.erase(free.begin() + i);
-      return used(block);
+      return block;
     }
     Block* block = new Block{(pinned ? pinned_ : memory_).take(bytes), bytes, stream, pinned};
     blocks_[block->host] = block;
-    return used(block);
+    return block;
   }
 
   void free(Block* block) {
     if (in_copy()) return;
     std::lock_guard held(mutex_);
-    block->in_use = false;
-    allocated_ -= block->size;
     if (block->pinned)  // whoever copied from it or to it is taken down, as PyTorch's allocator of pinned memory does
       for (Access& old : block->accesses) block->kept[old.stream] = std::max(block->kept[old.stream], old.ticket);
     for (auto& [stream, ticket] : block->kept)
@@ -276,16 +275,6 @@ class Device {
     reports_.clear(), said_.clear();
   }
 
-  std::map<std::string, int64_t> counts() {
-    std::lock_guard held(mutex_);
-    return {{"allocated", allocated_}, {"reserved", memory_.used}, {"peak", peak_}};
-  }
-
-  void reset_peak() {
-    std::lock_guard held(mutex_);
-    peak_ = allocated_;
-  }
-
   static Stack here() {
     if (!Py_IsInitialized()) return nullptr;
     return torch::CapturedTraceback::gather(true, false, false);
@@ -304,16 +293,10 @@ class Device {
   }
 
   bool on_fault(uintptr_t address) {
-    if (memory_.holds(address)) {
-      allow(address, address + 1, PROT_READ | PROT_WRITE);
-      report("late: RACE: the host touches memory of the device\n" + shown(here()));
-      return true;
-    }
     std::vector<Access> early;
     {
       std::lock_guard held(mutex_);
-      const Mapping* mapping = mapping_of(address);
-      if (!mapping) return false;
+      if (!pinned_.holds(address)) return false;
       for (Access& guard : guards_)
         if (address >= guard.begin && address < guard.end && !after(host_, guard.stream, guard.ticket))
           early.push_back(guard);
@@ -330,8 +313,6 @@ class Device {
     pinned_.open("late-pinned", PINNED_BYTES, PROT_READ | PROT_WRITE);
     const char* folder = getenv("EVERSTEP_TEST_DEVICE_LOG");
     folder_ = folder ? folder : "";
-    const char* longest = getenv("EVERSTEP_TEST_DEVICE_LATE_US");
-    longest_us_ = longest ? atoi(longest) : 100;
     add_stream();
     struct sigaction action = {};
     action.sa_sigaction = [](int number, siginfo_t* info, void* context) {
@@ -359,7 +340,7 @@ class Device {
       auto task = std::move(stream.tasks.front());
       stream.tasks.pop_front();
       held.unlock();
-      if (longest_us_ && stream.dice() % 8 == 0) usleep(stream.dice() % longest_us_);
+      if (stream.dice() % 8 == 0) usleep(stream.dice() % LONGEST_US);
       std::string error;
       try {
         task();
@@ -432,13 +413,6 @@ class Device {
     return pinned_.holds(address) ? &pinned_ : nullptr;
   }
 
-  Block* used(Block* block) {
-    block->in_use = true;
-    allocated_ += block->size;
-    peak_ = std::max(peak_, allocated_);
-    return block;
-  }
-
   void report_race(const Access& old, const Access& now) {
     auto one = [](const Access& access) {
       std::string where = access.stream < 0 ? "the host" : "stream " + std::to_string(access.stream);
@@ -465,7 +439,6 @@ class Device {
   static inline struct sigaction before_;
   pid_t owner_;
   std::string folder_;
-  unsigned longest_us_;
   std::mutex mutex_, notes_;  // the second for what is reported; never taken inside the other's, nor the other inside it
   std::condition_variable progress_;
   std::vector<std::unique_ptr<Stream>> streams_;
@@ -477,7 +450,6 @@ class Device {
   std::map<uintptr_t, Block*> blocks_;
   std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_;
   std::vector<Access> guards_;
-  size_t allocated_ = 0, peak_ = 0;
   std::vector<std::string> reports_;
   std::set<std::string> said_;
 };
