@@ -1,24 +1,14 @@
 """Real groups on a hostile network: packets between hosts are lost, delayed or go one way, fault after fault.
 
-    scripts/hostile [--faults 1000] [--groups 3] [--ranks 1] [--seed 0] [--kinds cut,silent]
-
 Each group has a host of its own (`switch`), and so has the lighthouse; the groups are those of `tests/step/member.py`:
-the real protocol, lighthouse, gate, process groups and healing, and a model whose state after any step is known. For
-each kind of fault this prints the longest time without a commit beside the bound that the timeouts give it. Status 0
-only if every step is in the final history once, with the state of the run in which nothing failed, and no pause was
-above its bound; 2 if this machine makes no networks.
+the real protocol, lighthouse, gate, process groups and healing, and a model whose state after any step is known.
 """
 
-import argparse
 import itertools
 import multiprocessing
-import os
 import random
-import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +27,6 @@ NEW_QUORUM_S = 1.5 * HEARTBEAT_S
 """For a quorum after groups have fallen silent: their heartbeats expire, and the others ask again."""
 FOUND_S = REDUCE_S + LATE_S + 3 * CONNECT_S + NEW_QUORUM_S
 """Until a lost connection is found out, those that do not reach each other are known, and the others have a quorum."""
-LASTS_S = (0.5, 5.0)
-"""How long a fault lasts."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +35,12 @@ class Kind:
 
     Attributes:
         rules: what it makes of packets, drawn for so many groups; the lighthouse's host comes after theirs.
-        bound_s: the longest time without a commit that it may cause, of a fault that lasts so long.
-        why: what that is made of.
+        bound_s: the longest time without a commit that it may cause, of a fault that lasts so long (docs/faults.md).
         breaks: whether the groups lose their connections as it begins, by something else.
     """
 
     rules: Callable[[random.Random, int], Rules]
-    bound_s: Callable[[float], float]
-    why: str
+    bound_s: Callable[[float], float] = lambda lasts_s: FOUND_S + STEP_S
     breaks: bool = False
 
 
@@ -71,21 +57,16 @@ def around(host: int, hosts: int, rule: Rule) -> Rules:
 
 LOST, SLOW, LOSSY, CLOSED = Rule(lost=1.0), Rule(delay_s=0.1), Rule(lost=0.1), Rule(lost=1.0, new_only=True)
 
-REDUCE_CONNECT = "reduce_timeout_s + 3 connect_timeout_s + 1.5 heartbeat_timeout_s + a step"
 KINDS = {
-    "cut": Kind(lambda draw, n: pair(draw, n, LOST, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
-    "one-way": Kind(lambda draw, n: pair(draw, n, LOST, None), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
-    "slow": Kind(lambda draw, n: pair(draw, n, SLOW, SLOW), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
-    "lossy": Kind(lambda draw, n: pair(draw, n, LOSSY, LOSSY), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
-    "closed": Kind(
-        lambda draw, n: around(draw.randrange(n), n, CLOSED), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT, breaks=True
-    ),
-    "unreached": Kind(lambda draw, n: around(draw.randrange(n), n, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
-    "gone": Kind(lambda draw, n: around(draw.randrange(n), n + 1, LOST), lambda s: FOUND_S + STEP_S, REDUCE_CONNECT),
+    "cut": Kind(lambda draw, n: pair(draw, n, LOST, LOST)),
+    "one-way": Kind(lambda draw, n: pair(draw, n, LOST, None)),
+    "slow": Kind(lambda draw, n: pair(draw, n, SLOW, SLOW)),
+    "lossy": Kind(lambda draw, n: pair(draw, n, LOSSY, LOSSY)),
+    "closed": Kind(lambda draw, n: around(draw.randrange(n), n, CLOSED), breaks=True),
+    "unreached": Kind(lambda draw, n: around(draw.randrange(n), n, LOST)),
+    "gone": Kind(lambda draw, n: around(draw.randrange(n), n + 1, LOST)),
     "silent": Kind(
-        lambda draw, n: around(n, n + 1, LOST),
-        lambda s: s + 1.0 + 2.5 * HEARTBEAT_S + FOUND_S + STEP_S,
-        "as long as the lighthouse is silent + 2.5 heartbeat_timeout_s + 1 s + the above",
+        lambda draw, n: around(n, n + 1, LOST), lambda lasts_s: lasts_s + 1.0 + 2.5 * HEARTBEAT_S + FOUND_S + STEP_S
     ),
 }
 """cut: nothing passes between two groups; one-way: nothing from one to the other; slow: 0.1 s later each way; lossy:
@@ -178,56 +159,3 @@ class Groups:
     def close(self) -> None:
         self.run.close()
         self.network.close()
-
-
-def trials(
-    groups: Groups, draw: random.Random, faults: int, kinds: Sequence[str], lasts: tuple[float, float] = LASTS_S
-) -> Iterator[tuple[str, float, float]]:
-    """Faults in turn: the kind, the longest time without a commit, and by how much it is above its bound."""
-    for number in range(faults):
-        name, lasts_s = kinds[number % len(kinds)], draw.uniform(*lasts)
-        kind = KINDS[name]
-        pause_s = groups.suffer(kind.rules(draw, groups.count), lasts_s, kind.breaks)
-        yield name, pause_s, pause_s - kind.bound_s(lasts_s)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/hostile", description=__doc__)
-    parser.add_argument("--faults", type=int, default=1000)
-    parser.add_argument("--groups", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    options = parser.parse_args()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["member"])
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            groups = Groups(context, Path(folder), options.groups, options.ranks)
-        except NoNetworkError as error:
-            print(f"hostile: {error}", file=sys.stderr)
-            return 2
-        try:
-            counts, longest, above = Counter[str](), Counter[str](), 0
-            kinds = options.kinds.split(",")
-            for name, pause_s, over_s in trials(groups, random.Random(options.seed), options.faults, kinds):
-                counts[name] += 1
-                longest[name] = max(longest[name], pause_s)
-                if over_s > 0:
-                    above += 1
-                    print(f"{name}: {pause_s:.1f} s without a commit, {over_s:.1f} s above its bound", flush=True)
-            (wrong, aside), last = groups.judge(), newest(groups.ranks)
-        finally:
-            groups.close()
-    print(f"{'fault':10}{'times':>6}{'longest pause':>15}  bound of one of {LASTS_S[1]:g} s")
-    for name in kinds:
-        kind = KINDS[name]
-        print(f"{name:10}{counts[name]:6}{longest[name]:13.1f} s  {kind.bound_s(LASTS_S[1]):.1f} s: {kind.why}")
-    print(f"{counts.total()} faults, {above} pauses above their bounds; {wrong or 'no step lost or made twice'}")
-    print(f"{last} steps; {aside} commits that are not in the final history")
-    return int(bool(wrong or above))
-
-
-if __name__ == "__main__":
-    os.environ["RUST_LOG"] = "error"
-    sys.exit(main())
