@@ -1,33 +1,17 @@
-"""Runs torchtitan's recipes with replica groups on a CPU, kills one rank in mid-step, and compares the losses.
+"""Runs torchtitan's recipes with replica groups on a CPU, kills one rank in mid-step, and compares the losses."""
 
-    python tests/recipes/campaign.py [TEXT ...] [--keep FOLDER]
-
-TEXT: only recipes whose name has one of these in it. Prints a line for each: what docs/recipes.md tells.
-"""
-
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
+import catalog
+from everstep.run.events import read_events
+from forked import ran
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "run")]
-
-from everstep.titan import cpu  # noqa: E402
-
-if not cpu.has_accelerator():
-    cpu.stand_in()
-
-import catalog  # noqa: E402
-from assets import write_assets  # noqa: E402
-from everstep.run.events import read_events  # noqa: E402
-from forked import ran  # noqa: E402
-
 LONGEST_S = 1200.0
 """For a run, on however slow a machine: then it loops."""
 
@@ -113,11 +97,9 @@ def _alone(recipe, folder, steps):
 
 def compare(recipe, folder):
     """What comes of a recipe: result, why, and the largest difference between the losses of both runs."""
-    begun = time.monotonic()
     losses, refused, failed = survive(recipe, folder)
     found = {"result": "refused" if refused else "fails", "why": refused or failed}
     theirs, error = ({}, "") if refused or failed else alone(recipe, folder)
-    found["took_s"] = round(time.monotonic() - begun, 1)
     if found["why"]:
         return found
     if error:
@@ -128,29 +110,3 @@ def compare(recipe, folder):
     if max(steps) != catalog.STEPS:
         why = f"it ended at step {max(steps)}"
     return found | {"delta": delta, "result": "fails" if why else "passes", "why": why}
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("only", nargs="*", default=[])
-    parser.add_argument("--keep", type=Path, help="keep what runs wrote in this folder")
-    options = parser.parse_args()
-    scratch = options.keep or Path(tempfile.mkdtemp(prefix="recipes-"))
-    scratch.mkdir(exist_ok=True, parents=True)
-    write_assets(scratch)
-    os.environ["RUNNER_TEMP"] = str(scratch)
-    for suite, name in catalog.names():
-        key = f"{suite}.{name}"
-        if options.only and not any(text in key for text in options.only):
-            continue
-        recipe = catalog.load(suite, name)
-        folder = scratch / name
-        folder.mkdir()
-        found = compare(recipe, folder)
-        print(f"{key}: {found['result']} {found['why'][:400]} {found.get('delta', '')} {found['took_s']} s", flush=True)
-    if options.keep is None:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
