@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
+from damage import damaged
 from everstep.snapshot import keeper, parity, peers, recovery
 from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
 from everstep.snapshot.layout import Layout
@@ -141,27 +142,11 @@ def _used(data: bytes) -> int:
     return HEADER_BYTES + header.payload_bytes + 16 if header else len(data)
 
 
-def flip(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    data = bytearray(path.read_bytes())
-    for _ in range(chance.choice((1, 1, 4))):
-        if data:
-            at = chance.randrange(1500) if chance.random() < 0.3 else chance.randrange(_used(bytes(data)))
-            data[min(at, len(data) - 1)] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
-    return [path]
-
-
-def truncate(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def hurt(site: Site, chance: random.Random, path: Path) -> list[Path]:
+    """Other bytes, in the header or anywhere; sometimes nothing after them."""
     data = path.read_bytes()
-    path.write_bytes(data[: chance.choice((0, 10, 19, 300, HEADER_BYTES, chance.randrange(len(data) + 1)))])
-    return [path]
-
-
-def zero(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    data = bytearray(path.read_bytes())
-    at = chance.randrange(_used(bytes(data)) or 1)
-    data[at : at + 4096] = bytes(len(data[at : at + 4096]))
-    path.write_bytes(data)
+    end = chance.choice((1500, _used(data)))
+    path.write_bytes(damaged(data[:end], chance) + chance.choice((data[end:], data[end:], b"")))
     return [path]
 
 
@@ -236,7 +221,7 @@ def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-FAULTS = (flip, flip, truncate, zero, swap, foreign, foreign, lie, lie, disguise, forge, lose)
+FAULTS = (hurt, hurt, hurt, hurt, swap, foreign, foreign, lie, lie, disguise, forge, lose)
 
 
 def _body(data: bytes) -> dict | None:
