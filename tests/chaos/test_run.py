@@ -12,24 +12,18 @@ import urllib.request
 
 import pytest
 
-import run_tiny
 from everstep.chaos.cluster import find_target
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc
 from everstep.run.directory import LaunchError, holder_of
-from watched import Watched, environment, until
+from launched import TinyRun
+from watched import environment, until
 
 ENDLESS = ("--training.steps", "1000000")
 
 
-class TinyRun(Watched):
-    """`run_tiny.py`: the real supervisor, agents and lighthouse, with workers that only look like trainers."""
-
-    starts = subprocess.Popen  # a launcher is started again by the words of its command
-
-    @staticmethod
-    def command(config, run_dir, *args):
-        return [sys.executable, run_tiny.__file__, str(run_dir), *args]
+class BrokenRun(TinyRun):
+    """The real supervisor, agents and lighthouse, with workers that only look like trainers."""
 
     def chaos(self, *args):
         return subprocess.Popen(
@@ -50,7 +44,9 @@ class TinyRun(Watched):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    run = TinyRun(None, tmp_path_factory.mktemp("tiny") / "run", "3", "2", *ENDLESS, "--tiny.page")
+    folder = tmp_path_factory.mktemp("tiny")
+    # Not forked: a launcher is started again by the words of its command.
+    run = BrokenRun(folder / "run", 3, 2, *ENDLESS, "--tiny.page", forked=False)
     for group in range(3):
         run.wait_for("commit", group=group)
     yield run
