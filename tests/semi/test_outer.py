@@ -1,29 +1,10 @@
 """The arithmetic of rounds, without any trainer."""
 
-import pytest
 import torch
 
 from everstep.semi.outer import outer_step
 from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
-
-
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_the_outer_optimizer_is_torchs_sgd(momentum):
-    torch.manual_seed(0)
-    ours = [torch.randn(5, 3), torch.randn(7)]
-    theirs = [tensor.clone().requires_grad_() for tensor in ours]
-    sgd = torch.optim.SGD(theirs, lr=0.7, momentum=momentum, nesterov=momentum > 0)
-    settings = SemiSync(method="diloco", outer_lr=0.7, outer_momentum=momentum)
-    buffers = [torch.zeros_like(tensor) for tensor in ours] if momentum else []
-    for _ in range(4):
-        grads = [torch.randn_like(tensor) for tensor in ours]
-        outer_step(settings, ours, grads, buffers)
-        for param, grad in zip(theirs, grads, strict=True):
-            param.grad = grad.clone()
-        sgd.step()
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
 
 
 def test_local_sgd_ends_where_the_mean_of_its_workers_is():
