@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from everstep.attention import guard, linear
+from everstep.attention import linear
 from everstep.attention.findings import FindingLog, Record
 from everstep.attention.injection import Injector
 from everstep.attention.schedule import Schedule
@@ -26,29 +26,6 @@ def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_ben
     bench.checks.begin(4, 2)
     linear.linear(x, w, None, bench.guard)
     assert bench.checks.refused() == ({2} if extreme else set())
-
-
-def test_results_are_kept_to_be_looked_at_together_unless_they_are_large_or_nobody_uses_them(make_bench, monkeypatch):
-    bench = make_bench(frequency=0.0)
-    bench.checks.injector = Injector(Inject())
-    looked = []
-    monkeypatch.setattr(linear, "look_for_extremes", lambda results: looked.append(len(results)))
-
-    def slot(*lengths):
-        bench.checks.begin(1, 0)
-        for length in lengths:
-            linear.linear(torch.zeros(length, 64), torch.eye(64), None, bench.guard)
-        return looked[:]
-
-    assert slot(8, 8, 8) == []
-    bench.checks.end()
-    assert slot(8, 8) == [3]
-    bench.checks.forget()
-    assert slot(8) == [3]
-    bench.checks.refused()
-    assert looked == [3, 1]
-    monkeypatch.setattr(guard, "KEPT_BYTES", 256 * 20)
-    assert slot(8, 8, 8) == [3, 1, 3]
 
 
 @pytest.mark.parametrize("frequency", [0.0, "adaptive"])

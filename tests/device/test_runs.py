@@ -1,9 +1,7 @@
 """Whole runs on the stand-in accelerator: the losses of a CPU, nothing that no event orders, and no host that waits
 without need."""
 
-import random
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -152,18 +150,3 @@ def test_a_shape_has_a_cpus_losses_under_kills(start, shape):
         after = late.wait_for("training_started", after=killed, group=number % 2)["t"]
     late.wait_for_step((0, 1), after=after)
     assert_as_on_a_cpu(late, start, *flags, **sections)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_a_hundred_random_kills_and_stops_on_a_device(start, seed):
-    late = start(LateRun, "late", *ENDLESS, pace_s=PACE_S, **on_device(table(fault_tolerance={"groups": 3})))
-    dice, after = random.Random(seed), None
-    for _ in range(20):
-        late.wait_for_step((0, 1, 2), after=after)
-        time.sleep(dice.random())
-        group, signum = dice.randrange(3), dice.choice([signal.SIGKILL] * 4 + [signal.SIGSTOP])
-        killed = late.kill(group, signum=signum)
-        after = late.wait_for("training_started", after=killed, group=group)["t"]
-    late.wait_for_step((0, 1, 2), after=after)
-    assert_as_on_a_cpu(late, start, **table())

@@ -66,35 +66,3 @@ def test_links_of_another_user_are_not_followed(tmp_path):
     assert has_room(1000)
     assert victim.read_text() == "dear"
     assert list(trap.iterdir()) == [trap / "turn.lock"]
-
-
-MANY = """
-import os, random, sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from everstep.quorum import memory
-memory.CLAIMS, held = Path(sys.argv[1]), Path(sys.argv[2])
-memory.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=3600))
-chance, granted = random.Random(int(sys.argv[3])), 0
-for _ in range(200):
-    with memory.room_for(1000) as has_room:
-        if has_room:
-            granted += 1
-            mine = held / str(os.getpid())
-            mine.touch()
-            print(len(list(held.iterdir())))
-            time.sleep(0.001 * chance.random())
-            mine.unlink()
-assert granted
-"""
-
-
-def test_processes_that_claim_and_give_back_at_once_never_hold_more_than_there_is(tmp_path):
-    """Of 3,600 bytes a copy of 1,000 leaves 2,600: room for two more, each of which needs half as much again."""
-    held = tmp_path / "held"
-    held.mkdir()
-    commands = [[sys.executable, "-c", MANY, memory.CLAIMS, held, str(seed)] for seed in range(6)]
-    claimers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    together = [int(line) for claimer in claimers for line in claimer.communicate(timeout=120)[0].split()]
-    assert [claimer.returncode for claimer in claimers] == [0] * 6
-    assert 1 < max(together) <= 3

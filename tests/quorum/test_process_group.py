@@ -56,12 +56,6 @@ def assert_they_add(board, key, *members):
     assert all(total.tolist() == [sum(10.0**rank for rank in range(len(members)))] * 3 for total in sums)
 
 
-def test_members_add_and_connect_again(board, crosses):
-    one, two, three = crosses(), crosses(), crosses()
-    assert_they_add(board, "all", one, two, three)
-    assert_they_add(board, "fewer", two, three)
-
-
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
     cross, go_on, broken = crosses(timedelta(seconds=2)), threading.Event(), []
     # Reached before: that may take longer than the column may wait.

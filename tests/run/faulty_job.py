@@ -5,7 +5,7 @@ EVERSTEP_TEST_FAULT:
     kernel    matrices are multiplied wrongly where the output projection is
     nan       likewise, by a NaN
     bound     each projection's round-off is 2.5 times its bound
-    flip      a bit of a feed-forward product is flipped; the file EVERSTEP_TEST_FLIPS tells of it
+    flip      a bit of a feed-forward product is flipped
     weight    a bit of one weight is flipped, once
     sum       a bit of one gradient that is summed over all groups is flipped, once
 """
@@ -14,7 +14,6 @@ import math
 import os
 import random
 import sys
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,6 @@ __all__ = ["debugmodel"]
 SLOT, FIRST, BIT, SUM_BIT = 0, 3, 10, 45
 FAULT, SHARE = os.environ.get("EVERSTEP_TEST_FAULT", ""), os.environ.get("EVERSTEP_TEST_SHARE", "")
 SICK = os.environ.get("EVERSTEP_TEST_SICK", "0").split(",")
-TOLD = os.environ.get("EVERSTEP_TEST_FLIPS", os.devnull)
 
 _compute_slot, _finish_sums, _row_deviation = Slots.compute, GradientReducer.finish, product.row_deviation
 _due = _installed = _flips_sum = False
@@ -79,9 +77,6 @@ def _compute_with_faults(slots, step, slot, *, whole):
         _install(slots)
         _installed = True
     _due = _installed and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)
-    if _due and FAULT == "flip":
-        with Path(TOLD).open("a") as told:
-            told.write(f"{step} {slot}\n")
     try:
         return _compute_slot(slots, step, slot, whole=whole)
     finally:

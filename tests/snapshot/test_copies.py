@@ -8,10 +8,9 @@ import time
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from everstep.quorum.streams import Streams
-from everstep.snapshot import copier, layout
+from everstep.snapshot import copier
 from everstep.snapshot.layout import State
 from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
 
@@ -102,21 +101,3 @@ def test_a_snapshot_that_is_published_while_its_group_speaks_is_not_given_up(mon
             monkeypatch.setattr(copier.Copier, "idle", property(is_idle))
             assert not it.word().settled
         monkeypatch.setattr(copier.Copier, "idle", plain)
-
-
-def test_no_byte_is_hashed_in_the_trainers_own_thread(monkeypatch):
-    """So no digest stands between a step and its vote, whatever the size of a part and wherever it comes from."""
-    hashing: set[str] = set()
-
-    def noted(plain):
-        def hashes(*data):
-            hashing.add(threading.current_thread().name)
-            return plain(*data)
-
-        return hashes
-
-    monkeypatch.setattr(xxhash, "xxh3_64", noted(xxhash.xxh3_64))
-    monkeypatch.setattr(layout, "chunk_digests", noted(layout.chunk_digests))
-    with Cluster(1, parity=0) as run:
-        run.take(1, 2, coded=False)
-        assert hashing == {"snapshot-copier"}

@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 
 from chain import Chain
-from everstep import wire
 from everstep.report.protection import Protection
 from everstep.snapshot import peers, recovery
 from everstep.snapshot.parity import Domains
@@ -151,18 +150,6 @@ def test_a_member_that_is_slow_in_the_middle_of_its_part_does_not_break_the_othe
             run.commit(2, scale=200)
             run.all_settled()
         run.settled(2)
-
-
-def test_a_start_reads_from_each_keeper_over_one_connection(monkeypatch):
-    """Part and parity; another asks it what it has."""
-    with Cluster(4) as run:
-        run.take(1)
-        run.kill_trainers()
-        run.lose_host(3)
-        addresses, connect = [], wire.connect
-        monkeypatch.setattr(wire, "connect", lambda address, *_: addresses.append(address) or connect(address, *_))
-        run.resumes("parity", 1)
-        assert sorted(addresses) == sorted(2 * [place.address for place in peers.read_places(run.run_dir)])
 
 
 def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_protected():

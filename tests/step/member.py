@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,8 +43,7 @@ TOKEN = b"t" * 32
 
 @dataclass(frozen=True)
 class Options:
-    """One rank. `host`: its address, where it is none of loopback; `namespace`: whose network it uses; `ballast`:
-    further numbers of its state, which heals take along; `heal_bytes_per_s`: what a connection to its door carries."""
+    """One rank. `host`: its address, where it is none of loopback; `namespace`: whose network it uses."""
 
     group: int
     lighthouse: str
@@ -66,8 +63,6 @@ class Options:
     stall_s: float = 40
     host: str = ""
     namespace: str = ""
-    ballast: int = 0
-    heal_bytes_per_s: int = 0
 
     @property
     def address(self) -> str:
@@ -76,9 +71,6 @@ class Options:
 
 MODULUS = 1 << 20
 """Of states: float32 has all whole numbers up to 2^24, and a long run's sums are larger."""
-SO_MAX_PACING_RATE = 47
-PAGE = 1024
-"""Numbers of the ballast of which each step changes one."""
 
 
 def gradient(step: int, slot: int) -> torch.Tensor:
@@ -92,8 +84,6 @@ class ToyWork:
     def __init__(self, options: Options, files: "Files", connection: Connection) -> None:
         self.options, self.files, self.connection = options, files, connection
         self.param = torch.nn.Parameter(torch.zeros(4))
-        self.ballast = torch.arange(options.ballast, dtype=torch.int32)
-        self.ballast[::PAGE] = 0
         self.reducer = GradientReducer([self.param], 1 << 20)
         self.step = 0
         self.done: list[int] = []
@@ -134,14 +124,12 @@ class ToyWork:
         return -1
 
     def serve(self) -> HealState:
-        return HealState({"param": self.param.detach(), "ballast": self.ballast}, {"step": self.step})
+        return HealState({"param": self.param.detach()}, {"step": self.step})
 
     def heal(self, state: HealState) -> None:
         with torch.no_grad():
             self.param.copy_(state.tensors["param"])
         self.step = state.meta["step"]
-        self.ballast[::PAGE] = self.step
-        assert torch.equal(self.ballast, state.tensors["ballast"]), f"this is not the state after step {self.step}"
 
     def apply(self, commit: Commit) -> None:
         self.reducer.assign(1.0)
@@ -150,7 +138,6 @@ class ToyWork:
         with torch.no_grad():
             self.param += self.param.grad
             self.param.remainder_(MODULUS)
-        self.ballast[::PAGE] = commit.step
         self.step = commit.step
         self.connection.send(
             {
@@ -287,9 +274,6 @@ def main(options: Options, connection: Connection) -> None:
             heartbeat_timeout_s=options.heartbeat_s,
         )
     door = Door(host, TOKEN, timedelta(seconds=options.heal_s))
-    if options.heal_bytes_per_s:
-        rate = struct.pack("Q", options.heal_bytes_per_s)
-        door._server._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
     column = Column(
         "gloo",
         column=options.rank,

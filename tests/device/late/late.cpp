@@ -382,22 +382,6 @@ std::vector<IValue> compute_here(const Call& call) {
   });
 }
 
-// Draws on the calling thread what a stream then gets; for operators that only fill one tensor.
-bool fill_randomly(const Call& call) {
-  Tensor target;
-  for (const IValue& value : call.args)
-    if (value.isTensor()) {
-      if (target.defined()) return false;
-      target = value.toTensor();
-    }
-  if (!call.random || call.fresh || !target.defined() || !call.written(0)) return false;
-  if (!touches(target)) return true;
-  Tensor drawn = at::empty_strided(target.sizes(), target.strides(), target.options().device(at::kCPU));
-  call.on(at::kCPU, [&](const Tensor&, size_t) { return drawn; });
-  Device::get().give(call.name(), {range_of(target, true)}, [drawn, into = as_cpu(target)] { into.copy_(drawn); });
-  return true;
-}
-
 // An output that was given without elements gets the shape that the operator asks for.
 void resize_outputs(const Call& call) {
   std::vector<std::pair<Tensor, Tensor>> empties;  // and what the meta kernel was given for them
@@ -437,8 +421,7 @@ std::vector<IValue> carried_out(const Call& call) {
     for (IValue& one : seen) one = changed(one, [&](const Tensor& tensor) { return as_view(base, tensor); });
     return seen;
   }
-  if (call.values) return compute_here(call);
-  if (call.random) return fill_randomly(call) ? call.results({IValue()}, as_late) : compute_here(call);
+  if (call.values || call.random) return compute_here(call);
   std::vector<IValue> found(call.schema.returns().size());
   if (call.fresh && !shapes(call, found)) return compute_here(call);
   resize_outputs(call);
