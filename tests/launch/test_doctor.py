@@ -1,13 +1,11 @@
 """`everstep doctor`: what it says about values, and about this machine."""
 
 import json
-import os
-import sys
 
 import pytest
 
 from everstep.launch import doctor
-from forked import ran
+from watched import everstep
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +53,7 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     config, no_folder = tmp_path / "run.toml", tmp_path / "file"
     config.write_text(CONFIG)
     no_folder.write_text("")
-    command = [sys.executable, "-m", "everstep.cli", "doctor", str(config), "--run-dir", str(no_folder), "--json"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = ran(command, env=environment)
+    done = everstep("doctor", config, "--run-dir", no_folder, "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     by_check = {check["check"]: check for check in found["checks"]}

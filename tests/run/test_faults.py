@@ -5,7 +5,6 @@ The tests are in the order of the run: each leaves it with all its groups taking
 
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -13,16 +12,15 @@ import pytest
 from everstep.run.directory import groups_file
 from everstep.run.events import read_events
 from everstep.run.files import write_json
-from forked import ran
-from watched import LOSS_TOLERANCE, Watched, assert_nothing_lost, environment, write_config
+from watched import LOSS_TOLERANCE, assert_nothing_lost, everstep, write_config
 
 ALL = (0, 1, 2)
 PACE_S = 0.1
 
 
-def refused(command):
+def refused(*words):
     """What a command says on stderr, in one line, that cannot do what was asked."""
-    done = ran(command, env=environment(), timeout=300.0)
+    done = everstep(*words)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done
     return done.stderr
 
@@ -99,7 +97,7 @@ def test_a_run_directory_is_not_taken_from_another_config(run, tmp_path):
         write_config(tmp_path / "other.toml", training={"steps": 1_000_000, "seq_len": 32}),
         files_of(run.run_dir),
     )
-    said = refused(Watched.command(other, run.run_dir))
+    said = refused("run", other, "--run-dir", run.run_dir)
     assert "holds a run of another config" in said
     assert "seq_len: 64 → 32" in said
     assert files_of(run.run_dir) == before
@@ -118,10 +116,6 @@ def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(
     assert (first["source"], first["step"]) == ("disk", stopped_at + 1)
 
 
-def scale(run, groups):
-    return [sys.executable, "-m", "everstep.cli", "scale", str(run.run_dir), "--groups", str(groups)]
-
-
 def wait_for_steps_of(run, groups):
     """Until these groups and no others took a step."""
     after = run.events("commit")[-1]["t"]
@@ -129,10 +123,10 @@ def wait_for_steps_of(run, groups):
 
 
 def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
-    said = refused(scale(resumed, 8))
+    said = refused("scale", resumed.run_dir, "--groups", 8)
     assert "7 slots" in said
     assert "for 8 groups" in said
-    done = ran(scale(resumed, 3), env=environment(), timeout=300.0)
+    done = everstep("scale", resumed.run_dir, "--groups", 3)
     assert done.returncode == 0, done.stdout + done.stderr
     wait_for_steps_of(resumed, [0, 1, 2])
     write_json(groups_file(resumed.run_dir), {"groups": 1})  # what the command writes

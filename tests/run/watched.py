@@ -13,7 +13,7 @@ import pytest
 from everstep.report import score
 from everstep.run.beats import beat_path, read_beat
 from everstep.run.events import EventTail
-from forked import Forked
+from forked import Forked, ran
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -97,6 +97,12 @@ def of_kind(events, kind, after=0.0, **fields):
 def environment(**more):
     paths = os.pathsep.join([str(HERE), *sys.path])
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+def everstep(*words, timeout=300.0, **options):
+    """A command, as `subprocess.run` has it."""
+    command = [sys.executable, "-m", "everstep.cli", *map(str, words)]
+    return ran(command, timeout=timeout, **{"env": environment()} | options)
 
 
 class Followed:

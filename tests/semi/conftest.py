@@ -1,6 +1,7 @@
 """Real semi-synchronous runs of a tiny Llama on the CPU."""
 
 import pytest
+from run.conftest import start as start
 
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 from everstep.titan.data.rows import Rows
@@ -8,7 +9,6 @@ from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
 from semi_runs import WARMUP
-from watched import Watched
 
 
 class Streams:
@@ -19,19 +19,6 @@ class Streams:
 
     def microbatch(self, step, slot):
         return next(self._loaders[slot])
-
-
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def _start(config, *args, name="run", pace_s=0.0):
-        runs.append(Watched(config, tmp_path / name, *args, pace_s=pace_s))
-        return runs[-1]
-
-    yield _start
-    for run in runs:
-        run.end()
 
 
 @pytest.fixture(scope="session")

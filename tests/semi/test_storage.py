@@ -53,7 +53,7 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
 
 def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, reference, tmp_path, small):
     """Each group counts as a host of its own: the others have its workers from its keeper."""
-    run = start(toml := config(tmp_path / "run.toml", 40, failure_domain="group"))
+    run = start(toml := config(tmp_path / "run.toml", 40, failure_domain="group"), run_dir=tmp_path / "run")
     told = soon(run, lambda: run.events("workers_unprotected"))[0]
     assert "No space left" in told["reason"]
     assert told["risk"] == f"the host of group {told['group']} is lost"

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import sys
 import time
 
 import psutil
@@ -11,9 +10,8 @@ import pytest
 
 from everstep.launch import slurm
 from everstep.run.directory import over_file
-from forked import ran
 from slurm_cluster import Cluster, missing
-from watched import Followed, Watched, assert_nothing_lost, write_config
+from watched import Followed, Watched, assert_nothing_lost, everstep, write_config
 
 pytestmark = pytest.mark.timeout(900)
 ENDLESS = ("--training.steps", "100000")
@@ -30,8 +28,7 @@ class Submitted(Followed):
         )
 
     def everstep(self, *words, check=True):
-        command = [sys.executable, "-m", "everstep.cli", *words]
-        done = ran(command, env=self.cluster.environment, timeout=600.0)
+        done = everstep(*words, env=self.cluster.environment, timeout=600.0)
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
