@@ -6,7 +6,6 @@ Stands in for the standard library's `time`, `threading`, `queue` and `concurren
 
 from __future__ import annotations
 
-import queue as real_queue
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -154,8 +153,6 @@ class Condition(Lock):
         self._told += 1
         self._news.fire(HERE.scheduler)
 
-    notify = notify_all
-
 
 class Event:
     def __init__(self) -> None:
@@ -199,13 +196,8 @@ class SimpleQueue:
         _wait(self._more, lambda: bool(self._things), None)
         return self._things.popleft()
 
-    def get_nowait(self) -> Any:
-        if not self._things:
-            raise real_queue.Empty
-        return self._things.popleft()
 
-
-queue = SimpleNamespace(SimpleQueue=SimpleQueue, Empty=real_queue.Empty)
+queue = SimpleNamespace(SimpleQueue=SimpleQueue)
 
 
 class ThreadPoolExecutor:

@@ -166,10 +166,6 @@ class Outcome:
     trace: list[tuple[float, str, str, int | None, str]]
     fell: Counter[str] = field(default_factory=Counter)
     """Faults that found something to break, by kind."""
-    longest: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """The pause that came nearest to its bound: how near, how long it was, and when it ended."""
-    failed: int = 0
-    """Attempts that failed, of the group that had most."""
     unfit: int = 0
     """How often a group was found at fault."""
 
@@ -224,7 +220,6 @@ class World:
         self.applied_count = 0
         self.failed: Counter[str] = Counter()
         """By group: attempts that committed nothing."""
-        self.longest = (0.0, 0.0, 0.0)
         self._waits_for_state = False
         """Whether some group found, since the last commit, that one which is in no quorum may have a state."""
         self.votes, self.voted = 0, Signal()
@@ -539,7 +534,6 @@ class World:
         """A commit comes so long after the one before, or after the last fault was over."""
         bound_s = self.bound_s()
         self._waits_for_state = False
-        self.longest = max(self.longest, (pause_s / bound_s, pause_s, self.scheduler.now))
         if pause_s > bound_s:
             self.judge.violate("pause", f"{pause_s:.1f} s without a commit, the bound is {bound_s:.1f} s")
 
@@ -606,8 +600,6 @@ class World:
             self.applied_count,
             self.trace,
             self.fell,
-            self.longest,
-            max(self.failed.values(), default=0),
             len(self.unfit),
         )
 
