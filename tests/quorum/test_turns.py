@@ -44,54 +44,6 @@ def asks(member, group, number, state):
     return [found.group for found in member.ask(a_request(group, number, state), SOON)[1]]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_one_of_those_that_make_the_step_lets_all_ask(anew):
-    """Also at a gate that was started since their quorum was formed."""
-    at = [a_gate(3)]
-    members = [a_member(group, at) for group in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        first = [
-            pool.submit(asks, member, group, 1, State(0, 1) if group < 2 else NOTHING)
-            for group, member in enumerate(members)
-        ]
-        assert [one.result() for one in first] == [[0, 1, 2]] * 3
-        if anew:
-            at[0].close()
-            at[0] = a_gate(3)
-        time.sleep(BEATS_S)
-        assert not any(member.wanted for member in members), "nobody comes or goes"
-        joiner = pool.submit(asks, members[2], 2, 2, NOTHING)
-        time.sleep(max(2 * JOIN_S, BEATS_S))  # its time at the lighthouse would count, and leave out the last
-        assert [member.wanted for member in members] == [True, True, False]
-        maker = pool.submit(asks, members[0], 0, 2, State(1, 1))
-        time.sleep(JOIN_S / 3)
-        assert asks(members[1], 1, 2, State(1, 1)) == joiner.result() == maker.result() == [0, 1, 2]
-        assert not any(member.wanted for member in members)
-    for member in members:
-        member.leave()
-    at[0].close()
-
-
-def test_who_made_steps_before_the_newest_quorum_waits_for_those_that_make_them_now():
-    """It was away when that was formed. Else it makes steps with whoever joins, and those of one of them are lost."""
-    at = [a_gate(2)]
-    members = [a_member(group, at) for group in range(3)]
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(asks, members[0], 0, 1, State(0, 1))
-        assert asks(members[1], 1, 1, State(0, 1)) == other.result() == [0, 1]
-        joiner = pool.submit(asks, members[2], 2, 1, NOTHING)
-        assert asks(members[1], 1, 2, State(1, 1)) == joiner.result() == [1, 2], "group 0 stood still"
-        late = pool.submit(asks, members[0], 0, 2, State(0, 1))
-        joiner = pool.submit(asks, members[2], 2, 2, NOTHING)
-        time.sleep(3 * JOIN_S)
-        assert not late.done()
-        assert not joiner.done()
-        assert asks(members[1], 1, 3, State(2, 2)) == late.result() == joiner.result() == [0, 1, 2]
-    for member in members:
-        member.leave()
-    at[0].close()
-
-
 def test_who_waits_in_vain_is_told_why():
     """And not that the lighthouse was silent when it was asked again for the last moments."""
     at = [a_gate(2)]

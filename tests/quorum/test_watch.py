@@ -37,16 +37,6 @@ def watch_each_other(watches, key=KEY):
         )
 
 
-def test_the_kernel_asks_for_a_host_that_tells_nothing(members):
-    watches, _ = members
-    watch_each_other(watches)
-    ports = {wire.parse_address(peer.address)[1] for peer in watches}
-    for connection in (one for one in watches[0]._connections[KEY] if one.getpeername()[1] in ports):
-        asks = [connection.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)]
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sum(asks) + asks[1] * (watch.KEEPALIVES - 1) == SILENCE.total_seconds()
-
-
 def test_a_killed_process_is_noticed_within_the_grace_time():
     code = (
         "import sys, time\n"

@@ -60,7 +60,7 @@ def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_st
     and so would a group by a lighthouse that has never heard of it, if nobody said that it has died."""
     timeout_s = 20.0
     run = Run(tmp_path, context, heartbeat_timeout_s=timeout_s, groups=3)
-    groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=60)
+    groups = together(run, 3, 1, heartbeat_s=timeout_s, quorum_s=60, reduce_s=60)
     begin = time.monotonic()
     groups[2][0].kill()
     assert_goes_on(groups[:2])
