@@ -15,6 +15,7 @@ from simulation.scheduler import Process
 
 if TYPE_CHECKING:
     from simulation.groups import Life, Rank
+    from simulation.nodes import LighthouseNode
     from simulation.world import World
 
 STRAYS = ("", "{}", "[1, 2]", "null", '{"group": 0}', "\x00", '{"group":-1}', "[" * 2000)
@@ -30,7 +31,7 @@ class Fault:
 
     Attributes:
         at: virtual seconds from the start.
-        kind: a name in `KINDS`.
+        kind: a name in `BREAKERS`.
         group: a number that says which group; taken modulo those that there are.
         rank: which of its ranks.
         size: between 0 and 1: how long or how late, in each kind's own range.
@@ -54,173 +55,156 @@ def place(chance: random.Random, kinds: Sequence[str], count: int, groups: int, 
     return tuple(placed)
 
 
+class NothingToBreak(Exception):
+    """A fault can happen to nothing now."""
+
+
 def break_it(world: World, fault: Fault) -> None:
     """Let a fault happen, if there is something that it can happen to."""
     lives = world.lives()
     if not lives:
         return
     life = lives[fault.group % len(lives)]
-    if BREAKERS[fault.kind](world, life, life.ranks[fault.rank % life.size], fault.size):
-        world.fell[fault.kind] += 1
-        world.note("FAULT", fault.kind, None, {"group": life.name, "rank": fault.rank, "size": round(fault.size, 3)})
-        world.disturbed()
+    try:
+        BREAKERS[fault.kind](world, life, life.ranks[fault.rank % life.size], fault.size)
+    except NothingToBreak:
+        return
+    world.fell[fault.kind] += 1
+    world.note("FAULT", fault.kind, None, {"group": life.name, "rank": fault.rank, "size": round(fault.size, 3)})
+    world.disturbed()
 
 
-def _spare(world: World, *lives: Life) -> bool:
-    """Whether a state is left when these are gone: the run need not go back."""
-    return any(life not in lives for life in world.with_state())
+def _only_if(holds: object) -> None:
+    if not holds:
+        raise NothingToBreak
 
 
-def _another(world: World, life: Life) -> Life | None:
+def _spare(world: World, life: Life) -> bool:
+    """Whether a state is left when this is gone: the run need not go back."""
+    return any(other is not life for other in world.with_state())
+
+
+def _another(world: World, life: Life) -> Life:
     others = [other for other in world.lives() if other is not life]
-    return world.scheduler.random.choice(others) if others else None
+    _only_if(others)
+    return world.scheduler.random.choice(others)
 
 
-def _kill(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _kill(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies; its agent ends the others."""
-    if not _spare(world, life):
-        return False
+    _only_if(_spare(world, life))
     rank.process.kill()
-    return True
 
 
-def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies at one of its next waits, whatever it waits for."""
-    if not _spare(world, life):
-        return False
+    _only_if(_spare(world, life))
     rank.process.die_after = 1 + int(size * 60)
     world.disturbed(world.scheduler.now + 5.0)
-    return True
 
 
-def _kill_at_vote(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _kill_at_vote(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies between its next tally and the commit."""
-    if not _spare(world, life):
-        return False
+    _only_if(_spare(world, life))
     rank.dies_at_vote = True
     world.disturbed(world.scheduler.now + 5.0)
-    return True
 
 
-def _kill_group(world: World, life: Life, rank: Rank, size: float) -> bool:
-    if not _spare(world, life):
-        return False
+def _kill_group(world: World, life: Life, rank: Rank, size: float) -> None:
+    _only_if(_spare(world, life))
     if size < 0.2:  # the host with its snapshots
         life.group.keeper = [{} for _ in life.group.keeper]
     world.kill(life)
-    return True
 
 
-def _kill_all(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _kill_all(world: World, life: Life, rank: Rank, size: float) -> None:
     """Every group dies within a tenth of a second; snapshots and disk are left."""
     for place, each in enumerate(world.lives()):
         world.scheduler.call_in(0.1 * size * place, world.kill, each)
         if size < 0.15:
             each.group.keeper = [{} for _ in each.group.keeper]
-    return True
 
 
-def _stop(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _stop(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank stands still for 1 to 30 s."""
     world.stop(rank.process, 1.0 + 29.0 * size**2)
-    return True
 
 
-def _stop_group(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _stop_group(world: World, life: Life, rank: Rank, size: float) -> None:
     for each in life.ranks:
         world.stop(each.process, 1.0 + 19.0 * size**2)
-    return True
 
 
-def _hang(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _hang(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank stands still until its agent's watchdog ends the group."""
-    if not _spare(world, life):
-        return False
+    _only_if(_spare(world, life))
     world.stop(rank.process, 200.0)
-    return True
 
 
-def _last_message(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _last_message(world: World, life: Life, rank: Rank, size: float) -> None:
     """The last message of a sum does not reach one rank."""
-    if rank.sums is None or not rank.sums.connected:
-        return False
+    _only_if(rank.sums is not None and rank.sums.connected)
     rank.process.lose_next = True
-    return True
 
 
-def _cut(world: World, life: Life, rank: Rank, size: float) -> bool:
-    other = _another(world, life)
-    if other is None:
-        return False
-    world.network.reset(life.host, other.host)
-    return True
+def _cut(world: World, life: Life, rank: Rank, size: float) -> None:
+    world.network.reset(life.host, _another(world, life).host)
 
 
-def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> None:
     """The next transfer of a state breaks off."""
     world.network.breaks_off = True
-    return True
 
 
-def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> bool:
-    """The lighthouse dies and comes back at its address, knowing nothing."""
+def _lighthouse(world: World) -> LighthouseNode:
     node = world.lighthouses[world.published]
-    if not node.up or node.frozen:
-        return False
+    _only_if(node.up)
+    return node
+
+
+def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> None:
+    """The lighthouse dies and comes back at its address, knowing nothing."""
+    node, away_s = _lighthouse(world), 0.1 + 15.0 * size**2
+    _only_if(not node.frozen)
     node.die()
-    away_s = 0.1 + 15.0 * size**2
     world.scheduler.call_in(away_s, node.start)
     world.disturbed(world.scheduler.now + away_s)
-    return True
 
 
-def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> bool:
-    node = world.lighthouses[world.published]
-    if not node.up or node.frozen:
-        return False
-    away_s = 0.5 + 15.0 * size**2
+def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> None:
+    node, away_s = _lighthouse(world), 0.5 + 15.0 * size**2
+    _only_if(not node.frozen)
     node.freeze(away_s)
     world.disturbed(world.scheduler.now + away_s)
-    return True
 
 
-def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> None:
     """The lighthouse's host is gone; another one is started elsewhere."""
-    node = world.lighthouses[world.published]
-    if not node.up:
-        return False
-    node.die()
     away_s = 0.5 + 10.0 * size
+    _lighthouse(world).die()
     world.scheduler.call_in(away_s, world.move_lighthouse)
     world.disturbed(world.scheduler.now + away_s)
-    return True
 
 
-def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> None:
     """A second lighthouse is published while the first lives on, until it sees that it is the older one."""
-    node = world.lighthouses[world.published]
-    if not node.up:
-        return False
+    node = _lighthouse(world)
     world.move_lighthouse()
     if size > 0.5:
         node.freeze(20.0 * (size - 0.5))
     world.scheduler.call_in(30.0 * size, node.die)
     world.disturbed(world.scheduler.now + 30.0 * size)
-    return True
 
 
-def _late_beats(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _late_beats(world: World, life: Life, rank: Rank, size: float) -> None:
     """What a group says does not come to the lighthouse for 1 to 10 s."""
     world.network.lose([(life.host, world.lighthouses[world.published].host)], 1.0 + 9.0 * size)
     world.disturbed(world.scheduler.now + 10.0)
-    return True
 
 
-def _leave(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _leave(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group is asked to leave: its ranks hear of it within half a second."""
-    staying = [other for other in world.with_state() if other is not life and other.group.wanted]
-    if not staying:
-        return False
+    _only_if([other for other in world.with_state() if other is not life and other.group.wanted])
     _ask_to_leave(world, life)
     if size < 0.6:  # comes back, as somebody who has no state
         world.sessions += 1
@@ -233,7 +217,6 @@ def _leave(world: World, life: Life, rank: Rank, size: float) -> bool:
                 world.add_group(life.group.id)
 
         world.scheduler.call_in(5.0 + 20.0 * size, back)
-    return True
 
 
 def _ask_to_leave(world: World, life: Life) -> None:
@@ -242,35 +225,26 @@ def _ask_to_leave(world: World, life: Life) -> None:
         each.leave_at = min(each.leave_at, world.scheduler.now + world.scheduler.random.uniform(0.0, 0.5))
 
 
-def _join(world: World, life: Life, rank: Rank, size: float) -> bool:
-    if len(world.groups) > world.plan.groups + 1 or world.finishing():
-        return False
+def _join(world: World, life: Life, rank: Rank, size: float) -> None:
+    _only_if(len(world.groups) <= world.plan.groups + 1 and not world.finishing())
     world.add_group(max(world.groups) + 1)
-    return True
 
 
-def _join_odd(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _join_odd(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group comes that has another number of ranks than all others, as `everstep agent` may be told."""
-    number = max(world.groups) + 1
-    if not _join(world, life, rank, size):
-        return False
-    world.groups[number].ranks = 1 + world.plan.ranks % 2
-    return True
+    _join(world, life, rank, size)
+    world.groups[max(world.groups)].ranks = 1 + world.plan.ranks % 2
 
 
-def _join_at_vote(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _join_at_vote(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group that comes asks just when others vote."""
-    number = max(world.groups) + 1
-    if not _join(world, life, rank, size):
-        return False
-    world.groups[number].asks_at_vote = True
-    return True
+    _join(world, life, rank, size)
+    world.groups[max(world.groups)].asks_at_vote = True
 
 
-def _stop_all(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _stop_all(world: World, life: Life, rank: Rank, size: float) -> None:
     """The run is asked to stop, and goes on later with another number of groups."""
-    if world.sessions or world.finishing():
-        return False
+    _only_if(not world.sessions and not world.finishing())
     world.sessions += 1
     for each in world.lives():
         _ask_to_leave(world, each)
@@ -288,55 +262,44 @@ def _stop_all(world: World, life: Life, rank: Rank, size: float) -> bool:
         world.disturbed()
 
     world.scheduler.call_in(1.0, again)
-    return True
 
 
-def _flip(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _flip(world: World, life: Life, rank: Rank, size: float) -> None:
     """A rank's parameters change behind the protocol's back; an audit can see it."""
     sound = [other for other in world.with_state() if not other.group.suspicious]
-    if not world.plan.audit_every or life not in sound or len(sound) < 3:
-        return False
+    _only_if(world.plan.audit_every and life in sound and len(sound) >= 3)
     rank.work.flip()
     life.group.suspicious = True
-    return True
 
 
-def _refuse(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _refuse(world: World, life: Life, rank: Rank, size: float) -> None:
     """A check refuses the next slots of a group."""
-    if not world.plan.may_refuse:
-        return False
+    _only_if(world.plan.may_refuse)
     world.refusing[life.group.id] = 1 if world.plan.audit_slots else 1 + int(2 * size)
-    return True
 
 
-def _sick(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _sick(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group computes a slot, or every slot, wrongly from now on: its checks refuse it, or it is not finite."""
     others = [other for other in world.groups if other != life.group.id and other not in world.sick]
-    if not world.plan.may_refuse or not others:
-        return False
+    _only_if(world.plan.may_refuse and others)
     slots, chance = range(world.plan.slots), random.Random(size)
     world.sick[life.group.id] = Sick(frozenset([chance.choice(slots)] if size < 0.7 else slots), chance.random() < 0.6)
-    return True
 
 
-def _narrow(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _narrow(world: World, life: Life, rank: Rank, size: float) -> None:
     """The bound of a check is too narrow for one slot's numbers, on every group: in a step that nobody has begun, as a
     step's numbers do not change while it is made."""
-    if not world.plan.may_refuse:
-        return False
+    _only_if(world.plan.may_refuse)
     begun = max(rank.work.state.step for life in world.lives() for rank in life.ranks if rank.work is not None) + 1
     world.narrow.add((begun + 1, int(size * world.plan.slots)))
-    return True
 
 
-def _not_finite(world: World, life: Life, rank: Rank, size: float) -> bool:
-    if world.spoiling:
-        return False
+def _not_finite(world: World, life: Life, rank: Rank, size: float) -> None:
+    _only_if(not world.spoiling)
     world.spoiling[life.group.id] = 1
-    return True
 
 
-def _stray(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _stray(world: World, life: Life, rank: Rank, size: float) -> None:
     """Something that holds the token and is no group of this run asks the lighthouse now and then, for a while."""
     until = world.scheduler.now + 1.0 + 9.0 * size
     said = {
@@ -357,24 +320,20 @@ def _stray(world: World, life: Life, rank: Rank, size: float) -> bool:
 
     world.scheduler.spawn(process, ask)
     world.disturbed(until)
-    return True
 
 
-def _twin(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _twin(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group is started anew on another host while its old processes still live, some of them stopped."""
-    if not _spare(world, life) or not life.group.wanted:
-        return False
+    _only_if(_spare(world, life) and life.group.wanted)
     if size < 0.7:
         for each in life.ranks[: 1 + int(size * life.size)]:
             world.stop(each.process, 0.5 + 20.0 * size)
     life.group.start()
-    return True
 
 
-def _slow(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _slow(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group computes several times slower from now on, or as fast as before."""
     world.slow[life.group.id] = 1.0 if size < 0.3 else 1.0 + (SLOWEST - 1.0) * size
-    return True
 
 
 def _lasts_s(size: float) -> float:
@@ -382,12 +341,11 @@ def _lasts_s(size: float) -> float:
     return 1.0 + 39.0 * size**2
 
 
-def _lose(world: World, ways: Sequence[tuple[str, str]], size: float) -> bool:
+def _lose(world: World, ways: Sequence[tuple[str, str]], size: float) -> None:
     """The others are to go on meanwhile."""
     seconds = _lasts_s(size)
     world.network.lose(ways, seconds)
     world.scheduler.call_in(seconds, world.disturbed)
-    return True
 
 
 def _around(life: Life, hosts: Iterable[str]) -> list[tuple[str, str]]:
@@ -399,79 +357,65 @@ def _hosts(world: World) -> list[str]:
     return [f"h{number}" for number in sorted(world.groups)]
 
 
-def _part(world: World, life: Life, rank: Rank, size: float) -> bool:
-    other = _another(world, life)
-    return other is not None and _lose(world, _around(life, [other.host]), size)
+def _part(world: World, life: Life, rank: Rank, size: float) -> None:
+    _lose(world, _around(life, [_another(world, life).host]), size)
 
 
-def _one_way(world: World, life: Life, rank: Rank, size: float) -> bool:
-    other = _another(world, life)
-    return other is not None and _lose(world, [(life.host, other.host)], size)
+def _one_way(world: World, life: Life, rank: Rank, size: float) -> None:
+    _lose(world, [(life.host, _another(world, life).host)], size)
 
 
-def _unreached(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _unreached(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group is cut off from all others, and not from the lighthouse."""
-    return _lose(world, _around(life, _hosts(world)), size)
+    _lose(world, _around(life, _hosts(world)), size)
 
 
-def _gone(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _gone(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group is cut off from everybody."""
-    return _lose(world, _around(life, [*_hosts(world), world.lighthouses[world.published].host]), size)
+    _lose(world, _around(life, [*_hosts(world), world.lighthouses[world.published].host]), size)
 
 
-def _closed(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _closed(world: World, life: Life, rank: Rank, size: float) -> None:
     """Nobody connects anew to or from a group, and it has lost its connections."""
     seconds = _lasts_s(size)
     world.network.close(_around(life, _hosts(world)), seconds)
     for host in _hosts(world):
         world.network.reset(life.host, host)
     world.scheduler.call_in(seconds, world.disturbed)
-    return True
 
 
-def _slow_link(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _slow_link(world: World, life: Life, rank: Rank, size: float) -> None:
     """What goes between two groups takes up to half a second longer."""
-    other = _another(world, life)
-    if other is None:
-        return False
-    seconds = _lasts_s(size)
-    world.network.delay(_around(life, [other.host]), 0.02 + 0.5 * world.scheduler.random.random(), seconds)
+    ways, seconds = _around(life, [_another(world, life).host]), _lasts_s(size)
+    world.network.delay(ways, 0.02 + 0.5 * world.scheduler.random.random(), seconds)
     world.disturbed(world.scheduler.now + seconds)
-    return True
 
 
-def _dark(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _dark(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group's host is gone, and no connection says so."""
-    if not _spare(world, life):
-        return False
+    _only_if(_spare(world, life))
     world.network.dark.add(life.host)
     world.kill(life)
-    return True
 
 
-def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> None:
     """The lighthouse's host falls silent. It is heard again later, or another one is published."""
-    node, seconds = world.lighthouses[world.published], _lasts_s(size)
-    if not node.up:
-        return False
-    hosts = _hosts(world)
+    node, seconds, hosts = _lighthouse(world), _lasts_s(size), _hosts(world)
     world.network.lose([way for host in hosts for way in ((host, node.host), (node.host, host))], seconds)
     if world.scheduler.random.random() < 0.5:
         seconds *= world.scheduler.random.random()
         world.scheduler.call_in(seconds, world.move_lighthouse)
     world.disturbed(world.scheduler.now + seconds)
-    return True
 
 
-def _lag(world: World, life: Life, rank: Rank, size: float) -> bool:
+def _lag(world: World, life: Life, rank: Rank, size: float) -> None:
     """A host sees later, by up to half a minute, what others write into the run directory."""
     seconds, late_s = _lasts_s(world.scheduler.random.random()), 0.5 + 29.5 * size**2
     world.lags[life.host].append((world.scheduler.now + seconds, late_s))
     world.disturbed(world.scheduler.now + seconds)
-    return True
 
 
-BREAKERS: dict[str, Callable[[World, Life, Rank, float], bool]] = {
+BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "kill": _kill,
     "await": _kill_at_await,
     "group": _kill_group,
