@@ -9,7 +9,6 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import harness
@@ -29,21 +28,6 @@ FOUND_S = REDUCE_S + LATE_S + 3 * CONNECT_S + NEW_QUORUM_S
 """Until a lost connection is found out, those that do not reach each other are known, and the others have a quorum."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
-
-    Attributes:
-        rules: what it makes of packets, drawn for so many groups; the lighthouse's host comes after theirs.
-        bound_s: the longest time without a commit that it may cause, of a fault that lasts so long (docs/faults.md).
-        breaks: whether the groups lose their connections as it begins, by something else.
-    """
-
-    rules: Callable[[random.Random, int], Rules]
-    bound_s: Callable[[float], float] = lambda lasts_s: FOUND_S + STEP_S
-    breaks: bool = False
-
-
 def pair(draw: random.Random, groups: int, there: Rule, back: Rule | None) -> Rules:
     """One rule on the way from one drawn group to another, and one back."""
     one, other = draw.sample(range(groups), 2)
@@ -55,23 +39,29 @@ def around(host: int, hosts: int, rule: Rule) -> Rules:
     return {way: rule for other in range(hosts) if other != host for way in ((host, other), (other, host))}
 
 
-LOST, SLOW, LOSSY, CLOSED = Rule(lost=1.0), Rule(delay_s=0.1), Rule(lost=0.1), Rule(lost=1.0, new_only=True)
+LOST, SLOW, LOSSY = Rule(lost=1.0), Rule(delay_s=0.1), Rule(lost=0.1)
 
-KINDS = {
-    "cut": Kind(lambda draw, n: pair(draw, n, LOST, LOST)),
-    "one-way": Kind(lambda draw, n: pair(draw, n, LOST, None)),
-    "slow": Kind(lambda draw, n: pair(draw, n, SLOW, SLOW)),
-    "lossy": Kind(lambda draw, n: pair(draw, n, LOSSY, LOSSY)),
-    "closed": Kind(lambda draw, n: around(draw.randrange(n), n, CLOSED), breaks=True),
-    "unreached": Kind(lambda draw, n: around(draw.randrange(n), n, LOST)),
-    "gone": Kind(lambda draw, n: around(draw.randrange(n), n + 1, LOST)),
-    "silent": Kind(
-        lambda draw, n: around(n, n + 1, LOST), lambda lasts_s: lasts_s + 1.0 + 2.5 * HEARTBEAT_S + FOUND_S + STEP_S
-    ),
+KINDS: dict[str, Callable[[random.Random, int], Rules]] = {
+    "cut": lambda draw, n: pair(draw, n, LOST, LOST),
+    "one-way": lambda draw, n: pair(draw, n, LOST, None),
+    "slow": lambda draw, n: pair(draw, n, SLOW, SLOW),
+    "lossy": lambda draw, n: pair(draw, n, LOSSY, LOSSY),
+    "unreached": lambda draw, n: around(draw.randrange(n), n, LOST),
+    "gone": lambda draw, n: around(draw.randrange(n), n + 1, LOST),
+    "silent": lambda draw, n: around(n, n + 1, LOST),
 }
-"""cut: nothing passes between two groups; one-way: nothing from one to the other; slow: 0.1 s later each way; lossy:
-10 % are lost; closed: nobody connects anew to or from a group, and all have to; unreached: a group is cut off from the
-others and not from the lighthouse; gone: from all; silent: the lighthouse from all groups."""
+"""What a kind of fault makes of packets, drawn for so many groups; the lighthouse's host comes after theirs.
+
+cut: nothing passes between two groups; one-way: nothing from one to the other; slow: 0.1 s later each way; lossy: 10 %
+are lost; unreached: a group is cut off from the others and not from the lighthouse; gone: from all; silent: the
+lighthouse from all groups.
+"""
+
+
+def bound_s(kind: str, lasts_s: float) -> float:
+    """The longest time without a commit that a fault may cause that lasts so long (docs/faults.md)."""
+    silence_s = lasts_s + 1.0 + 2.5 * HEARTBEAT_S if kind == "silent" else 0.0
+    return silence_s + FOUND_S + STEP_S
 
 
 class Network:
@@ -118,13 +108,11 @@ class Groups:
         newest(self.ranks)
         return sorted((commit for rank in self.ranks for commit in rank.commits.values()), key=lambda one: one["time"])
 
-    def suffer(self, rules: Rules, seconds: float, breaks: bool) -> float:
+    def suffer(self, rules: Rules, seconds: float) -> float:
         """Let the rules hold for so long. Returns the longest time without a commit until all groups have made a step
         together again."""
         begun = time.monotonic()
         self.network.rule(rules)
-        if breaks:
-            (self.run.run_dir / "drop-0").write_text(str(newest(self.ranks) + 2))
         time.sleep(seconds)
         self.network.rule({})
         ended = time.monotonic()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hostile.hosts import KINDS, Groups
+from hostile.hosts import KINDS, Groups, bound_s
 from switch import NoNetworkError
 
 BUSY_S = 10.0
@@ -32,11 +32,11 @@ def test_a_hostile_network_costs_no_step_and_no_pause_is_above_its_bound(
     draw, longest, above = random.Random(faults), Counter(), []
     try:
         for name in itertools.islice(itertools.cycle(KINDS), faults):
-            kind, lasts = KINDS[name], draw.uniform(*lasts_s)
-            pause_s = groups.suffer(kind.rules(draw, groups.count), lasts, kind.breaks)
+            lasts = draw.uniform(*lasts_s)
+            pause_s, bound = groups.suffer(KINDS[name](draw, groups.count), lasts), bound_s(name, lasts)
             longest[name] = max(longest[name], pause_s)
-            if pause_s > kind.bound_s(lasts) + busy_s:
-                above.append(f"{name}: {pause_s:.1f} s without a commit, {kind.bound_s(lasts):.1f} s are its bound")
+            if pause_s > bound + busy_s:
+                above.append(f"{name}: {pause_s:.1f} s without a commit, {bound:.1f} s are its bound")
         wrong, aside = groups.judge()
     finally:
         groups.close()

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from everstep.quorum.errors import SumsBroken
 from everstep.quorum.gate import Gate
 from everstep.quorum.gate import Rules as GateRules
 from everstep.quorum.heal import Door, HealState
@@ -178,7 +177,6 @@ class Files(RankFiles):
             steps=options.steps,
             stall_timeout_s=options.stall_s,
         )
-        self.options, self.step = options, 0
         self.order = options.run_dir / f"order-{options.group}-{options.rank}"
 
     def beat(self, phase: str, step: int) -> None:
@@ -186,28 +184,11 @@ class Files(RankFiles):
         self.reach(phase, step)
 
     def reach(self, phase: str, step: int) -> None:
-        self.step = step
         with contextlib.suppress(FileNotFoundError):
             order = json.loads(self.order.read_text())
             if order["phase"] == phase:
                 self.order.rename(self.order.with_suffix(".done"))
                 os.kill(os.getpid(), signal.SIGKILL if order["do"] == "kill" else signal.SIGSTOP)
-
-
-class Column(RankColumn):
-    """Sums, of which the last message of a tally can get lost: `drop-GROUP` in the run directory says at which step."""
-
-    options: Options
-    files: Files
-
-    def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        total = super().total(values, timeout)
-        drop = self.options.run_dir / f"drop-{self.options.group}"
-        with contextlib.suppress(FileNotFoundError):  # another rank of the group took it
-            if values.dtype == torch.float64 and int(drop.read_text()) == self.files.step:
-                drop.unlink()
-                raise SumsBroken("the last message was lost")
-        return total
 
 
 def host_of(group: int) -> str:
@@ -274,7 +255,7 @@ def main(options: Options, connection: Connection) -> None:
             heartbeat_timeout_s=options.heartbeat_s,
         )
     door = Door(host, TOKEN, timedelta(seconds=options.heal_s))
-    column = Column(
+    column = RankColumn(
         "gloo",
         column=options.rank,
         token=TOKEN,
@@ -282,8 +263,6 @@ def main(options: Options, connection: Connection) -> None:
         connect_timeout=timedelta(seconds=options.connect_s),
         reduce_timeout=timedelta(seconds=options.reduce_s),
     )
-    column.options = options
-    column.files = files
     timeouts = Timeouts(
         quorum=timedelta(seconds=options.quorum_s),
         reduce=timedelta(seconds=options.reduce_s),

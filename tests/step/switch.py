@@ -37,12 +37,10 @@ class Rule:
     Attributes:
         lost: the share of them that is lost.
         delay_s: by how much the others come later.
-        new_only: whether only requests for new connections are lost.
     """
 
     lost: float = 0.0
     delay_s: float = 0.0
-    new_only: bool = False
 
 
 Rules = dict[tuple[int, int], Rule]
@@ -128,7 +126,7 @@ def _forward(devices: list[int], connection: Connection) -> None:
                 continue
             receiver = packet[19] - 1
             rule = rules.get((numbers[source], receiver))
-            if rule is not None and (not rule.new_only or _opens(packet)) and chance.random() < rule.lost:
+            if rule is not None and chance.random() < rule.lost:
                 continue
             count += 1
             due = time.monotonic() + (rule.delay_s if rule is not None else 0.0)
@@ -137,9 +135,3 @@ def _forward(devices: list[int], connection: Connection) -> None:
             _, _, receiver, packet = heapq.heappop(waiting)
             with contextlib.suppress(BlockingIOError):  # its queue is full: lost, as on a wire
                 os.write(devices[receiver], packet)
-
-
-def _opens(packet: bytes) -> bool:
-    """Whether it asks for a new TCP connection."""
-    head = 4 * (packet[0] & 15)
-    return packet[9] == 6 and packet[head + 13] & 0x12 == 0x02
