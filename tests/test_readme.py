@@ -1,13 +1,12 @@
 """What the README says can be run is run as it stands there."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+import watched
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -15,14 +14,7 @@ README = (ROOT / "README.md").read_text()
 
 def everstep(words, folder):
     """A command of the README, without a shell; its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "everstep.cli", *words],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = watched.everstep(*words, cwd=folder, timeout=1200.0)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
     return done.stdout
 

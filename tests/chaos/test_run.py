@@ -132,14 +132,6 @@ def test_a_process_of_somebody_else_is_never_touched(run):
         stranger.wait()
 
 
-def test_a_fault_that_is_not_there_is_one_sentence(run):
-    chaos = run.chaos("--every", "5", "--faults", "kill-wrker")
-    said, _ = chaos.communicate(timeout=120)
-    assert chaos.returncode == 2
-    assert "there is no fault kill-wrker, did you mean kill-worker?" in said
-    assert said.count("\n") == 1
-
-
 def test_a_run_that_is_over_is_not_broken(run):
     pid, _ = holder_of(run.run_dir)
     os.kill(pid, signal.SIGINT)

@@ -112,17 +112,6 @@ def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
         fetch(a_state(), server.address, step=2)
 
 
-def test_a_state_is_copied_when_a_joiner_asks_and_not_before(server, monkeypatch):
-    copied = []
-    monkeypatch.setattr(memory, "room_for", lambda nbytes: contextlib.nullcontext(copied.append(nbytes) is None))
-    server.serve(1, 0, a_state())
-    server.close()
-    assert not copied
-    server.serve(2, 0, a_state())
-    fetch(a_state(), server.address, step=2)
-    assert len(copied) == 1
-
-
 def test_the_optimizer_waits_for_a_copy_under_way(server, monkeypatch):
     state, got, copying, go_on, closed = a_state(), [], threading.Event(), threading.Event(), threading.Event()
     before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
@@ -151,19 +140,6 @@ def test_the_optimizer_waits_for_a_copy_under_way(server, monkeypatch):
     optimizer.join()
     joiner.join()
     assert_same(got[0], before)
-
-
-def test_a_transfer_that_is_given_up_asks_nothing_more_of_its_source(server):
-    state = a_state(big=60_000)
-    server.serve(3, 0, state)
-    relay = Relay(server.address, "silent", 1_000_000)
-    given_up = Fetch([relay.address], Wanted(3, 0, ""), state.tensors, TOKEN, SOON)
-    while not relay.given:
-        time.sleep(0.001)
-    given_up.let_go()
-    while not given_up.error:
-        time.sleep(0.001)
-    relay.close()
 
 
 # From several sources

@@ -99,9 +99,6 @@ class Forked:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def terminate(self):
-        self.send_signal(signal.SIGTERM)
-
 
 def ran(argv, *, timeout=120.0, **options):
     """As `subprocess.run(argv, capture_output=True, text=True, check=False, …)` of a Python."""
