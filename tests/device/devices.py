@@ -20,14 +20,6 @@ def environment(log: Path | None = None) -> dict[str, str]:
     return {**os.environ, **own, **({"EVERSTEP_TEST_DEVICE_LOG": str(log)} if log else {})}
 
 
-def run(*argv: object, env: dict[str, str]) -> str:
-    """What `python ARGV` prints; fails with what it says if it fails."""
-    command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 class LateRun(Watched):
     """An `everstep run` on the device. What its processes say of races and of waits is in the folder `log`."""
 

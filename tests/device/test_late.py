@@ -2,10 +2,12 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
-from .devices import HERE, environment, run
+from .devices import HERE, environment
 
 CASES = re.findall(r"^    (\w+),$", (HERE / "cases.py").read_text().partition("\nCASES = ")[2], re.MULTILINE)
 
@@ -13,7 +15,8 @@ CASES = re.findall(r"^    (\w+),$", (HERE / "cases.py").read_text().partition("\
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[list[str]]]:
     """By case, the races of the right one, and those with the bug."""
-    return json.loads(run(HERE / "cases.py", env=environment()).splitlines()[-1])
+    done = subprocess.run([sys.executable, HERE / "cases.py"], env=environment(), stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,16 +6,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 
-from watched import environment
+from watched import environment, until
 
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
-UP_S = 60.0
 
 CONF = """
 ClusterName=everstep
@@ -87,7 +85,7 @@ class Cluster:
         self.start_controller()
         for node in NODES:
             self.start_node(node)
-        self.until(lambda: self.idle_nodes() == set(NODES), "four idle nodes")
+        until(lambda: self.idle_nodes() == set(NODES), "four idle nodes")
 
     def call(self, *command, check: bool = True) -> str:
         done = subprocess.run(
@@ -95,13 +93,6 @@ class Cluster:
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
-
-    def until(self, condition, what: str, deadline_s: float = UP_S):
-        deadline = time.monotonic() + deadline_s
-        while not (found := condition()):
-            assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}: {self.call('sinfo', '-R', '-N')}"
-            time.sleep(0.2)
-        return found
 
     def idle_nodes(self) -> set[str]:
         listed = self.call("sinfo", "-h", "-N", "-t", "idle,mix,alloc", "-o", "%N", check=False)
@@ -157,7 +148,7 @@ class Cluster:
     def cancel_all(self) -> None:
         self.call("scancel", "--full", "-s", "KILL", "-u", "root", check=False)
         self.call("scancel", "-u", "root", check=False)
-        self.until(lambda: not self.jobs().strip(), "the jobs to end")
+        until(lambda: not self.jobs().strip(), "the jobs to end")
 
     def close(self) -> None:
         """Kills whatever knows this cluster, daemons and orphans of dead nodes included."""

@@ -11,7 +11,7 @@ import pytest
 from everstep.launch import slurm
 from everstep.run.directory import over_file
 from slurm_cluster import Cluster, missing
-from watched import Followed, Watched, assert_nothing_lost, everstep, write_config
+from watched import Followed, Watched, assert_nothing_lost, everstep, until, write_config
 
 pytestmark = pytest.mark.timeout(900)
 ENDLESS = ("--training.steps", "100000")
@@ -53,7 +53,7 @@ class Submitted(Followed):
     def stop(self):
         """A clean stop; the last step."""
         self.everstep("stop", self.run_dir)
-        self.cluster.until(
+        until(
             lambda: all(over_file(self.run_dir, group).exists() for group in range(self.groups)), "every group to end"
         )
         return self.events("commit")[-1]["step"]
@@ -147,7 +147,7 @@ def test_a_killed_step_comes_back_and_nothing_is_lost(submit):
     run.wait_for_step((0, 1), after=run.wait_for("workers_started", after=killed, group=1)["t"])
     assert "RUNNING" in run.status()
     run.assert_nothing_lost(run.stop())
-    run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
+    until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
 
 
 @pytest.mark.slow
@@ -158,13 +158,13 @@ def test_a_run_has_fewer_groups_and_more_when_it_is_told(submit):
         said, told = run.everstep("scale", run.run_dir, "--groups", groups), time.time()
         assert f"is to have {groups} groups" in said
         if groups == 1:
-            run.cluster.until(lambda: {task.group for task in run.tasks()} == {0}, "one task")
+            until(lambda: {task.group for task in run.tasks()} == {0}, "one task")
             assert run.wait_for("agent_ended", after=told, group=2)["status"] == "stopped"
         run.wait_for_step(range(groups), after=told)
     run.groups = 3
     assert not run.events("workers_died")
     run.assert_as_without_failures()
-    run.cluster.until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
+    until(lambda: not run.cluster.jobs().strip(), "the jobs to end by themselves")
 
 
 @pytest.fixture(scope="module")
@@ -311,12 +311,12 @@ def test_a_group_that_a_person_cancels_stays_cancelled(submit):
     cancelled = time.time()
     run.cluster.call("scancel", run.task(2))  # the last task: its id is also the array's
     run.wait_for_step((0, 1), after=cancelled)
-    run.cluster.until(lambda: {task.group for task in run.tasks()} == {0, 1}, "two tasks")
+    until(lambda: {task.group for task in run.tasks()} == {0, 1}, "two tasks")
     job = run.cluster.call("scontrol", "show", "job", run.task(2))
     assert "JobState=CANCELLED" in job
     assert run.jobs["lighthouse"]
     run.cluster.call("scancel", run.jobs["lighthouse"])
-    run.cluster.until(lambda: "CANCELLED" in run.cluster.call("scontrol", "show", "job", run.jobs["lighthouse"]), "it")
+    until(lambda: "CANCELLED" in run.cluster.call("scontrol", "show", "job", run.jobs["lighthouse"]), "it")
     again = run.everstep("submit", run.config, "--groups", "3", "--run-dir", run.run_dir, "--training.steps", "100000")
     assert f"job {run.jobs['groups']}, array" in again, "the groups are as they were"
     run.wait_for_step((0, 1), after=run.wait_for("lighthouse_started", after=cancelled)["t"])

@@ -1,12 +1,8 @@
 """Chained deaths: all trainers, hosts, keepers, also in a restore, members that stand still or are slow, also at a
-start, starts with more or fewer groups, one after the other.
-
-python chain.py DEATHS SEED
-"""
+start, starts with more or fewer groups, one after the other."""
 
 import contextlib
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -36,7 +32,6 @@ class Chain:
         self.history, self.step, self.protected = 1, 0, 0
         self.lost: Counter[int] = Counter()
         """How often so many steps had to be made again."""
-        self.kinds: Counter[str] = Counter()
 
     def run(self, deaths: int) -> None:
         with Cluster(self._most, parity=self._parity, coding_timeout_s=CODING_S, interval=2) as run:
@@ -109,7 +104,6 @@ class Chain:
         else:
             assert_is_step(found.restored, found.decision.step, scale=self._scale)
         self.lost[self.step - found.decision.step] += 1
-        self.kinds[kind] += 1
         self.step, self.history = found.decision.step, self.history + 1
         run.groups = sorted(chance.sample(range(self._most), chance.randint(2, self._most)))
         for group in run.groups:
@@ -121,11 +115,3 @@ class Chain:
         else:
             for group in run.groups:
                 run.start_copier(group)
-
-
-if __name__ == "__main__":
-    chain = Chain(int(sys.argv[2]))
-    try:
-        chain.run(int(sys.argv[1]))
-    finally:
-        print("CHAIN", sys.argv[2], sum(chain.lost.values()), dict(chain.kinds), sorted(chain.lost.items()), flush=True)
