@@ -1,12 +1,10 @@
 """The port of torchft's lighthouse against the real one: a schedule of requests, heartbeats and clients that give up
 gives the same quorums, with the same members saying the same, in the same order."""
 
+import contextlib
 import random
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,8 +52,8 @@ def draw(seed: int) -> tuple[list[Act], int]:
     return acts, chance.choice([1, 1, 2])
 
 
-Heard = tuple[int, int, tuple[tuple[str, int], ...]]
-"""Number of the request, id of the quorum, and each member with the number of its request."""
+Heard = tuple[int, tuple[tuple[str, int], ...]]
+"""Id of the quorum, and each member with the number of its request."""
 
 
 def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
@@ -82,27 +80,12 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
             heard[number] = None
 
             def answer(quorum: Announced, number: int = number) -> None:
-                heard[number] = (number, quorum.id, quorum.members)
+                heard[number] = (quorum.id, quorum.members)
 
             listener = rules.ask(now, act.member, number, answer)
             if heard[number] is None:
                 waiting[number] = (now + act.patience * UNIT_S, listener)
     return heard
-
-
-@contextmanager
-def real_lighthouse(min_replicas: int) -> Iterator[str]:
-    server = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=min_replicas,
-        join_timeout_ms=round(JOIN_UNITS * UNIT_S * 1000),
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=round(HEARTBEAT_UNITS * UNIT_S * 1000),
-    )
-    try:
-        yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    finally:
-        server.shutdown()
 
 
 class Late(Exception):
@@ -112,7 +95,6 @@ class Late(Exception):
 def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
     """The same from torchft's."""
     heard: dict[int, Heard | None] = {}
-    lock = threading.Lock()
     slack_s = 0.1 * UNIT_S
 
     def ask(client: Any, number: int, act: Act) -> None:
@@ -122,10 +104,18 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
         except (TimeoutError, RuntimeError):
             return
         members = tuple((member.replica_id, member.data["request"]) for member in quorum.participants)
-        with lock:
-            heard[number] = (number, int(quorum.quorum_id), members)
+        heard[number] = (int(quorum.quorum_id), members)
 
-    with ThreadPoolExecutor(len(acts)) as pool, real_lighthouse(min_replicas) as address:
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=round(JOIN_UNITS * UNIT_S * 1000),
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=round(HEARTBEAT_UNITS * UNIT_S * 1000),
+    )
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    with ThreadPoolExecutor(len(acts)) as pool, contextlib.ExitStack() as stack:
+        stack.callback(server.shutdown)
         begun = time.monotonic()
         for number, act in enumerate(acts):
             # A little apart within a tick, so that they arrive in this order.

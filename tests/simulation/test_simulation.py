@@ -72,16 +72,15 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         assert all(text.startswith("attempt=1 ") for text in attempts)
 
 
-def run_of(
-    kind: str, *, size: float = 0.9, at: float = 13.0, then: tuple[Fault, ...] = (), beat_s: float = 2.0, **more: Any
-) -> tuple[Outcome, World]:
-    """A quiet run of three groups that meets one fault, and `then` others. `beat_s`: the heartbeat timeout; `more`: of
-    its plan."""
+def run_of(*faults: Fault | str, beat_s: float = HEARTBEAT_S, **more: Any) -> tuple[Outcome, World]:
+    """A quiet run of three groups that meets these faults; of a kind alone, one of some length. `beat_s`: the heartbeat
+    timeout; `more`: of its plan."""
+    fell = tuple(Fault(13.0, fault, 2, 0, 0.9) if isinstance(fault, str) else fault for fault in faults)
     plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 60, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
     waits = {"reduce_s": 3.0, "quorum_s": 10.0, "heal_s": (0.05, 0.2), "heal_fails": 0.0, "audit_every": 0}
     options = replace(plan.lighthouse, join_timeout_s=2.0, heartbeat_timeout_s=beat_s)
-    plan = replace(plan, lighthouse=options, faults=(Fault(at, kind, 2, 0, size), *then), **quick | waits | more)
+    plan = replace(plan, lighthouse=options, faults=fell, **quick | waits | more)
     world = World(0, plan, trace=True)
     return world.run(), world
 
@@ -134,7 +133,7 @@ def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_
 ) -> None:
     """The new one has never heard of the dead, and would wait for them, as two may only be late."""
     deaths = tuple(Fault(13.5 + number, "group", 2 - number, 0, 0.9) for number in range(dead))
-    outcome, world = run_of(kind, size=size, then=deaths, beat_s=30.0, restart_s=(90.0, 90.0))
+    outcome, world = run_of(Fault(13.0, kind, 2, 0, size), *deaths, beat_s=30.0, restart_s=(90.0, 90.0))
     assert not outcome.violations
     assert world.fell == {kind: 1, "group": dead}
     assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "and an attempt that failed, and a step of one group"
@@ -143,7 +142,7 @@ def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_
 def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_waited_for() -> None:
     """For 6 s: it is not known to be dead, and whoever lives makes no step without it."""
     then = (Fault(13.4, "stop-group", 2, 0, 0.5), Fault(13.5, "group", 1, 0, 0.9))
-    outcome, world = run_of("lh-out", size=0.25, then=then, beat_s=30.0, restart_s=(90.0, 90.0))
+    outcome, world = run_of(Fault(13.0, "lh-out", 2, 0, 0.25), *then, beat_s=30.0, restart_s=(90.0, 90.0))
     assert not outcome.violations
     assert world.fell == {"lh-out": 1, "stop-group": 1, "group": 1}
     together = {text.partition("groups=")[2] for at, _, what, _, text in outcome.trace if what == "applied" and at > 14}
@@ -178,6 +177,20 @@ def test_a_group_with_another_number_of_ranks_is_left_out_and_named(ranks: int) 
     told = [text for _, _, what, _, text in outcome.trace if what == "left_out"]
     reason = f"the number of ranks differs: group 3 has {1 + ranks % 2}, the others have {ranks}"
     assert told == [f"groups=[3] cut=[[0, 3], [1, 3], [2, 3]] reason={reason}", "groups=[] cut=[] reason="], "once"
+
+
+def test_a_group_that_comes_in_a_step_longer_than_the_join_timeout_leaves_nobody_out() -> None:
+    outcome, _ = run_of("join", slot_s=1.5, steps=25)
+    assert not outcome.violations
+    whole = {step for _, _, what, step, text in outcome.trace if what == "applied" and "groups=(0, 1, 2" in text}
+    assert whole == set(range(1, 26))
+
+
+def test_who_was_away_makes_no_step_with_one_that_comes_but_waits_for_those_that_made_steps_meanwhile() -> None:
+    """Else some steps are made twice, and those of one of the two are lost."""
+    outcome, _ = run_of(Fault(13.0, "stop-group", 1, 0, 0.6), Fault(21.0, "join", 0, 0, 0.9), groups=2, slot_s=1.0)
+    assert not outcome.violations
+    assert outcome.commits == 60
 
 
 def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt() -> None:
@@ -225,7 +238,7 @@ def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due
     in that step, for which they would wait."""
-    outcome, world = run_of("stop-group", at=14.0, reduce_s=20.0, spares=spares)
+    outcome, world = run_of(Fault(14.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares)
     assert not outcome.violations
     assert world.fell == {"stop-group": 1}
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0

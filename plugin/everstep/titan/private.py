@@ -1,8 +1,8 @@
 """Private and undocumented names of torch and torchtitan that this room relies on, each with what it is for.
 
 A name that is gone raises where it is used, instead of a patch that silently does nothing; of those whose loss would be
-silent tests/test_foreign.py tells. torchtitan is imported by whoever calls: it asks for its device while it is imported,
-and `train_on` comes before.
+silent tests/test_foreign.py tells. torchtitan is imported by whoever calls: it asks for its device while it is
+imported, and `train_on` comes before.
 """
 
 from collections.abc import Callable, Mapping
