@@ -109,6 +109,15 @@ def plain_sum(op: Any, size: int) -> tuple[Any, float]:
     return kind, 1.0
 
 
+def _one_by_one(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """For several outputs and inputs; its Work is the last one's."""
+
+    def coalesced(backend: Any, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return [collective(backend, *pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    return coalesced
+
+
 @functools.cache
 def _backend() -> type:
     from torch._C import _distributed_c10d as c10d
@@ -192,6 +201,8 @@ def _backend() -> type:
 
         _allgather_base = all_gather_single
 
+        allgather_into_tensor_coalesced = all_gather_single_coalesced = _one_by_one(all_gather_single)
+
         def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             opts = opts or c10d.ReduceScatterOptions()
             op, factor = plain_sum(opts.reduceOp, self._size)
@@ -207,6 +218,8 @@ def _backend() -> type:
             return self._run("reduce_scatter_single", [own], [output], call, output)
 
         _reduce_scatter_base = reduce_scatter_single
+
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
 
         def barrier(self, opts: Any = None) -> Any:
             return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)
