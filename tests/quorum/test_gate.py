@@ -151,7 +151,10 @@ def test_groups_that_make_steps_apart_hear_of_each_other():
     gates[0].close()
     at[0] = at[1]
     until(lambda: all(member.wanted for member in members), "both to hear that the other is there")
-    rounds(members, 1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waits_for_the_other = pool.submit(asks, members[0], 0, 2)
+        time.sleep(0.5)
+        assert asks(members[1], 1, 2)[0] == waits_for_the_other.result()[0] == [0, 1]
     until(lambda: not any(member.wanted for member in members), "both to hear that nobody else is")
     for member in members:
         member.leave()

@@ -6,13 +6,12 @@ them spoils.
 A mutant is one node of a file's syntax tree with another in its place: a comparison turned, a condition negated, `and`
 for `or`, a constant moved by one, a call or an assignment left out, one of two like functions for the other. They are
 drawn evenly over the places where such a change is possible; what only tells (events, messages, annotations) is no
-place. Each runs in a process of its own, forked where torch is imported already, over a copy of the package.
+place. Each runs in a process of its own (`run.forked`), over a copy of the package.
 
 A mutant that no seed shows changes nothing that can be seen, is for a room's own tests, or is missed: read it.
 """
 
 import ast
-import multiprocessing
 import random
 import shutil
 import signal
@@ -20,10 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from run.forked import ran
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugin" / "everstep"
@@ -160,11 +160,11 @@ def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
     return random.Random(draw).sample(every, min(count, len(every)))
 
 
-def search(package_root: Path, most: int) -> str:
-    """In a child: the first seed that breaks the promise with this package, and how; "" if none does."""
+def search(package_root: str, most: int) -> str:
+    """In a process of its own: the first seed that breaks the promise with this package, and how; "" if none does."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("everstep", "simulation")]:
         del sys.modules[name]
-    sys.path.insert(0, str(package_root))
+    sys.path.insert(0, package_root)
     seed = 0
 
     def hung(*_: object) -> None:
@@ -189,24 +189,21 @@ def search(package_root: Path, most: int) -> str:
     return ""
 
 
+SEARCH = "import sys; from simulation import mutants; print(mutants.search(sys.argv[1], int(sys.argv[2])))"
+
+
 def attempt(mutant: Mutant, most: int) -> str:
-    """What `search` says of a copy of the package with this change, from a process of its own."""
+    """What `search` says of a copy of the package with this change."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "everstep"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         mutant.apply(package)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            try:
-                return pool.submit(search, Path(folder), most).result()
-            except (BrokenProcessPool, SystemExit):
-                return "0 | ends the process"
+        done = ran([sys.executable, "-c", SEARCH, folder, most], timeout=None)
+        return done.stdout.strip() if done.returncode == 0 else "0 | ends the process"
 
 
 def campaign(count: int, draw: int, most: int, jobs: int) -> None:
     """Try mutants and print a line for each."""
-    import torch  # noqa: F401 before the forks: it takes seconds
-    import torchft  # noqa: F401
-
     begun, caught, chosen = time.monotonic(), 0, drawn(count, draw)
     print("| # | file | line | change | first seed | seen as |\n|---|---|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(jobs) as pool:

@@ -193,6 +193,14 @@ def test_who_was_away_makes_no_step_with_one_that_comes_but_waits_for_those_that
     assert outcome.commits == 60
 
 
+def test_a_group_that_waits_at_a_lighthouse_that_falls_silent_asks_the_one_that_is_published() -> None:
+    """In a step of 8 s; its request lasts for a minute."""
+    silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)
+    outcome, _ = run_of("join", silent, published, slot_s=4.0, quorum_s=60.0, steps=14)
+    assert not outcome.violations
+    assert min(at for at, who, what, *_ in outcome.trace if (who, what) == ("3.0/0", "applied")) < 13.0 + 30.0
+
+
 def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt() -> None:
     outcome, world = run_of("leave")
     assert not outcome.violations
