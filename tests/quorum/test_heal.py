@@ -244,21 +244,3 @@ def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(m
             each.close()
         for door in doors:
             door.shutdown()
-
-
-def test_a_source_that_is_fast_gives_more_and_one_that_is_silent_holds_nothing_up(monkeypatch):
-    monkeypatch.setattr(heal, "PIECE_BYTES", 1 << 16)
-    state = a_state(big=8000)
-    doors = [a_source(state, "") for _ in range(3)]
-    relays = [Relay(doors[0].address), Relay(doors[1].address), Relay(doors[2].address, "silent", 100_000)]
-    begun = time.monotonic()
-    got = fetch(state, *(relay.address for relay in relays))
-    assert time.monotonic() - begun < 30
-    assert_same(HealState(got.tensors), HealState(state.tensors))
-    first, second, silent = (relay.given for relay in relays)
-    assert min(first, second) > 1_000_000
-    assert silent <= 100_000
-    for each in relays:
-        each.close()
-    for door in doors:
-        door.shutdown()

@@ -3,7 +3,6 @@
 import torch
 
 from everstep.semi.outer import outer_step
-from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 
 
@@ -12,11 +11,3 @@ def test_local_sgd_ends_where_the_mean_of_its_workers_is():
     change = torch.stack([theta - worker for worker in workers]).mean(0)
     outer_step(SemiSync(method="local_sgd", outer_lr=0.1), [theta], [change], [])
     torch.testing.assert_close(theta, torch.tensor([3.0, 1.0, 1.0, 3.0]))
-
-
-def test_layers_are_dealt_to_fragments_in_turn():
-    layers = [f"param/layers.{layer}.{part}" for layer in range(4) for part in ("wq.weight", "ffn.w1.weight")]
-    names = ["param/tok_embeddings.weight", *layers, "param/norm.weight", "param/lm_head.weight"]
-    assert fragments_of(names, 2) == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
-    assert fragments_of(names, 4) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
-    assert fragments_of(names, 1) == [0] * 11
