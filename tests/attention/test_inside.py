@@ -2,28 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from attention_flash import Strike, flash, untouched
+from attention_flash import Strike, untouched
 from attention_inside import Campaign, operands
 from everstep.attention import compiled
 from everstep.attention.guard import SMALL_STEP, Checks
 from everstep.attention.injection import Fault
 from everstep.attention.section import AttentionCheck
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_emulated_kernel_computes_attention(groups, causal):
-    q, k, v, do = operands("normal", 100, 4, groups, 16, torch.float32, 0)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = flash(causal=causal, block=32)(q, k, v)
-    heads_first = (q.transpose(1, 2), *(x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v)))
-    expected = F.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-    for a, b in zip(torch.autograd.grad(out, (q, k, v), do), torch.autograd.grad(expected, (q, k, v), do), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert lse.shape == q.shape[:3]
 
 
 @pytest.fixture(scope="module")

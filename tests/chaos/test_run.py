@@ -13,8 +13,6 @@ import urllib.request
 import pytest
 
 from everstep.chaos.cluster import find_target
-from everstep.chaos.target import LocalTarget
-from everstep.chaos.view import Proc
 from everstep.run.directory import LaunchError, holder_of
 from launched import TinyRun
 from watched import environment, until
@@ -115,21 +113,6 @@ def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):
     (fault,) = run.events("fault", after=begin)
     assert 1.0 <= undone["t"] - fault["t"] < 60.0
     assert "fault undone: stop-worker" in said
-
-
-def test_a_process_of_somebody_else_is_never_touched(run):
-    stranger = subprocess.Popen(["sleep", "600"])
-    try:
-        target = find_target(run.run_dir)
-        assert isinstance(target, LocalTarget)
-        mine = Proc(run.workers(0)[0], time.time(), "worker", 0, 0)
-        for role in ("worker", "agent", "lighthouse", "launcher", "keeper"):
-            assert target.signal([Proc(stranger.pid, time.time(), role, 0, 0)], signal.SIGKILL) == []
-        assert target.signal([mine], signal.SIGCONT) == [mine.pid]
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
 
 
 def test_a_run_that_is_over_is_not_broken(run):

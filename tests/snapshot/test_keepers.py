@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from everstep.commands.snapshots import Snapshots, snapshots
@@ -17,23 +16,7 @@ from everstep.snapshot import copier, keeper, keepers, peers, segment
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
-from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, is_zombie, wait_until
-
-
-def pids_of(run: Cluster) -> list[int]:
-    return [place.pid for place in peers.read_places(run.run_dir)]
-
-
-def test_when_the_run_is_over_nothing_is_left():
-    with Cluster(3) as run:
-        run.commit(1, scale=60)
-        run.wait()
-        pids = pids_of(run)
-        run.kill_trainers()
-        keepers.end_keepers(run.run_dir)
-        wait_until(lambda: all(not psutil.pid_exists(pid) or is_zombie(pid) for pid in pids))
-        assert not any(run.segment(group).path.exists() for group in run.groups)
-        assert peers.read_places(run.run_dir) == []
+from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
 
 
 def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypatch):

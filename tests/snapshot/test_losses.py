@@ -5,13 +5,12 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 
 from chain import Chain
 from everstep.report.protection import Protection
-from everstep.snapshot import peers, recovery
+from everstep.snapshot import peers
 from everstep.snapshot.parity import Domains
 from everstep.snapshot.restore import in_turn
 from snapshot_cluster import Cluster, slowed, wait_until
@@ -215,15 +214,6 @@ def test_small_parity_groups_leave_no_member_alone_and_keep_the_promise(hosts, s
     domains = Domains(tuple(range(hosts)), size, parity, tuple(range(1, hosts + 1)))
     assert domains.survives == min(parity, hosts - 1)
     assert domains.exposed == (() if hosts > 1 else (0,))
-
-
-def test_a_keeper_that_is_gone_is_asked_as_often_as_there_is_time_and_named(monkeypatch, tmp_path):
-    gone = peers.Place(0, "lost", "lost:1", 2, "segment", 0.0)
-    monkeypatch.setattr(peers, "read_places", lambda run_dir: [gone])
-    monkeypatch.setattr(peers, "reachable", lambda places, token, limit: ({}, dict.fromkeys(places, "refused")))
-    monkeypatch.setattr(recovery.time, "sleep", lambda seconds: None)
-    found = recovery.look(tmp_path, b"token", timedelta(seconds=30), timedelta(seconds=0.1))
-    assert "the keeper of group 0 on lost does not answer: refused" in found.reasons
 
 
 def test_groups_that_restore_together_begin_with_different_keepers():
