@@ -16,14 +16,12 @@ from torchft.coordination import LighthouseClient
 
 from everstep import wire
 from everstep.launch.machine import free_port
-from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
 from everstep.run.events import read_events
 from everstep.run.token import run_token
 from forked import Forked
-from watched import until
 
 SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
@@ -135,30 +133,6 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
     assert "does not know the run's token" in told[0]["reason"]
     for member in members:
         member.leave()
-
-
-def test_groups_that_make_steps_apart_hear_of_each_other():
-    """Each has a quorum of its own, as after a cut between them; then they beat at the same gate."""
-    token, waits = bytes(32), Rules(1, join_timeout_s=0.5, heartbeat_timeout_s=2.0, groups=1)
-    gates = [Gate(token, ("127.0.0.1", 0), waits, lambda count, last: None) for _ in range(2)]
-    at = [f"http://{gate.address}" for gate in gates]
-    members = [
-        Membership(group=g, life=LIFE, token=token, find_lighthouse=lambda g=g: at[g], heartbeat_timeout_s=2.0)
-        for g in range(2)
-    ]
-    for group, member in enumerate(members):
-        assert asks(member, group, 1)[0] == [group]
-    gates[0].close()
-    at[0] = at[1]
-    until(lambda: all(member.wanted for member in members), "both to hear that the other is there")
-    with ThreadPoolExecutor(1) as pool:
-        waits_for_the_other = pool.submit(asks, members[0], 0, 2)
-        time.sleep(0.5)
-        assert asks(members[1], 1, 2)[0] == waits_for_the_other.result()[0] == [0, 1]
-    until(lambda: not any(member.wanted for member in members), "both to hear that nobody else is")
-    for member in members:
-        member.leave()
-    gates[1].close()
 
 
 def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):

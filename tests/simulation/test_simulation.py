@@ -218,7 +218,7 @@ def longest_pause_s(outcome: Outcome, *who: str) -> float:
 def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_longer_than_others() -> None:
     """Its heartbeats go on: one of its ranks stands still. The others have healed from it meanwhile."""
     then = (Fault(13.1, "group", 1, 0, 0.9), Fault(30.0, "hang", 0, 1, 0.9))
-    outcome, world = run_of("group", then=then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
+    outcome, world = run_of("group", *then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
     assert not outcome.violations
     assert world.fell == {"group": 2, "hang": 1}
     assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, those that join, two attempts"
@@ -237,7 +237,7 @@ def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_
 
     monkeypatch.setattr(StepProtocol, "_tally", late)
     waits = {"stall_s": 60.0, "reduce_s": 30.0, "quorum_s": 35.0}
-    outcome, _ = run_of("join", at=1e6, steps=6, slots=2, slot_s=40.0, spares=1, **waits)
+    outcome, _ = run_of(steps=6, slots=2, slot_s=40.0, spares=1, **waits)
     assert not outcome.violations
     assert not [text for _, _, what, _, text in outcome.trace if what == "watchdog"]
 
