@@ -238,6 +238,14 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
         assert len(read(told.events).troubles.sentences) == left
 
 
+def test_a_run_that_is_stopped_has_not_run_out_of_data():
+    line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=9).start(1, 0).commit(2, 1, (0,))
+    line.add(3, "stopping", role="supervisor").add(4, "training_done", 0, 1)
+    assert read(line.events).troubles.sentences == []
+    late = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="stopped", reason="asked to")
+    assert read(late.events).troubles.sentences == []
+
+
 def test_many_troubles_are_told_up_to_a_number():
     line = Timeline()
     for step in range(10_000):

@@ -71,6 +71,8 @@ class Account:
                 session.trains = t
             case "training_done":
                 session.done = t
+            case "stopping":
+                session.stopping = True
             case "audit" if not event["agreed"]:
                 self.named[kind] |= {(event["step"], group) for group in event["differing"]}
             case "slot_skipped" | "slot_accepted" | "not_finite":
@@ -118,8 +120,9 @@ class Account:
                     insort(session.commits, commit, key=lambda one: one.t)
                     self.taking_part = set(commit.groups)
                 return commit.apart()
-            case "training_done" if self.steps and self.protection.committed <= (event["step"] or 0) < self.steps:
-                return {"steps_asked": self.steps}
+            case "training_done" if self.steps and not session.stopping:
+                if self.protection.committed <= (event["step"] or 0) < self.steps:
+                    return {"steps_asked": self.steps}
         return None
 
     @property

@@ -118,6 +118,8 @@ class Session:
     trains: float | None = None
     """The first training_started; None: it never began."""
     done: float | None = None
+    stopping: bool = False
+    """Whether it was asked to end before its last step."""
     commits: list[Commit] = field(default_factory=list)
     """In order of time."""
     groups: dict[int, Group] = field(default_factory=dict)

@@ -286,7 +286,8 @@ class Troubles:
         if event["kind"] == "run_started":
             self.now, self._death, self._skipped, self._survived = {}, {}, Counter(), 0
         elif event["kind"] == "run_ended" and event.get("status") != "failed":
-            self.now = {key: one for key, one in self.now.items() if key == ("data", "end")}
+            lasting = ("data", "end") if event.get("status") == "done" else None
+            self.now = {key: one for key, one in self.now.items() if key == lasting}
         if not event.get("rank"):
             more = {**(more or {}), **self._added(event)}
         if ("clock", "") in self.now and more and "apart_s" in more:  # it is told once, and not anew at each commit
