@@ -59,7 +59,7 @@ def put_in_one(folder):
 def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_from_it(
     start, reference, tmp_path, groups, in_one, mode
 ):
-    run = start(toml := config(tmp_path / "run.toml", async_mode=mode), pace_s=0.05)
+    run = start(toml := config(tmp_path / "run.toml", async_mode=mode), run_dir=tmp_path / "run", pace_s=0.05)
     saved = soon(run, lambda: [e for e in run.events("checkpoint_saved") if e["step"] >= 2 * EVERY])[0]["step"]
     forget(run)
     folder = checkpoints(run.run_dir)[saved * SYNC_STEPS]
@@ -72,7 +72,7 @@ def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_fro
             shutil.rmtree(later)
     if in_one:
         put_in_one(folder)
-    again = start(toml, "--groups", str(groups))
+    again = start(toml, "--groups", str(groups), run_dir=run.run_dir)
     assert again.wait(DEADLINE_S) == 0, again.said()
     told = again.events("training_started")[0]
     assert (told["source"], told["step"]) == ("disk", saved + 1)
@@ -85,7 +85,7 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
-    run = start(toml := config(tmp_path / "run.toml", "held_parts"), pace_s=0.05)
+    run = start(toml := config(tmp_path / "run.toml", "held_parts"), run_dir=tmp_path / "run", pace_s=0.05)
     before = soon(run, lambda: run.events("checkpoint_saved"))[0]["step"]
     held.touch()
     soon(run, held.with_suffix(".reached").exists)
@@ -97,7 +97,7 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     forget(run)
     newest = max(checkpoints(run.run_dir))
     assert (newest > before * SYNC_STEPS) == (lost == (1,))
-    again = start(toml)
+    again = start(toml, run_dir=run.run_dir)
     assert again.wait(DEADLINE_S) == 0, again.said()
     assert again.events("training_started")[0]["step"] == newest // SYNC_STEPS + 1
     assert worst(again, reference(toml), STEPS) <= 1e-5
@@ -134,7 +134,7 @@ def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_worker
         (folder := tmp_path / str(workers)).mkdir()
         toml = config(folder / "run.toml", "wide_llama", workers=workers, slots=4, rounds=400)
         for start_number in (1, 2):
-            run = start(toml, "--groups", str(workers), name=f"{workers}/run")
+            run = start(toml, "--groups", str(workers), run_dir=folder / "run")
             soon(run, lambda run=run: len({event["step"] for event in run.events("checkpoint_saved")}) > 1)
             peaks[workers, start_number] = max(peak_mb(run.workers(group)[0]) for group in range(workers))
             forget(run)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from everstep.semi import worker_store
 from everstep.semi.worker_store import Place, WorkerStore
+from everstep.snapshot import worker_states
 
 TOKEN, SIZE = b"t" * 32, 5000
 PLACE = Place(worker=1, round=7, history=0xABC)
@@ -23,6 +23,14 @@ class Hosts:
     folder: Path
     other: Path | None = None
 
+    def write(self, name, *data):
+        worker_states.write(self.folder, name, *data, older=worker_states.OLDER)
+
+    def copy(self, name, *data):
+        if self.other is not None:
+            worker_states.write(self.other, name, *data, older=worker_states.OLDER_COPIES)
+        return self.other is not None
+
     def elsewhere(self, name, size):
         return self.other is not None and (self.other / name).exists()
 
@@ -30,8 +38,8 @@ class Hosts:
         return (self.other / name).read_bytes() if self.elsewhere(name, size) else None
 
 
-def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE, memory=None):
-    return WorkerStore(folder, memory or Hosts(folder / "none"), rank=rank, whose=whose, nbytes=nbytes, token=token)
+def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE, other=None):
+    return WorkerStore(Hosts(folder, other), rank=rank, whose=whose, nbytes=nbytes, token=token)
 
 
 def write(store, place, state):
@@ -47,7 +55,7 @@ def state():
 def test_a_state_is_read_as_it_was_written(tmp_path, state):
     write(files(tmp_path), PLACE, state)
     other_group = files(tmp_path)
-    assert other_group.on_storage(PLACE)
+    assert other_group.in_memory(PLACE)
     assert other_group.read(PLACE) == state
 
 
@@ -61,18 +69,18 @@ def test_a_state_is_read_as_it_was_written(tmp_path, state):
 def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, state, place, reader):
     store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(PLACE, **place)
     write(store, PLACE, state)
-    if reader.path(other) != store.path(PLACE):
-        assert not reader.on_storage(other)
-        store.path(PLACE).rename(reader.path(other))
-    assert reader.on_storage(other)
+    if reader.name(other) != store.name(PLACE):
+        assert not reader.in_memory(other)
+        (tmp_path / store.name(PLACE)).rename(tmp_path / reader.name(other))
+    assert reader.in_memory(other)
     assert reader.read(other) is None
 
 
 @pytest.mark.parametrize(
     ("round_", "over"),
     [
-        (4, True),  # nobody remembers the rounds since
-        (5, False),
+        (5, True),  # there is the one after it
+        (6, False),
         (8, False),  # this group has missed a commit
     ],
 )
@@ -81,44 +89,33 @@ def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, 
     other = replace(known, worker=11)
     for place in (known, other):
         write(store, place, state)
-    draft = tmp_path / f".{store.path(known).name}-0123.tmp"
+    draft = tmp_path / f".{store.name(known)}-0123.tmp"
     draft.write_bytes(b"torn")
     write(store, PLACE, state)
-    assert store.on_storage(known) == draft.exists() == (not over)
-    assert store.on_storage(PLACE)
-    assert store.on_storage(other)
+    assert store.in_memory(known) == draft.exists() == (not over)
+    assert store.in_memory(PLACE)
+    assert store.in_memory(other)
 
 
-@pytest.mark.parametrize("where", ["on this host", "on another host"])
-def test_a_state_is_in_the_memory_of_a_host_when_the_storage_has_it_no_more(tmp_path, state, where):
-    storage, memory, other = (tmp_path / name for name in ("storage", "memory", "other"))
-    memory.mkdir()
-    store = files(storage, memory=Hosts(memory))
+def test_a_state_is_in_the_memory_of_another_host_when_this_one_has_it_no_more(tmp_path, state):
+    (here := tmp_path / "here").mkdir()
+    (other := tmp_path / "other").mkdir()
+    store = files(here, other=other)
     write(store, PLACE, state)
-    shutil.rmtree(storage)
-    if where == "on another host":
-        memory.rename(other)
-    reader = files(storage, memory=Hosts(memory, other if other.exists() else None))
-    assert store.in_memory(PLACE) == (where == "on this host")
+    shutil.rmtree(here)
+    assert store.copied_bytes == SIZE
+    reader = files(here, other=other)
+    assert not reader.in_memory(PLACE)
     assert reader.has(PLACE)
     assert reader.read(PLACE) == state
-    place = (memory if memory.exists() else other) / store.path(PLACE).name
-    place.write_bytes(place.read_bytes()[:-1] + b"?")
+    copy = other / store.name(PLACE)
+    copy.write_bytes(copy.read_bytes()[:-1] + b"?")
     assert reader.read(PLACE) is None
 
 
-def test_a_storage_that_stands_still_is_not_waited_for_where_memory_has_the_state(tmp_path, state, monkeypatch):
-    (memory := tmp_path / "memory").mkdir()
-    store, begun = files(tmp_path / "storage", memory=Hosts(memory)), threading.Event()
-    whole = worker_store.write_whole
-
-    def slow(path, *data):
-        if path.parent != memory:
-            begun.set()
-            threading.Event().wait()
-        whole(path, *data)
-
-    monkeypatch.setattr(worker_store, "write_whole", slow)
+def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, state, monkeypatch):
+    store, begun = files(tmp_path), threading.Event()
+    monkeypatch.setattr(Hosts, "copy", lambda *_: begun.set() or threading.Event().wait())
     for round_ in (7, 8, 9):
         store.hold(place := replace(PLACE, round=round_), state)
         before = time.monotonic()
@@ -128,5 +125,16 @@ def test_a_storage_that_stands_still_is_not_waited_for_where_memory_has_the_stat
         while not store.in_memory(place):
             assert time.monotonic() - before < DEADLINE_S
             time.sleep(0.01)
-    assert "the storage takes longer than a round" in why
-    assert sorted(int(path.name.split(".")[2].partition("-")[2]) for path in memory.iterdir()) == [8, 9]
+    assert "the copy takes longer than a round" in why
+    assert store.has_memory
+    assert sorted(int(path.name.split(".")[2].partition("-")[2]) for path in tmp_path.iterdir()) == [8, 9]
+
+
+def test_a_state_without_any_copy_is_told_of(tmp_path, state):
+    (tmp_path / "full").touch()
+    store = files(tmp_path / "full" / "here", other=tmp_path / "full" / "there")
+    for round_ in (7, 8):
+        store.hold(replace(PLACE, round=round_), state)
+        why = store.keep(round_, DEADLINE_S)
+    assert "Not a directory" in why
+    assert not store.has_memory

@@ -1,7 +1,9 @@
 """Workers' states outlive the group that made them in the memory of hosts; a storage that is slow or full matters once
 a host is lost. What is protected no longer is said, and no run starts over in silence."""
 
+import os
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -40,7 +42,7 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
     monkeypatch.setenv("SLOW_WRITE", "3600")
     run = start(config(tmp_path / "run.toml", 400, "slow_storage", segment_dir=str(tmp_path / "none")))
     told = soon(run, lambda: run.events("workers_unprotected"))[0]
-    assert "the storage takes longer than a round" in told["reason"]
+    assert "the copy takes longer than a round" in told["reason"]
     assert told["risk"] == f"group {told['group']} dies"
     soon(run, lambda: commits(run, after=5))
     killed = run.kill(1)
@@ -52,13 +54,11 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
 
 
 def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, reference, tmp_path, small):
-    """Each group counts as a host of its own: the others have its workers from its keeper."""
-    run = start(toml := config(tmp_path / "run.toml", 40, failure_domain="group"), run_dir=tmp_path / "run")
+    run = start(toml := config(tmp_path / "run.toml", 40), run_dir=tmp_path / "run")
     told = soon(run, lambda: run.events("workers_unprotected"))[0]
     assert "No space left" in told["reason"]
     assert told["risk"] == f"the host of group {told['group']} is lost"
     soon(run, lambda: "is lost now, the run ends" in run.output.read_text())
-    soon(run, lambda: len({event["group"] for event in run.events("keeper_found")}) == 2)
     killed = run.kill(1)
     moved = soon(run, lambda: run.events("worker_moved", killed, group=0))
     soon(run, lambda: run.events("worker_moved", killed, group=1))
@@ -68,3 +68,21 @@ def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, refer
     assert max(event["rounds_again"] for event in moved) <= 1, "what was just being written"
     assert worst(run, reference(toml), 40 * SYNC_STEPS) <= 1e-5
     shutil.rmtree(small, ignore_errors=True)
+
+
+def test_a_host_that_is_lost_with_its_memory_costs_no_state_and_no_storage(start, reference, tmp_path):
+    """Each group counts as a host of its own."""
+    toml = config(tmp_path / "run.toml", 24, failure_domain="group", segment_dir=str(tmp_path))
+    run = start(toml, pace_s=0.05)
+    soon(run, lambda: len({event["group"] for event in run.events("keeper_found")}) == 2)
+    after = run.events("keeper_found")[-1]["t"]
+    soon(run, lambda: [event for event in run.events("commit", after, group=1) if event["kept_bytes"]])
+    shutil.rmtree(run.run_dir / "state" / "workers", ignore_errors=True)  # from before there was another keeper
+    killed = run.kill(1)
+    os.kill(run.events("keeper_found", group=1)[-1]["pid"], signal.SIGKILL)
+    for segment in tmp_path.glob("everstep-*-group-1"):
+        shutil.rmtree(segment)
+    moved = soon(run, lambda: run.events("worker_moved", killed, group=0))
+    assert run.wait(DEADLINE_S) == 0, run.said()
+    assert max(event["rounds_again"] for event in moved) <= 2, "what was just being copied"
+    assert worst(run, reference(toml), 24 * SYNC_STEPS) <= 1e-5

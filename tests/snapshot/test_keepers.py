@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from everstep import wire
 from everstep.commands.snapshots import Snapshots, snapshots
 from everstep.run.directory import LaunchError
 from everstep.run.files import write_json
@@ -145,3 +146,26 @@ def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
             there = WorkerStates(run.run_dir, run.segment(1))
             assert not there.elsewhere(other, size)
             assert there.fetch(other, size) is None
+
+
+def test_a_keeper_takes_copies_of_another_hosts_states_and_nothing_else():
+    """Storage has those that no other host takes."""
+    state, name = b"7" * 3_000_000, "worker-3.rank-0.round-12.abc"
+    with Cluster(2) as run:
+        run.take(1, coded=False)
+        there, storage = run.segment(1).path, run.run_dir / "state" / "workers"
+        states = WorkerStates(run.run_dir, run.segment(0))
+        for round_ in ("11", "12", "13", "14"):
+            assert states.copy(name.replace("12", round_), state)
+        copies = sorted(path.name for path in there.glob("worker-*"))
+        assert copies == [name.replace("12", round_) for round_ in ("12", "13", "14")]
+        assert (there / name).read_bytes() == state
+        place = next(place for place in peers.read_places(run.run_dir) if place.group == 1)
+        for wrong in ({"name": "../escaped", "size": 4}, {"name": "lock", "size": 4}, {"name": name, "size": -1}):
+            with pytest.raises(wire.RefusedError):
+                peers.ask(place.address, run.token, {"op": "keep", **wrong}, TIMEOUT)
+        assert not storage.exists()
+        run.lose_host(1)
+        assert not states.copy(name, state)
+        assert (storage / name).read_bytes() == state
+        assert WorkerStates(run.run_dir, run.segment(1)).fetch(name, len(state)) == state

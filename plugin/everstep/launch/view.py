@@ -37,7 +37,7 @@ LINES = {
     "training_started": "group {group}: trains from step {step} ({source})",
     "fault": "fault: {fault} on group {target_group}",
     "fault_undone": "fault undone: {fault} on group {target_group}",
-    "workers_protected": "group {group}: its workers' states are on storage again",
+    "workers_protected": "group {group}: its workers' states survive a host again",
     "validation": "step {step}: validation loss {loss:.5f}",
     "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
     "slot_accepted": "group {group}: {reason}",

@@ -163,7 +163,7 @@ def _share(part: float | None, whole: float) -> float | None:
 def exchanged(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of semi-synchronous training, from its commits: `inner_steps` of a round, `payload_bytes`, what one rank gave
     into sums over the groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum
-    of its gradients, as each step of synchronous training makes, and `kept_bytes`, what all ranks together wrote of
+    of its gradients, as each step of synchronous training makes, and `kept_bytes`, what all ranks together copied of
     workers' own states for each inner step. None for synchronous training."""
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
@@ -251,7 +251,7 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if f["inner_steps"]:
         per_step = f"{f['payload_bytes'] / 2**20:.3f} MiB across groups per inner step"
         share = f"{f['payload_share']:.1%} of a synchronous step's gradients"
-        kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to the run directory"
+        kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to other hosts"
         lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}; {kept}"))
     if f["loss_delta_steps"]:
         largest = _number(f["loss_delta_max"], ".3g")

@@ -98,7 +98,7 @@ ROWS: dict[str, Row] = {
     "snapshot_unprotected": _no_snapshot("is not coded"),
     "workers_unprotected": Row(
         "workers",
-        "If {risk} now, the run ends: {cause}. Make room in the run directory's storage, or mend it.",
+        "If {risk} now, the run ends: {cause}. Make room in hosts' memory or the run directory's storage.",
         ends=("workers_protected",),
         who="{group}",
     ),

@@ -37,7 +37,7 @@ from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.worker_states import opened
+from everstep.snapshot.worker_states import opened, take
 
 GONE_S = 20.0
 HEARTBEAT_S = 0.5
@@ -166,6 +166,8 @@ class Keeper:
             elif operation == "ping":
                 groups = sorted({group for group, _ in self._watches})
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
+            elif operation == "keep":
+                channel.send_frame({"why": take(self.segment.path, message, channel)})
             elif operation == "end":
                 channel.send_frame({})
                 self.over.set()

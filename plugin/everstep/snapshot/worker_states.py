@@ -1,5 +1,5 @@
 """Workers' own states in hosts' memory (semi-synchronous training): files in the segment, which outlive the trainer
-that wrote them, and which a host's keeper serves to the others."""
+that wrote them, and which a host's keeper serves to the others; and copies of another host's."""
 
 import contextlib
 import mmap
@@ -9,26 +9,66 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from everstep import wire
-from everstep.run.regular import open_regular
+from everstep.quorum.memory import room_for
+from everstep.run.files import write_whole
+from everstep.run.regular import is_own_directory, open_regular, read_regular
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.segment import Segment
 
-NAME = re.compile(r"worker-\d{1,9}\.rank-\d{1,9}\.round-\d{1,18}\.[0-9a-f]{1,16}")
+NAME = re.compile(r"(worker-\d{1,9}\.rank-\d{1,9}\.)round-(\d{1,18})\.[0-9a-f]{1,16}")
+OLDER, OLDER_COPIES = 1, 2
+"""Rounds whose states stay besides the newest one's, on their host and as copies: another history may have to go on
+from later ones, and of a round there may be no copy."""
 LOOK_S = 0.5
 """Between two looks at other hosts for one that they do not have, and the longest that a look waits for them."""
 TIMEOUT = timedelta(seconds=10)
 """The longest silence of a keeper that serves one."""
 
 
+def _parse(name: str) -> tuple[str, int]:
+    """Whose a state is, and of which round."""
+    if not (found := NAME.fullmatch(name)):
+        raise wire.RefusedError(f"'{name[:100]}' is no worker's state")
+    return found[1], int(found[2])
+
+
+def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> None:
+    """Write a state to a folder, and remove older ones and drafts of the same worker. Raises OSError."""
+    write_whole(folder / name, *data)
+    whose, round_ = _parse(name)
+    for path in (*folder.glob(f"{whose}*"), *folder.glob(f".{whose}*")):
+        of = NAME.match(path.name.removeprefix("."))
+        if of is not None and int(of[2]) < round_ - older:
+            path.unlink(missing_ok=True)
+
+
+def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
+    """Keep a state that the other side of the channel serves. Returns why not; empty if it is kept."""
+    name, size = str(message.get("name")), message.get("size")
+    _parse(name)
+    if type(size) is not int or size < 0:
+        raise wire.RefusedError(f"'{size}' is no size of a worker's state")
+    with room_for(2 * size) as has_room:
+        if not has_room:
+            return f"{socket.gethostname()} has no room for {size} bytes"
+        state = memoryview(bytearray(size))
+        wire.pull(channel, wire.Pieces([state]))
+        try:
+            write(folder, name, state, older=OLDER_COPIES)
+        except OSError as error:
+            return f"{socket.gethostname()}: {error}"
+    return ""
+
+
 @contextlib.contextmanager
 def opened(folder: Path, name: str) -> Iterator[wire.Bytes | None]:
     """A state that is served from a segment; None if there is none of this name."""
-    if not NAME.fullmatch(name):
-        raise wire.RefusedError(f"'{name[:100]}' is no worker's state")
+    _parse(name)
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open_regular(folder / name, links=False))
@@ -51,18 +91,48 @@ class WorkerStates:
         self.folder = segment.path
         with contextlib.suppress(SnapshotError):  # nothing is kept there then; whoever starts the keeper says why
             segment.create()
-        self._run_dir, self._token = run_dir, read_token(run_dir)
+        self._run_dir, self._group, self._token = run_dir, segment.group, read_token(run_dir)
+        self._storage = run_dir / "state" / "workers"
+        self._partner = ""
+        """The keeper that took a copy last."""
         self._holder: dict[str, str] = {}
         """By name of a state the keeper that has it."""
         self._looked = "", 0.0
         """For which state, and when."""
 
+    def write(self, name: str, *data: bytes) -> None:
+        if not is_own_directory(self.folder):
+            raise PermissionError(f"{self.folder} is another user's")
+        write(self.folder, name, *data, older=OLDER)
+
+    def copy(self, name: str, *data: bytes) -> bool:
+        order = lambda it: (it.address != self._partner, it.group < self._group, it.group)  # noqa: E731
+        held = wire.Pieces(list(map(memoryview, data)))
+        for place in sorted(self._others(), key=order):
+            with (
+                contextlib.suppress(wire.WireError),  # the next one may take it, and else storage
+                contextlib.closing(wire.connect(place.address, self._token, TIMEOUT)) as channel,
+            ):
+                channel.send_frame({"op": "keep", "name": name, "size": held.size})
+                if wire.serve_ranges(channel, held) == {"why": ""}:
+                    self._partner = place.address
+                    return True
+        write(self._storage, name, *data, older=OLDER_COPIES)
+        return False
+
+    def _others(self) -> list[peers.Place]:
+        """The keepers of other hosts, by group the latest."""
+        latest = {place.group: place for place in reversed(peers.read_places(self._run_dir))}
+        here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
+        return [place for place in latest.values() if (place.host, place.segment) != here]
+
     def elsewhere(self, name: str, size: int) -> bool:
+        with contextlib.suppress(OSError):
+            if (self._storage / name).stat().st_size == size:
+                return True
         looked_for, looked_mono = self._looked
         if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
-            places = {place.address: place for place in peers.read_places(self._run_dir)}
-            here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
-            others = [place for place in places.values() if (place.host, place.segment) != here]
+            others = list({place.address: place for place in self._others()}.values())
             answers, _ = peers.ask_all(others, self._token, {"op": "worker", "name": name}, timedelta(seconds=LOOK_S))
             found = [place.address for place, answer in answers.items() if answer.get("size") == size]
             self._holder = dict.fromkeys([name], found[0]) if found else {}
@@ -70,6 +140,8 @@ class WorkerStates:
         return name in self._holder
 
     def fetch(self, name: str, size: int) -> bytes | None:
+        with contextlib.suppress(OSError):
+            return read_regular(self._storage / name, size)
         if not self.elsewhere(name, size):
             return None
         try:

@@ -5,9 +5,9 @@ global parameters and the worker's own state, on its own slots; the reducer sums
 commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
 
 A worker's own state stays with the group that carries the worker, and is written to the host's memory, where a keeper
-serves it, and to the run directory while training goes on. A group that gets a worker which it did not carry takes the
-newest state from there and makes the rounds since again: of the last rounds each group still knows the global
-parameters (`round_state.Mark`).
+serves it, and copied to another host's or to storage while training goes on. A group that gets a worker which it did
+not carry takes the newest state from there and makes the rounds since again: of the last rounds each group still knows
+the global parameters (`round_state.Mark`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import Place, WorkerStore, folder_of
+from everstep.semi.worker_store import Place, WorkerStore
 from everstep.snapshot.keepers import end_keepers, watch_keeper
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
@@ -94,10 +94,9 @@ class Rounds(TrainerWork):
             self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
         place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
         segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
-        failed = lambda why: self._events.emit("warning", text=f"workers' states are on storage alone: {why}")  # noqa: E731
+        failed = lambda why: self._events.emit("warning", text=f"workers' states are not in this host's memory: {why}")  # noqa: E731
         self._keeper = watch_keeper(place.run_dir, place.host, settings, segment, self._events, failed)
         self.store = WorkerStore(
-            folder_of(place.run_dir),
             WorkerStates(place.run_dir, segment),
             rank=dist.get_rank(),
             whose=trainer.participation.whose,
@@ -167,8 +166,8 @@ class Rounds(TrainerWork):
                 return place, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and of rounds "
-            f"{min(self.state.marks)} to {self.committed} none is in a host's memory or in {self.store.folder}. Start "
-            "the run again, and it goes on from its last checkpoint"
+            f"{min(self.state.marks)} to {self.committed} none is in a host's memory or on storage. Start the run "
+            "again, and it goes on from its last checkpoint"
         )
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -311,7 +310,7 @@ class Rounds(TrainerWork):
             self.store.hold(self.state.place(worker, commit.step), done.own)
         self._rest()
         self._keep(commit.step)
-        saved, self._counted_saved = self._counted_saved, self.store.written_bytes
+        saved, self._counted_saved = self._counted_saved, self.store.copied_bytes
         sent, self._counted_sent = self._counted_sent, self._trainer.participation.column.payload_bytes
         return float(norm), {
             "inner_losses": (sums.loss / sums.tokens).tolist(),
@@ -418,8 +417,8 @@ class Rounds(TrainerWork):
         self.state.load_outer(state_dict)
 
     def serve(self) -> HealState:
-        """Also the own states that are in no file yet."""
-        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_file(place)]
+        """Also the own states that are in no file here yet."""
+        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_memory(place)]
         state = super().serve()
         state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
         state.blobs |= {f"own/{place.worker}": own for place, own in unkept}
