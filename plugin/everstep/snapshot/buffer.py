@@ -1,4 +1,4 @@
-"""A buffer: one file on tmpfs that holds one step's payload, or provably nothing.
+"""A buffer: one file on tmpfs that holds one step's payload, or nothing a reader accepts.
 
     [0, 16 KiB)  header: magic, length and XXH3 of a JSON body, the body
     [16 KiB, …)  payload
@@ -250,9 +250,10 @@ class BufferWriter:
         self._map: mmap.mmap | None = None
 
     def reserve(self, payload_bytes: int) -> None:
-        """Make room for a payload, allocated and prefaulted. What the file held may be gone.
+        """Make room for a payload, allocated and prefaulted. Wipes what the file held if it must grow or be reopened.
 
-        Raises SnapshotError when there is no room or no permission; the file is then as small as it was.
+        Raises SnapshotError when there is no room or no permission; its size is then as before, and its content may be
+        gone.
         """
         if self._map is not None and self._still_there() and file_bytes(payload_bytes) <= len(self._map):
             return

@@ -2,7 +2,7 @@
 
 With m members of a parity group that may be lost, a keeper makes m rows of parity over shards of the other members'
 payloads. It asks their keepers for the parts, block by block of all at once, verifies every block against its giver's
-checksums and combines it while more is on its way. Its own part is verified by them, each byte by m. Nobody chooses
+checksums and combines it while more is on its way. The others verify its own part: each byte m times. Nobody chooses
 anything: the parity group stands in the header that the trainer wrote. Who is not there in time is named, and the
 trainers leave it out of the next snapshot.
 """
@@ -48,7 +48,7 @@ log = logging.getLogger("everstep.keeper")
 
 
 class CodingError(RuntimeError):
-    """A snapshot that was not coded, why, and because of which group, or of NOBODY."""
+    """Why a snapshot was not coded, and the group to blame, or NOBODY."""
 
     def __init__(self, message: str, group: int) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class Waits:
 
 
 class Watch:
-    """Verifies and codes what one rank's trainer publishes. But for `note` for one thread alone."""
+    """Verifies and codes what one rank's trainer publishes. Only `note` may be called by other threads."""
 
     def __init__(
         self, segment: Segment, rank: int, settings: Snapshot, neighbours: Neighbours, over: threading.Event
@@ -150,7 +150,7 @@ class Watch:
         code = Code(own.parity_group, own.parity)
         for _, piece in self._segment.held("parity", self.rank):
             if piece.identity == own.identity and own.root in piece.roots:
-                return  # of this keeper's life before
+                return  # coded before this keeper restarted
         with contextlib.ExitStack() as stack:
             givers = self._givers(own, code, waits, stack)
             headers = [own if member == own.group else givers[member].header for member in code.members]

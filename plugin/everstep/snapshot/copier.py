@@ -1,4 +1,4 @@
-"""The copier: a trainer's part of its committed state into the segment, behind the next step's back.
+"""The copier: a trainer's part of its committed state into the segment, while the next step is computed.
 
 After a commit, `committed` returns at once; a thread of the snapshot copies, computes checksums and publishes.
 The state's tensors do not change until the next optimizer step, so the trainer has only to call `wait` before that.
@@ -72,7 +72,7 @@ class Copier:
         return self._job is None or self._job.over.is_set()
 
     def word(self) -> Word:
-        """What this group says of the snapshot taken last, but for where it is; to be told to all groups before the
+        """What this group says of the last snapshot, without its location; to be told to all groups before the
         next commit."""
         under_way = not self.idle  # first: what is over has set what the rest goes by
         taken, header = self.agreed.taken, self._newest
@@ -111,8 +111,7 @@ class Copier:
             step: the committed step.
             history: of the state, 64 bits: the same in all groups which committed this step together, and another
                 when the step is committed again after the run went back.
-            groups: that committed and hold the state now; this one is none of them where it applies afterwards what
-                they committed while it healed.
+            groups: that committed and hold the state now; without this one while it catches up after a heal.
             words: of the groups that spoke before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """

@@ -43,7 +43,7 @@ GONE_S = 20.0
 HEARTBEAT_S = 0.5
 POLL_S = 0.05
 JOIN_S = 15.0
-"""For the coding to end: longer than any wait in it."""
+"""How long an ending keeper waits for the coding."""
 
 log = logging.getLogger("everstep.keeper")
 
@@ -69,7 +69,7 @@ class Keeper:
         return Place(group, socket.gethostname(), address, os.getpid(), path, self.started_at)
 
     def spoken(self) -> None:
-        """Somebody has a use for this keeper."""
+        """Postpones the end that keeper_ttl_s sets."""
         self._spoken_at = time.monotonic()
 
     def run(self) -> str:

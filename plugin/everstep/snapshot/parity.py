@@ -127,7 +127,7 @@ def location_of(environment: Mapping[str, str], host: str) -> int:
 
     On a cluster whose Slurm knows its topology, SLURM_TOPOLOGY_ADDR is the way to the task's node from the uppermost
     switch down, such as `s0.s4.s8.node1`, and SLURM_TOPOLOGY_ADDR_PATTERN says what each part is. Elsewhere only the
-    host is known. Two hosts of the same hash are never in one parity group with parity 1, which does no harm.
+    host is known. Hosts with equal hashes count as one host.
     """
     path = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -192,7 +192,7 @@ class Domains:
 
     @property
     def survives(self) -> int:
-        """How many of the hosts that are not exposed may be lost at once, whichever they are."""
+        """How many hosts, exposed ones aside, may be lost at once, whichever they are."""
         found = []
         for group in self.groups:
             safe = Counter(self.hosts[member] for member in group if member not in self.exposed)

@@ -149,8 +149,8 @@ def _parity_of(column: Column, group: int | None = None) -> list[str]:
 
 
 def in_turn(groups: Iterable[int], first: int) -> list[int]:
-    """The groups in the order in which group `first` reads from their keepers: from its own on, which is the nearest.
-    So groups that start together do not all begin with the same keeper."""
+    """The groups in the order in which group `first` reads from their keepers: its own first, as nearest, then the
+    following ones. So groups that start together do not all begin with the same keeper."""
     return sorted(groups, key=lambda group: (group < first, group))
 
 

@@ -36,7 +36,7 @@ class Column:
 
     @property
     def any(self) -> Header:
-        """One of their headers, for what is the same in all."""
+        """Any header: for fields equal in all."""
         return self.held[0].header
 
     @property
