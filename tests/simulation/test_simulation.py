@@ -242,6 +242,12 @@ def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_
     assert not [text for _, _, what, _, text in outcome.trace if what == "watchdog"]
 
 
+def test_a_heal_that_fails_has_its_reason_on_every_rank() -> None:
+    outcome, _ = run_of("join", heal_fails=0.6)
+    assert not outcome.violations
+    assert len([text for _, _, what, _, text in outcome.trace if what == "heal_failed"]) > 1
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due

@@ -257,6 +257,8 @@ class World:
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
+        if kind == "heal_failed" and not fields["reason"]:
+            self.judge.violate("no reason", f"a heal failed as {who} says")
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
         if kind == "audit":

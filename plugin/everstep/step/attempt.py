@@ -79,7 +79,8 @@ class Turn(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What one rank brings to an attempt. `over`: see `Asker.over`; `slot_us`: see `ledger.Row`."""
+    """What one rank brings to an attempt. `over`: see `Asker.over`; `heal_failed`: why, or empty; `slot_us`: see
+    `ledger.Row`."""
 
     step: int
     history: int
@@ -88,7 +89,7 @@ class Beginning(NamedTuple):
     gives_up: bool
     lost_peers: bool
     state_is_here: bool
-    heal_failed: bool
+    heal_failed: str
     slot_us: int
 
 

@@ -220,7 +220,7 @@ class StepProtocol:
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
             lost_peers=self._connected is not None and not self._sums.connected,
             state_is_here=healing is not None and not healing.error and healing.fetch.state is not None,
-            heal_failed=healing is not None and healing.error != "",
+            heal_failed=healing.error if healing is not None else "",
             slot_us=self._holding.pace.slot_us,
         )
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", mine)]
@@ -237,8 +237,8 @@ class StepProtocol:
         if healing is not None and all(rank.state_is_here for rank in ranks):
             self._take_over(healing)
             return Turn.CAUGHT_UP
-        if healing is not None and any(rank.heal_failed for rank in ranks):
-            step, reason = healing.state.step + 1, healing.error
+        if healing is not None and (reason := next(filter(None, (rank.heal_failed for rank in ranks)), "")):
+            step = healing.state.step + 1
             self._events.emit("heal_failed", step, source_groups=healing.sources, reason=reason)
             self._give_up_healing()
         return None
