@@ -248,6 +248,23 @@ def test_a_heal_that_fails_has_its_reason_on_every_rank() -> None:
     assert len([text for _, _, what, _, text in outcome.trace if what == "heal_failed"]) > 1
 
 
+def test_groups_that_have_left_are_not_waited_for_with_a_quorum_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three leave; the one that stays would ask whether they make the same steps."""
+    asked, judged = list[float](), World.judge_question
+
+    def note(self: World, *what: Any) -> None:
+        asked.append(self.scheduler.now)
+        judged(self, *what)
+
+    monkeypatch.setattr(World, "judge_question", note)
+    outcome, world = run_of("leave", Fault(16.0, "leave", 1, 0, 0.9))
+    assert not outcome.violations
+    assert world.fell == {"leave": 2}
+    steps = [at for at, who, what, _, _ in outcome.trace if what == "applied" and who == "0.0/0" and at > 25.0]
+    assert len(steps) > 20
+    assert len([at for at in asked if at > 25.0]) < 5, "at the end of the run"
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due

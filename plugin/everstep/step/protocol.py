@@ -89,7 +89,7 @@ class StepProtocol:
         self._next: Quorum | None = None
         """The quorum of the next attempt, for which nobody is asked: that of the last one, moved on by its commit."""
         self._most = rules.dealing.groups
-        """Groups of the run: so many at its start, or so many as were members together since."""
+        """Groups of the run: the number at its start, or the most members since, less those that have left."""
         self._tries = 0
         self._slot_us = 0
         """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
@@ -483,6 +483,7 @@ class StepProtocol:
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held, planned = attempt.quorum, self._holding.held, attempt.plan.owners
         self._waits.take(attempt.reduce_s, 1)
+        self._most -= tally.leaving
         owners = tuple(planned[slot] if count else -1 for slot, count in enumerate(tally.coverage))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         able, parent = tuple(sorted(attempt.plan.shares)), quorum.state.history
