@@ -17,8 +17,7 @@ def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=Fa
 
 
 def tally(coverage, refused=0):
-    empty = torch.zeros(len(coverage), dtype=torch.float64)
-    sums = SlotSums(empty, empty, empty, frozenset())
+    sums = SlotSums(*torch.zeros(3, len(coverage), dtype=torch.float64), frozenset())
     return ledger.Tally(tuple(coverage), sums, 0, 0, refused)
 
 
@@ -193,3 +192,11 @@ def test_a_group_is_at_fault_for_what_another_one_was_asked_for_and_computed():
     assert ledger.at_fault(1, rows, {3: 1}, owners) == frozenset(), "refused once"
     both = [refusing(0, disputed=[3]), refusing(1, [3], held=[3])]
     assert ledger.at_fault(0, both, {3: 1}, owners) == frozenset(), "accepted: the other one refused it as well"
+
+
+def test_ranks_that_would_scale_the_gradient_differently_do_not_see_the_same_tally():
+    """By the number of tokens."""
+    mine, other = tally([1, 1]), tally([1, 1])
+    assert mine.digest() == other.digest()
+    other.sums.tokens[1] = 7.0
+    assert mine.digest() != other.digest()

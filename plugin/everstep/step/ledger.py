@@ -384,7 +384,7 @@ class Tally:
 
     def digest(self) -> int:
         """62 bits over what decides about the step; equal on all ranks of a group that saw the same sums."""
-        whole = (self.coverage, self.leaving, self.exhausted, self.refused, self.bits)
+        whole = (self.coverage, self.leaving, self.exhausted, self.refused, self.bits, self.sums.tokens.tolist())
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
 
