@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit
 from everstep.titan import snapshots
@@ -15,6 +16,7 @@ from everstep.titan.disk import OURS, DiskCheckpoints
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.steps import Steps
+from everstep.titan.work import TrainerWork
 
 
 def of_a_model():
@@ -91,3 +93,16 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
     disk.load()
     assert asked == [OURS if only_weights else set()]
     assert disk._trainer.own_keys == OURS
+
+
+def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():
+    told, learnt = [], []
+    source = SimpleNamespace(learn=lambda note: learnt.append(decode_states(note)))
+    events = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields["text"])))
+    streams = {3: StreamState(5, {})}
+    TrainerWork.noted(
+        SimpleNamespace(_source=source, _events=events), [b"", b"EVERSTREAM-NEWER[]", encode_states(streams)]
+    )
+    assert learnt == [{}, streams]
+    [(kind, text)] = told
+    assert (kind, text.partition(":")[0]) == ("warning", "what group 2 of 3 says of its streams is skipped")

@@ -226,8 +226,12 @@ class TrainerWork(ABC):
         return None if step % self.notes_interval else self._source.known_states() or None
 
     def noted(self, notes: list[bytes]) -> None:
-        for note in filter(None, notes):
-            self._source.learn(note)
+        for place, note in enumerate(notes, 1):
+            try:
+                self._source.learn(note)
+            except ValueError as error:
+                text = f"what group {place} of {len(notes)} says of its streams is skipped: {error}"
+                self._events.emit("warning", text=text)
 
     # The state
 

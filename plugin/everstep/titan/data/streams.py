@@ -177,16 +177,13 @@ class SlotStreams(SlotSource):
         for stream, state in decode_states(states).items():
             if stream not in self._known or state.position > self._known[stream].position:
                 self._known[stream] = state
-            live = self._live.get(stream)
-            if live and live.position < state.position:
-                # Somebody else computes this slot now.
-                del self._live[stream]
+            if stream in self._live and self._live[stream].position < state.position:
+                del self._live[stream]  # somebody else computes this slot now
 
     def note_live(self) -> None:
         for stream, live in self._live.items():
-            if live.position > self._steps:
-                continue
-            if stream not in self._known or live.position > self._known[stream].position:
+            known = self._known.get(stream)
+            if live.position <= self._steps and (known is None or live.position > known.position):
                 try:
                     self._known[stream] = live.state()
                 except PlainError as error:
