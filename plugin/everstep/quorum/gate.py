@@ -49,9 +49,9 @@ HEARING = 1.5
 all that live (sooner: `Gate._settles_s`), so that the first of them does not get a quorum of its own."""
 BEATS_S, BEAT_S = 0.2, 0.001
 """Between two heartbeats that torchft's lighthouse gets of each group that lives, and at least for each group of the
-run: one takes a quarter of that. After three times that without one the lighthouse takes a group for dead: what the
-death of a process costs. After twice that neither a group without a connection to beat on counts, nor a quorum that
-the lighthouse forms."""
+run: one takes 0.25 ms. After three times that without one the lighthouse takes a group for dead: what the death of a
+process costs. After twice that, a group without a heartbeat connection no longer counts, and new quorums are
+rejected."""
 LOOK_S = 0.25
 """How often to see whether those that others wait for have died."""
 HEAD_START_S = 0.02
@@ -136,14 +136,14 @@ class Gate:
         """By replica that has beaten, in which quorum it makes steps; empty for none."""
         self._waits: dict[str, _Waiting] = {}
         """By replica, its request while there is no quorum for it."""
-        self._apart = False
+        self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
         """In which quorum those make steps that the others wait for; empty for any, while none was formed here. Whoever
         made steps in an earlier one is one that waits: it was not there for the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
         """By replica, the connection on which it beats."""
-        self._held = 0
+        self._queued = 0
         """Requests that wait for their turn."""
         self._formed: deque[tuple[int, int]] = deque(maxlen=KEPT)
         """When the last quorums were formed, by a wall clock that may be set back: it tells them apart, no more."""
@@ -227,7 +227,7 @@ class Gate:
     def _is_wanted(self, beat: Asked) -> bool:
         """Whether a group that beats should ask for a quorum."""
         with self._changed:
-            return self._apart or any(other != beat.replica and self._is_heard(other) for other in self._waits)
+            return self._split or any(other != beat.replica and self._is_heard(other) for other in self._waits)
 
     def _is_heard(self, replica: str) -> bool:
         patience_s = self._timeout_s if replica in self._beating else min(2 * self._every_s, self._timeout_s)
@@ -247,7 +247,7 @@ class Gate:
                 self._believed_from = now + late_s
             self._beaten = now
             counting = self._counting().values()
-            self._apart = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
+            self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
             for replica in counting:
                 if replica in self._beating:
                     self._beat(replica)
@@ -298,14 +298,14 @@ class Gate:
     def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
         with self._changed:
-            gives_turn = self._held > 0 and self._may_pass()
-            self._held += 1
+            lets_others_pass = self._queued > 0 and self._may_pass()
+            self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
                 if now >= self._asks_from and self._may_pass():
                     break
                 self._changed.wait(min(LOOK_S, until - now))  # those it waits for may have died meanwhile
-            self._held -= 1
-        if gives_turn:
+            self._queued -= 1
+        if lets_others_pass:
             time.sleep(HEAD_START_S)
         return time.monotonic() < until
 

@@ -2,7 +2,7 @@
 
 A source opens its state after one committed step (`Door.serve`): once a joiner asks, a thread copies it, and joiners
 read the copy (`Fetch`) while the source computes on. Before its optimizer makes another state of it (`Door.close`) the
-source waits until the copy is whole, and lets nobody else in; those that are there read on, and nobody waits for them.
+source waits until the copy is whole, and lets nobody else in; present readers go on, and nobody waits for them.
 
 A joiner takes the tensors, which are the same in all groups of one history, from several sources at once, piece by
 piece: whichever is fast gives more, and what one that is slow, silent or gone owes is asked of another. A transfer
@@ -338,7 +338,7 @@ class Fetch:
                 self._left.pop(begin, None)
 
     def _next(self, asked: list[int]) -> int | None:
-        """What else to ask a source for that owes some pieces: what another one owes only if it owes none."""
+        """The next piece to ask a source for; one that another source owes, only if this one owes none."""
         with self._lock:
             begin = next((begin for begin in self._left if begin not in asked), None)
             if begin is None or (asked and self._left[begin]):

@@ -1,7 +1,7 @@
 """A group's voice at the run's lighthouse, behind its gate (`everstep.quorum.gate`).
 
 Only rank 0 of a group has one; the other ranks learn from it. What a group says of itself travels with its request and
-comes back in the quorum, so a quorum that is not for the newest request is seen to be that.
+comes back in the quorum, so a quorum that is not for the newest request is recognised.
 
 The lighthouse's host may fall silent, and another one be published. So heartbeats read the published address each time,
 and wait for half a heartbeat timeout; where they find that the lighthouse has moved, or that it has been silent for a
@@ -22,7 +22,7 @@ from everstep.run import typed
 
 PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.5, 4
-"""The longest time between two heartbeats, and how many of them must be lost in a row before a group is."""
+"""The longest time between two heartbeats, and how many missed in a row make a group count as lost."""
 ASK_AGAIN_S = 0.1
 SPARE = 0.05
 """Of a group's patience: what the lighthouse waits less, so that its reason arrives before the group gives up."""

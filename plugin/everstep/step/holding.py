@@ -112,7 +112,7 @@ class Holding:
             self._work.not_finite(step, sorted(plan.not_finite))
 
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
-        """Compute slots, which are held then. The sums begin with the last of them."""
+        """Compute and hold slots. Sums start in the last one."""
         held, step = self.held, attempt.step
         if not self._audit(attempt):
             return

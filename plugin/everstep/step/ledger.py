@@ -240,11 +240,11 @@ def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> in
     """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
     that disputes it, one that has not refused it; if it is to pass, one for which it was finite, and that does not
     dispute it. Of several the one that refused the fewest slots, then the one with the smallest share."""
-    again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
+    same_group_again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
     def turn(row: Row) -> tuple[bool, bool, int, int, int]:
-        last = slot in row.not_finite if passes else (slot in row.refused) != again
-        return last, slot in row.disputed, len(row.refused), load[row.group], row.group
+        disfavoured = slot in row.not_finite if passes else (slot in row.refused) != same_group_again
+        return disfavoured, slot in row.disputed, len(row.refused), load[row.group], row.group
 
     return min(able, key=turn).group
 

@@ -15,7 +15,7 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
 
 A group that has no state yet never makes others wait: it takes part in the sums with zeros and keeps the summed
 gradients of each step, until the state is there that the first of them belongs to; then it applies them one after the
-other. A state that is given up for another's stays a fallback until that is here.
+other. A group keeps its old state until the new one is here.
 
 Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
 """
@@ -95,7 +95,7 @@ class StepProtocol:
         """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
         self._is_slow = False
         self._waits = Pace()
-        """Of sums, as far as compute does not hide them."""
+        """How long sums take beyond compute."""
         self._progress = host.clock.now()
 
     # The state
@@ -336,7 +336,7 @@ class StepProtocol:
 
     def _row(self, attempt: Attempt) -> ledger.Row:
         quorum, computes, held = attempt.quorum, attempt.computes, self._holding.held
-        # A group that nobody else can confirm looks twice: its first finding may have been of another error.
+        # A group that nobody else can confirm looks twice: the first error may have been transient.
         looks = 1 if len(quorum.able) > 1 else ledger.ASK_AFTER
         return ledger.Row(
             group=self.group,
