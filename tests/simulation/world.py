@@ -388,13 +388,14 @@ class World:
         return False
 
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
-        """Where nothing breaks and nobody comes, goes or heals, a group that made a step with most of the others asks
-        nobody for the next."""
+        """Where nothing breaks and nobody comes, goes or heals, or has healed since the last quorum, a group that made
+        a step with most of the others asks nobody for the next."""
         quorum, before = read_quorum(0, members), {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
         alive = {name_of(other.group.id, other.name) for other in lives}
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
         stands = alive == before == {member.name for member in members} and len(quorum.able) == len(members)
+        stands = stands and len(read_quorum(0, life.met).able) == len(members)
         most = 2 * len(members) > len(self.groups)  # those that joined count, as they may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
