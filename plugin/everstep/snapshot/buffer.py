@@ -252,8 +252,7 @@ class BufferWriter:
     def reserve(self, payload_bytes: int) -> None:
         """Make room for a payload, allocated and prefaulted. Wipes what the file held if it must grow or be reopened.
 
-        Raises SnapshotError when there is no room or no permission; its size is then as before, and its content may be
-        gone.
+        Raises SnapshotError when there is no room or no permission; its size is then as before, its content maybe gone.
         """
         if self._map is not None and self._still_there() and file_bytes(payload_bytes) <= len(self._map):
             return

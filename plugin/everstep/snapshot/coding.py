@@ -8,7 +8,6 @@ trainers leave it out of the next snapshot.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import threading
@@ -165,8 +164,7 @@ class Watch:
                 shards = [
                     (givers[giver], code.stripes_of(giver).index(stripe) * length) for giver in code.columns(stripe)
                 ]
-                at_work = functools.partial(waits.on, own.group)
-                _combine(shards, payload[row * length : (row + 1) * length], row, at_work)
+                _combine(shards, payload[row * length : (row + 1) * length], row, lambda: waits.on(own.group))
             payload[code.parity * length :] = np.frombuffer(covers, dtype=np.uint8)
         header = replace(
             own,

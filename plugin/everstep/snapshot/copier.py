@@ -28,8 +28,6 @@ from everstep.snapshot.segment import KEEPER_SILENT_S, Segment
 RETRY_S = 30.0
 """How long a group that could not keep up lets the others go on without it before it tries again."""
 POLL_S = 0.01
-
-
 Emit = Callable[..., Any]
 """`run.events.EventLog.emit`."""
 
@@ -87,12 +85,7 @@ class Copier:
         coded = over and notes.coded
         blamed = notes.waits_for if over and not silent else self._segment.group
         waits_for = header.parity_group.index(blamed) if blamed in header.parity_group else -1
-        return Word(
-            settled=over or silent,
-            coded=coded,
-            able=able,
-            waits_for=-1 if coded else waits_for,
-        )
+        return Word(settled=over or silent, coded=coded, able=able, waits_for=-1 if coded else waits_for)
 
     def committed(
         self,
@@ -102,8 +95,7 @@ class Copier:
         words: Mapping[int, Word],
         state: Callable[[], State],
     ) -> bool:
-        """Tell that a step was committed; take a snapshot of it if it is due. Returns whether one was begun here. A
-        collective of the group.
+        """Tell that a step was committed; take a snapshot of it if it is due. Whether one was begun; a collective.
 
         One is due at every interval, and at once when other groups share it than the last, or none is coded.
 

@@ -146,24 +146,16 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list
 
 def _anchor(restored: list[Held], older: list[list[Held]]) -> Moment:
     """The newest of these states that is coded and can be restored; if none is coded, the restored one."""
-    if not _is_coded(restored):
-        for candidate in older:
-            if _is_coded(candidate) and not _columns(candidate)[1]:
-                return candidate[0].header.moment
-    return restored[0].header.moment
+    coded = filter(_is_coded, [restored, *older])
+    return next((each for each in coded if each is restored or not _columns(each)[1]), restored)[0].header.moment
 
 
 def _is_coded(candidate: list[Held]) -> bool:
     """Whether all members that are still there have their pieces of the code, if there is one. What is lost of a coded
     snapshot does not make it one that was given up."""
-    pieces = {
-        (held.header.rank, held.header.group, root)
-        for held in candidate
-        if held.header.kind == "parity"
-        for root in held.header.roots
-    }
-    data = [held.header for held in candidate if held.header.kind == "data" and held.header.parity]
-    return all((header.rank, header.group, header.root) in pieces for header in data)
+    headers = [held.header for held in candidate]
+    pieces = {(h.rank, h.group, root) for h in headers if h.kind == "parity" for root in h.roots}
+    return all((h.rank, h.group, h.root) in pieces for h in headers if h.kind == "data" and h.parity)
 
 
 def _columns(candidate: list[Held]) -> tuple[dict[int, Column], str]:
