@@ -450,7 +450,8 @@ def host_synchronisations() -> str:
     from torch.distributed.fsdp import fully_shard
 
     from everstep.quorum.process_group import Place
-    from everstep.step.reduction import GradientReducer, local
+    from everstep.step.private import local
+    from everstep.step.reduction import GradientReducer
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     backend = dist.get_default_backend_for_device(device())

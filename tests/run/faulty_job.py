@@ -19,7 +19,8 @@ import torch
 
 from everstep.attention import product
 from everstep.attention.findings import Deviation
-from everstep.step.reduction import GradientReducer, local
+from everstep.step.private import local
+from everstep.step.reduction import GradientReducer
 from everstep.titan.slots import Slots
 from small_job import debugmodel
 

@@ -79,7 +79,7 @@ class Row:
     @staticmethod
     def decode(said: bytes) -> "Row":
         """The inverse of `encode`. Raises UnfitError."""
-        return typed.parse(Row, typed.loads(said), "a row:")
+        return typed.parse(Row, typed.loads(said), "a row")
 
 
 def objection(rows: Sequence[Row], quorum: Quorum) -> str:

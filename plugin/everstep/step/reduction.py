@@ -24,12 +24,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.streams import Event, Streams
 from everstep.step import exact
+from everstep.step.private import local
 
 LARGEST = 1e10
 """Of an element of a sum, as ATTNChecker (arXiv 2410.11720) has it for near-INF. The squares of 10^12 such elements
@@ -44,16 +44,6 @@ LARGEST_PART = LARGEST / 1000
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]
 """What is told of a slot's gradients: a parameter, and this rank's part of its gradient."""
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if not torch.is_grad_enabled():  # to enter no_grad takes longer than all the rest
-        return tensor.to_local()
-    with torch.no_grad():  # else it is a view that autograd follows
-        return tensor.to_local()
 
 
 class _Memory:

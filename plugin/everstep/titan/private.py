@@ -8,7 +8,6 @@ imported, and `train_on` comes before.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch._utils
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -19,12 +18,6 @@ EXPERT_LOADS = "tokens_per_expert_E"
 
 local_box = compute_local_shape_and_global_offset
 """(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
-
-
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, as it lies in memory: `to_local` makes a view for autograd, which takes ten times
-    as long. Any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def train_on(device: str) -> None:

@@ -18,7 +18,7 @@ from everstep.semi.outer import lr_and_momentum
 from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place
-from everstep.step.reduction import local
+from everstep.step.private import local
 from everstep.titan.state import TrainingState
 
 OPTIMIZER = "optimizer/"

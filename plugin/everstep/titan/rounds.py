@@ -34,7 +34,8 @@ from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
+from everstep.step.private import local
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan.disk import not_saved
 from everstep.titan.group import all_in_group, least_in_group, sum_in_group
 from everstep.titan.parts import WORKERS, Parts

@@ -13,7 +13,7 @@ from torchtitan.observability import structured_logger as sl
 
 from everstep.attention.guard import Checks
 from everstep.step.interfaces import OutOfData
-from everstep.step.reduction import local
+from everstep.step.private import local
 from everstep.titan import private
 from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.data.streams import SlotStreams

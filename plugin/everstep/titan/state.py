@@ -18,7 +18,7 @@ from torchtitan import trainer as titan
 
 from everstep.quorum.heal import HealState
 from everstep.snapshot.layout import Shard
-from everstep.step.reduction import local
+from everstep.step.private import local
 from everstep.titan import private
 from everstep.titan.names import init_optim_state
 
@@ -94,7 +94,7 @@ class TrainingState:
         """Name → this rank's local tensor, sharing memory with the trainer's."""
         tensors = self.handed_over()
         for name, tensor in tensors.items():
-            part = private.part_of(tensor)
+            part = local(tensor)
             tensors[name] = part.detach() if part.requires_grad else part
         return tensors
 

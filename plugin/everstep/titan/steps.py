@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.reduction import BUCKET_BYTES, GradientReducer, local
+from everstep.step.private import local
+from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan.group import all_in_group
 from everstep.titan.state import TrainingState
 from everstep.titan.tally import StepSums, flat

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from everstep.step.reduction import local
+from everstep.step.private import local
 
 
 @dataclass(frozen=True, slots=True)
