@@ -78,7 +78,7 @@ class Sums:
 
     def finish(self, one):
         if self._waits:
-            one.among.finish(one)
+            one.line.finish(one)
 
 
 def backward(reducer: GradientReducer, params: list[torch.nn.Parameter], *, last: bool, on=None) -> None:
@@ -126,7 +126,7 @@ def bucket_freed(planted: bool) -> None:
     with unwaited(planted):
         one = line.start(bucket, MINUTE)
         if not planted:
-            one.among.finish(one)
+            one.line.finish(one)
         del bucket
         ones()
 

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
+from everstep.quorum.in_flight import Line
 from everstep.quorum.process_group import Place, RankColumn, reach
+from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerWatch
 from watched import until
 
@@ -94,3 +97,37 @@ def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(
     until(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
     assert time.monotonic() - begin < LONG.total_seconds()
     assert_they_add(board, "again", *columns)
+
+
+class Works:
+    """A communicator whose sums are complete at once."""
+
+    on_device = False
+
+    def __init__(self, begins=lambda: None, error=lambda: ""):
+        self._begins, self.error = begins, error
+
+    def allreduce(self, tensor, timeout):
+        self._begins()
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self):
+        pass
+
+
+def test_a_sum_that_is_begun_while_the_group_is_broken_ends():
+    line = Line(Works(lambda: line.end()), Streams())
+    one = line.start(torch.ones(1), LONG)
+    with pytest.raises(SumsBroken, match="lost"):
+        line.finish(one)
+    until(lambda: one.ended, "else its memory is kept as long as the process lives")
+
+
+def test_a_backend_that_cannot_say_whether_it_failed_has_failed():
+    def error():
+        raise RuntimeError("no such communicator")
+
+    line = Line(Works(error=error), Streams())
+    for _ in range(2):
+        with pytest.raises(SumsBroken, match="no such communicator"):
+            line.finish(line.start(torch.ones(1), LONG))

@@ -307,7 +307,7 @@ class Fetch:
                     if self._over:
                         return
                     self._channels.append(channel)
-                schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer:")
+                schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer")
                 if (schema.of, schema.tensors) != (self._wanted, self._described):
                     other = [tensor for tensor in schema.tensors if tensor not in self._described]
                     raise UnfitError(f"it offers {schema.of}, with other tensors than this rank has: {other[:3]}")

@@ -2,16 +2,17 @@
 
 Some works say when they are complete, some only return from `wait`, and one that a dead peer was part of may do
 neither. So a thread of its own waits for the works of a process group, one after the other in the order in which they
-began, and whoever wants a sum waits for that thread: no longer than the sum's timeout, and not at all once the process
-group is broken. The thread of a broken process group is left behind until its works end.
+began, and whoever wants a sum waits for that thread: for the sum's timeout and `LATE_S`, and not at all once the
+process group is broken. The thread of a broken process group is left behind until its works end.
 
 A sum on a device runs on a stream of the process group's own, and an event behind it tells when its kernel has ended,
-complete or aborted. Nobody but this thread waits for the event, so the one that begins sums never waits for the device.
+complete or aborted. Nobody but this thread waits for the event, so the thread that begins sums never waits for the
+device.
 """
 
-import queue
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -22,14 +23,14 @@ from everstep.quorum.errors import SumsBroken
 from everstep.quorum.streams import Event, Streams
 
 LATE_S = 0.5
-"""A backend gives up a sum at its timeout itself; one that has not by then, and so long after, is given up."""
+"""A backend fails a sum at its timeout itself; one that it has not failed so long after is given up here."""
 
 
 class Sum:
     """One sum under way. `ended`: nothing reads or writes its tensor on its behalf any more."""
 
-    def __init__(self, among: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
-        self.among, self.work, self.event = among, work, event
+    def __init__(self, line: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
+        self.line, self.work, self.event = line, work, event
         self.began, self.timeout_s = time.monotonic(), timeout.total_seconds()
         self.ended = False
         self.error = ""
@@ -44,8 +45,8 @@ class Line:
 
     def __init__(self, communicator: Communicator, streams: Streams) -> None:
         self.communicator, self._streams = communicator, streams
-        self._news = threading.Condition()
-        self._queue: queue.SimpleQueue[Sum | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._queue: deque[Sum] = deque()
         self._thread: threading.Thread | None = None
         self._last_ended = 0.0
         self._broken = False
@@ -55,18 +56,19 @@ class Line:
     def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
         """Begin to sum in place, after what the current stream was given so far. Raises what the backend does."""
         ready, on_device = self._streams.record(), self.communicator.on_device
-        # A device's backend counts from here on, and carries out one after the other.
-        waits = timeout * (1 + self._pending) if on_device else timeout
+        # NCCL counts a timeout from here on, and carries out one sum after the other.
+        backend_timeout = timeout * (1 + self._pending) if on_device else timeout
         with self._streams.of_sums():
             self._streams.wait(ready)
-            work = self.communicator.allreduce(tensor, waits)
+            work = self.communicator.allreduce(tensor, backend_timeout)
             one = Sum(self, work, self._streams.record() if on_device else None, timeout)
-        with self._news:
+        with self._changed:
             self._pending += 1
-        self._queue.put(one)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_all, name="sums", daemon=True)
-            self._thread.start()
+            self._queue.append(one)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait_for_all, name="sums", daemon=True)
+                self._thread.start()
         return one
 
     def finish(self, one: Sum) -> None:
@@ -75,13 +77,13 @@ class Line:
         Raises:
             SumsBroken: it failed, took too long, or the process group was broken meanwhile.
         """
-        with self._news:
+        with self._changed:
             while not one.ended and not self._broken:
-                # One begins when the one before it has ended, however early it was asked for.
+                # A sum begins when the one before it has ended, however early it was enqueued.
                 left_s = max(one.began, self._last_ended) + one.timeout_s + LATE_S - time.monotonic()
                 if left_s <= 0:
                     raise SumsBroken(f"a sum did not complete within {one.timeout_s:g} s")
-                self._news.wait(left_s)
+                self._changed.wait(left_s)
             if self._broken:
                 raise SumsBroken("a member of the quorum was lost")
         if one.error:
@@ -95,20 +97,28 @@ class Line:
 
     def end(self) -> None:
         """The process group is broken: nobody waits for its sums any more."""
-        with self._news:
+        with self._changed:
             self._broken = True
-            self._news.notify_all()
-        self._queue.put(None)
+            self._changed.notify_all()
         self.communicator.abort()  # last: a sum that the abort ends is not to look complete
 
     def _wait_for_all(self) -> None:
-        while (one := self._queue.get()) is not None:
+        while (one := self._next()) is not None:
             error = self._wait_for(one)
-            with self._news:
+            with self._changed:
                 one.error, one.work = error, None
                 one.ended, self._last_ended = True, time.monotonic()
                 self._pending -= 1
-                self._news.notify_all()
+                self._changed.notify_all()
+
+    def _next(self) -> Sum | None:
+        """The next sum to wait for. None: the process group is broken, and all that began have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._broken)
+            if self._queue:
+                return self._queue.popleft()
+            self._thread = None  # a sum that is begun at this moment gets another thread
+            return None
 
     def _wait_for(self, one: Sum) -> str:
         """Until the sum has ended; why it failed, or nothing."""
@@ -124,9 +134,10 @@ class Line:
         try:
             if one.event is not None:
                 one.event.synchronize()  # a work that raised may still run on the device
+            error = error or self.communicator.error()
         except Exception as raised:  # noqa: BLE001 - a device that is lost says so here
             error = error or first_line(raised)
-        return error or self.communicator.error()
+        return error
 
 
 def first_line(error: Exception) -> str:

@@ -188,7 +188,7 @@ class RankColumn:
         """Wait for a started sum. Raises SumsBroken, after which the process groups are broken; tensors of sums that
         have not `ended` must not be used again."""
         try:
-            one.among.finish(one)
+            one.line.finish(one)
         except SumsBroken:
             self.abort()
             raise

@@ -90,7 +90,7 @@ def encode(request: Request) -> str:
 @functools.lru_cache(1024)
 def decode(text: str) -> Request:
     """The inverse of `encode`. Raises UnfitError for anything else. A process comes by most requests several times."""
-    return typed.parse(Request, typed.loads(text), "a request:")
+    return typed.parse(Request, typed.loads(text), "a request")
 
 
 @dataclass(frozen=True, slots=True)
