@@ -158,9 +158,9 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
     whole = tmp_path / "whole.tokens"
     assert len(pack(Pack(corpus, whole), chunk_tokens=60000).chunks) > 10
     assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
-    for chunks in (1, 4):
+    for chunks, left in ((1, -9), (4, 0)):
         newest = max(begun(out).glob("*.npz"))
-        newest.write_bytes(newest.read_bytes()[:-9])  # as a host that lost its power may leave it
+        newest.write_bytes(newest.read_bytes()[:left])  # as a host that lost its power may leave it
         (begun(out) / "whole").write_bytes(b"half of it")
         with pytest.raises(CrashError):
             pack(Pack(corpus, out), tell=crash_after(chunks), chunk_tokens=60000)
@@ -193,6 +193,16 @@ def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     with pytest.raises(DataError, match=sentence):
         pack(Pack((tmp_path / name,), out))
     assert not out.exists()
+
+
+def test_what_is_no_whole_token_file_is_not_packed_over(corpus, packed):
+    foreign, folder = packed.with_name("foreign"), packed.with_name("folder")
+    foreign.write_bytes(b"other")
+    folder.mkdir()
+    packed.write_bytes(packed.read_bytes()[:-9])
+    for out in (packed, foreign, folder):
+        with pytest.raises(DataError, match="exists and is no whole token file: choose another --out, or delete it"):
+            pack(Pack(corpus, out))
 
 
 # Damaged.

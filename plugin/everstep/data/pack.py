@@ -1,9 +1,9 @@
 """Text to a token file, continued where it was interrupted.
 
-Until OUT is whole, each chunk of whole documents is a file in a folder beside it, whose name follows from the input,
-and which appears in one rename. Another start reads on behind the documents of the chunks that are there. Where chunks
+Until OUT is whole, each chunk of whole documents is a file, renamed into place, in a folder beside it that is named
+after the input. Another start reads on behind the documents of the chunks that are there. Where chunks
 end depends on the documents alone, so the finished file is byte for byte that of a run without interruption. It needs
-the room of the chunks once more, and appears in one rename, after its checksums were compared."""
+as much disk again as the chunks, and appears in one rename, after its checksums were compared."""
 
 import contextlib
 import hashlib
@@ -30,6 +30,8 @@ from everstep.run.files import hold_alone, write_whole
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
 """Encoded together, on all cores."""
+_DAMAGED = OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile
+"""What numpy raises for a file that is no whole archive of arrays."""
 
 
 @dataclass
@@ -77,7 +79,10 @@ def pack(
         "inputs": [identity(file) for file in files],
     }
     if out.exists():
-        footer, _ = token_format.read_footer(out)
+        try:
+            footer, _ = token_format.read_footer(out)
+        except DataError:
+            raise DataError(f"{out} exists and is no whole token file: choose another --out, or delete it.") from None
         if footer.source != source:
             raise DataError(
                 f"{out} was made from other input or with another tokenizer: choose another --out, or delete it."
@@ -100,13 +105,13 @@ def pack(
     footer = chunks.join(folder / "whole", encoder.vocab_size, source)
     token_format.verify(folder / "whole")
     os.replace(folder / "whole", out)
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # another start may look for its lock at this moment
     return footer
 
 
 def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
-    """For each chunk, the ids of its documents, and how many documents it took, those without a next token to learn
-    included, which are left out."""
+    """For each chunk, the ids of its documents, and how many documents it took, including those that are left out
+    for having fewer than two tokens."""
     chunk: list[np.ndarray] = []
     length = read = 0
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
@@ -128,7 +133,7 @@ class _Chunks:
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
         self._folder, self._dtype = folder, dtype
         self.read = self.documents = self.tokens = self._count = 0
-        with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):  # the first that is not there
+        with contextlib.suppress(*_DAMAGED):  # stops at the first that is missing or damaged
             while True:
                 with np.load(self._path(self._count), allow_pickle=False) as found:
                     self._added(found["lengths"], int(found["read"]))
@@ -155,7 +160,7 @@ class _Chunks:
             try:
                 with np.load(self._path(number), allow_pickle=False) as found:
                     yield found[name]
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            except _DAMAGED as error:
                 raise DataError(f"{self._path(number)} is damaged ({error}): delete it to make it again.") from None
 
     def join(self, path: Path, vocab_size: int, source: dict[str, Any]) -> Footer:
