@@ -1,12 +1,52 @@
 """A group is ready before the others begin to wait for it."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
+from everstep.attention.injection import Injector
+from everstep.attention.section import Inject
+from everstep.titan.trainer import EverstepTrainer
 from watched import Watched, write_config
 
 DEADLINE_S = 400.0
 REDUCE_S = 3.0
 """Much less than compiling takes."""
+
+
+def test_a_group_computes_and_connects_before_it_announces_itself():
+    """The short form: the order alone, of a trainer of which nothing else is there."""
+    done, injector = [], Injector(Inject(kind="nan"))
+    injector.register(0, ("context",))
+
+    def compute(step, slot, whole):
+        done.append("compute")
+        injector.begin(step)
+        assert injector.strike(0, "context") is not None
+
+    class Trainer:
+        checks = SimpleNamespace(injector=injector)
+        device, step = SimpleNamespace(type="cpu"), 0
+        place = SimpleNamespace(
+            files=SimpleNamespace(beat=lambda *said: None), events=SimpleNamespace(emit=lambda *said, **more: None)
+        )
+        config = SimpleNamespace(
+            fault_tolerance=SimpleNamespace(enable=True, group_id=0),
+            compile=SimpleNamespace(enable=True),
+            profiler=SimpleNamespace(build=lambda **more: contextlib.nullcontext()),
+            dump_folder="",
+        )
+        metrics_processor = SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[0.0])
+        slots = SimpleNamespace(compute=compute)
+        work = SimpleNamespace(discard=lambda: done.append("discard"))
+        participation = SimpleNamespace(warm=lambda: done.append("warm"), run=lambda work: 1 / 0)
+        _compile = EverstepTrainer._compile
+
+    with pytest.raises(ZeroDivisionError):
+        EverstepTrainer.train(Trainer())
+    assert done == ["compute", "discard", "warm"]
+    compute(1, 0, whole=False)  # the fault of the first step was not used up
 
 
 @pytest.mark.slow

@@ -111,6 +111,11 @@ class Injector:
         self._armed = (layer, section, fault)
         self._step = step
 
+    def renew(self) -> None:
+        """What was computed so far counts for nothing: no step was hit yet."""
+        self._armed, self._hit_step = None, 0
+        self.hits.clear()
+
     def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
         if self._armed is None or self._armed[:2] != (layer, section):

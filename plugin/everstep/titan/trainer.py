@@ -86,7 +86,7 @@ class EverstepTrainer(titan.Trainer):
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
-        self.checks: Checks | None = self._attached() if config.attention_check.enable else None
+        self.checks: Checks | None = self._attach_checks() if config.attention_check.enable else None
         self.profiler: Any = None
         """torchtitan's, while it trains."""
         if not ft.enable:
@@ -97,12 +97,12 @@ class EverstepTrainer(titan.Trainer):
             exactness.agree(place.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
-        """The run and the data that a state that was taken over is of."""
+        """Run and data of the state that was taken over last."""
         self.own_keys = OURS
-        """Those of our own counters that a checkpoint has, while it is loaded."""
+        """Which of our own counters the checkpoint that is being loaded has; else all."""
         self.parameters_told = ""
-        """With exact sums, a checksum of the parameters after the last step; of a state that was taken over, what came
-        with it."""
+        """With exact sums, a checksum of the parameters after the last step; after a takeover, the one that came with
+        the state."""
         self.streams = streams_of(self.device)
         self.slots = Slots(self)
         self.participation = Participation(self)
@@ -149,7 +149,7 @@ class EverstepTrainer(titan.Trainer):
             require_members(self.place.token)
         return dims
 
-    def _attached(self) -> Checks:
+    def _attach_checks(self) -> Checks:
         """The checks of the model's attention."""
         training = self.config.training
         ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
@@ -182,14 +182,14 @@ class EverstepTrainer(titan.Trainer):
         work.close(leaves=leaves)
         self.participation.leave()
         if place.snapshots is not None:
-            # A last checkpoint on disk holds the same state; a group that leaves alone has given its own up.
+            # A last checkpoint on disk holds the same state; a group that leaves alone has dropped its own.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
         logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
 
     def _compile(self) -> None:
-        """Before the other groups wait for this one: compute a slot that counts for nothing, where the first one
-        compiles something or loads kernels. It leaves gradients, data and random numbers as they were."""
+        """Before the other groups wait for this one: compute and discard a slot, if the first one compiles something or
+        loads kernels. It leaves gradients, data and random numbers as they were."""
         if self.device.type == "cpu" and not self.config.compile.enable:
             return
         self.place.files.beat(STARTUP, 0)
@@ -202,4 +202,6 @@ class EverstepTrainer(titan.Trainer):
             processor.data_loading_times.pop()
         processor.ntokens_since_last_log = counted
         self.work.discard()
+        if self.checks is not None:
+            self.checks.injector.renew()
         self.place.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))
