@@ -27,13 +27,16 @@ def test_the_campaign_file_holds_every_kind_of_fault():
         ("sed = 1\nfault = []", "unknown key 'sed'"),
         ("[[fault]]\nname = 'kill-grup'\nat_step = 1", "did you mean kill-group?"),
         ("[[fault]]\nname = 'kill-all'", "fault 1 (kill-all): give either at_step or at_s"),
-        ("[[fault]]\nname = 'kill-all'\nat_step = '1'", "fault 1 (kill-all).at_step should be"),
+        ("[[fault]]\nname = 'kill-all'\nat_step = '1'", "fault 1 (kill-all): at_step should be"),
         ("[[fault]]\nname = 'kill-all'\nat_step = 1\ndurations = 4", "fault 1 (kill-all) has the unknown key"),
+        ("seed = 'a'\nfault = []", "../folder/c.toml: seed should be an integer, is 'a'."),
         ("every = ", "not valid TOML"),
     ],
 )
-def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path, text, says):
-    path = tmp_path / "c.toml"
+def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path, monkeypatch, text, says):
+    path = Path("../folder/c.toml")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
     path.write_text(text)
     with pytest.raises(LaunchError) as refused:
         read_campaign(path)

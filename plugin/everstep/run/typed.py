@@ -1,7 +1,7 @@
 """What comes from outside, by type: JSON to dataclasses, or one sentence about what does not fit.
 
-Every door of a run uses this one way: messages of peers, files of the run directory, footers and journals of token
-files, events. A field is what its annotation says, or the whole is refused; nothing is converted but an int to a float.
+Messages of peers, files of the run directory and footers of token files come in through this one door. A field is what
+its annotation says, or the whole is refused; only an int becomes a float, and an array a tuple or a set.
 """
 
 import dataclasses
@@ -27,22 +27,25 @@ class UnfitError(ValueError):
         wanted: what was due, in words; "" if it is not the value that is wrong.
         value: what was there.
         where: the place inside of what was parsed.
+        whole: what was parsed, in words.
     """
 
-    wanted, value, where = "", None, ""
+    wanted, value, where, whole = "", None, "", ""
 
     def __str__(self) -> str:
-        where, what = self.where.lstrip("."), str(self.args[0])
-        return where + what if what.startswith(":") else f"{where} {what}".strip()
+        where, what = self.where.removeprefix("."), str(self.args[0])
+        if not where:
+            return f"{self.whole} {what}".strip()
+        return (f"{self.whole}: " if self.whole else "") + (where + what if what.startswith(":") else f"{where} {what}")
 
     def lies_in(self, place: str) -> None:
-        """The value lies at this place in a larger one, which does not fit therefore."""
+        """Put the place of the value in what encloses it before its own."""
         self.where = (place + self.where)[:200]
 
 
 @dataclass(frozen=True)
 class Within:
-    """For Annotated numbers: least <= value <= most. For strings and lists: of their length."""
+    """For Annotated numbers: least <= value <= most."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -90,18 +93,18 @@ def _moderate(text: str) -> int:
     return value
 
 
-def parse(kind: type[T], value: Any, where: str = "") -> T:
+def parse(kind: type[T], value: Any, whole: str = "") -> T:
     """`value`, plain JSON, as a `kind`: a dataclass, a builtin, or what typing makes of these.
 
     A dataclass is made of an object with its fields, no other keys, and those that have a default may be missing.
 
     Raises:
-        UnfitError: it does not fit; begins with `where` and the place inside.
+        UnfitError: it does not fit; begins with `whole` and the place inside.
     """
     try:
         return converter(kind)(value)
     except UnfitError as error:
-        error.lies_in(where)
+        error.whole = whole
         raise
 
 
@@ -130,7 +133,7 @@ def words(kind: Any) -> str:
 
 
 Converter = Callable[[Any], Any]
-"""Raises UnfitError, of which those that are further out say where they had the value from: most values fit."""
+"""Raises UnfitError. Who encloses the value adds its place as the error passes: values that fit cost nothing."""
 
 
 @functools.cache
@@ -173,7 +176,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Number: ("a number", lambda value: type(value) is float),
     Any: ("any value", lambda value: True),
 }
-"""Types that take a value as it is: in words, and whether it is one."""
+"""Types in words, and whether a value is one as it is."""
 
 
 def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
@@ -201,9 +204,8 @@ def _bounded(inner: Converter, marks: list[Within]) -> Converter:
 
     def convert(value: Any) -> Any:
         found = inner(value)
-        size = len(found) if hasattr(found, "__len__") else found
-        if not least <= size <= most:
-            raise _unfit(f"from {least} to {most}", value)
+        if not least <= found <= most:
+            raise _unfit(f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}", value)
         return found
 
     return convert
@@ -250,7 +252,7 @@ def _inside(place: int | str, member: Converter, item: Any) -> Any:
 
 @functools.cache
 def fields_of(kind: type) -> Converter:
-    """Those fields of a dataclass that a table has, by name."""
+    """Makes of a table the values of a dataclass's fields, by name. Any field may be missing."""
     hints = typing.get_type_hints(kind, include_extras=True)
     converters = {field.name: converter(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
 

@@ -72,7 +72,7 @@ class Agreed:
     @classmethod
     def from_json(cls, body: Any) -> "Agreed":
         """The inverse. Raises ValueError."""
-        return typed.parse(cls, body, "what is agreed on snapshots:")
+        return typed.parse(cls, body, "what is agreed on snapshots")
 
     def take(self, taken: Moment, members: tuple[int, ...], words: Mapping[int, Word]) -> "Agreed":
         """A snapshot is taken."""

@@ -97,7 +97,7 @@ class Header:
         version = body.get("schema") if isinstance(body, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"a header of schema version {version}, not {SCHEMA_VERSION}")
-        return typed.parse(cls, body, "a header:").checked()
+        return typed.parse(cls, body, "a header").checked()
 
     def checked(self) -> "Header":
         """This header, if it can be true. Raises ValueError otherwise."""

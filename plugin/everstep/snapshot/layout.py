@@ -85,7 +85,7 @@ class Layout:
     @classmethod
     def from_json(cls, body: Any) -> "Layout":
         """The inverse. Raises ValueError."""
-        return typed.parse(cls, body, "a layout:")
+        return typed.parse(cls, body, "a layout")
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors as views of a flat uint8 state whose memory is aligned to 64 bytes."""
