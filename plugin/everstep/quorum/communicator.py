@@ -66,7 +66,7 @@ class Communicator:
         with _MAKING:
             before = _listening()
             if self.on_device:
-                self._backend: Any = c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
+                self._backend: Any = _nccl(store, rank, size, timeout)
             else:
                 self._backend = c10d.ProcessGroupGloo(store, rank, size, timeout, enable_reconfigure=True)
             made = _listening() - before
@@ -133,6 +133,11 @@ class Communicator:
             threading.Thread(target=self._backend.abort, name="abort", daemon=True).start()
         else:
             _shut_down(self._listens, self._peers.values())
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A device's communicator; the stand-in device of the tests has another."""
+    return c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
 
 
 def _own_sockets() -> Iterator[socket.socket]:
