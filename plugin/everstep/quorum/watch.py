@@ -123,7 +123,10 @@ class PeerWatch:
         with self._lock:
             self._over.append(key)
             self._watched.discard(key)
-            self._drop(self._connections.pop(key, ()))
+            left = self._connections.pop(key, ())
+            for connection in left:  # a sum may have told of a death before the watch looked
+                self._hear(connection)
+            self._drop(left)
         self._wake()
 
     def _wake(self) -> None:
@@ -132,6 +135,13 @@ class PeerWatch:
     def _keep(self, key: bytes, connection: socket.socket, address: str = "") -> None:
         self._connections[key].append(connection)
         self._selector.register(connection, selectors.EVENT_READ, (key, address))
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Whether a peer has died, as far as this connection tells."""
+        _, address = self._selector.get_key(connection).data
+        with contextlib.suppress(OSError):  # it stands, was broken on its way, or for the silence of a host
+            if address and connection.recv(1) != FAREWELL:
+                self.ended |= {address}
 
     def _drop(self, connections: Iterable[socket.socket]) -> None:
         for connection in connections:
@@ -158,15 +168,13 @@ class PeerWatch:
             self._wake_read.recv(4096)
             return
         # Peers say nothing until they are lost.
-        (key, address), connection = ready.data, ready.fileobj
+        (key, _), connection = ready.data, ready.fileobj
         with self._lock:
             left = self._connections.get(key, [])
             if connection not in left:
                 return
             left.remove(connection)
-            with contextlib.suppress(OSError):  # broken on its way, or for the silence of a host
-                if address and connection.recv(1) != FAREWELL:
-                    self.ended |= {address}
+            self._hear(connection)
             self._drop([connection])
             if not left:
                 del self._connections[key]
