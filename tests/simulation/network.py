@@ -423,6 +423,9 @@ class Selector:
         del self._keys[thing]
         thing.looked_at.remove(self)
 
+    def get_key(self, thing: _Readable) -> real_selectors.SelectorKey:
+        return self._keys[thing]
+
     def _ready(self) -> list[tuple[real_selectors.SelectorKey, int]]:
         # A closed descriptor tells its selector nothing.
         return [(key, 1) for thing, key in self._keys.items() if not thing.closed and thing.readable()]
