@@ -94,19 +94,22 @@ def prepare(order: Order) -> Prepared:
     from everstep.config.resolved import config_identity, resolved_toml
 
     config, ranks, warnings = _judge(order)
+    ft, devices = config.fault_tolerance, visible(accelerator.device_count())
+    if order.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
+        raise ConfigError(reason)
     if order.run_dir:
         run_dir = Path(order.run_dir)
         warnings += _refuse_another(config, run_dir)
         write_whole(config_file(run_dir), resolved_toml(config).encode())
     return Prepared(
-        groups=config.fault_tolerance.groups,
+        groups=ft.groups,
         ranks=ranks,
         seed=config.debug.seed or 0,
         steps=config.semi_sync.commits(config.training.steps),
         identity=config_identity(config),
-        fault_tolerance=config.fault_tolerance,
+        fault_tolerance=ft,
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
-        devices=visible(accelerator.device_count()),
+        devices=devices,
         warnings=warnings,
         lines=[*_patience(config, ranks), *_lines(config)] if order.model else [],
     )
@@ -114,8 +117,6 @@ def prepare(order: Order) -> Prepared:
 
 def _judge(order: Order) -> tuple[Any, int, list[str]]:
     """The config, the ranks of a group, and what the user should know. Raises ConfigError."""
-    from torch import accelerator
-
     from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
@@ -150,9 +151,6 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
         )
     if reason := why_not_built(config):
         raise ConfigError(f"{source}: {reason}")
-    devices = visible(accelerator.device_count())
-    if order.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
-        raise ConfigError(reason)
     return config, ranks, warnings
 
 

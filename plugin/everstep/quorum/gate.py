@@ -147,7 +147,7 @@ class Gate:
         """Requests that wait for their turn."""
         self._formed: deque[tuple[int, int]] = deque(maxlen=KEPT)
         """When the last quorums were formed, by a wall clock that may be set back: it tells them apart, no more."""
-        self._newest = _failed("another request of this group counts now")
+        self._newest = b""
         """The answer to all that are in the newest quorum."""
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()

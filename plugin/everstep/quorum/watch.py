@@ -137,7 +137,7 @@ class PeerWatch:
         self._selector.register(connection, selectors.EVENT_READ, (key, address))
 
     def _hear(self, connection: socket.socket) -> None:
-        """Whether a peer has died, as far as this connection tells."""
+        """Take note of the peer's death, if this connection tells of one."""
         _, address = self._selector.get_key(connection).data
         with contextlib.suppress(OSError):  # it stands, was broken on its way, or for the silence of a host
             if address and connection.recv(1) != FAREWELL:

@@ -84,6 +84,8 @@ class Lineage:
         self.commits: list[Commit] = []
         """All of the run, in order of time."""
         self.by_history: dict[str, Commit] = {}
+        self.tokens = 0.0
+        """Of all commits."""
 
     def add(self, event: dict[str, Any], state: str | None) -> Commit:
         """The commit that a group's event tells of. A step that is made again is another commit.
@@ -101,6 +103,7 @@ class Lineage:
                 event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"), named=parent,
             )  # fmt: skip
             self.commits.append(commit)
+            self.tokens += commit.tokens
         commit.count(owners, event.get("coverage_ok", True))
         if state not in (None, parent) or commit.step != step:
             commit.repeated.update(range(len(owners)))

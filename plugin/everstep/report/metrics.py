@@ -54,7 +54,7 @@ class Figures(Collector):
         ):
             yield GaugeMetricFamily(f"everstep_{name}", what, value or 0.0)
         for name, what, value in (
-            ("tokens", "Valid tokens in committed steps", sum(commit.tokens for commit in now.lineage.commits)),
+            ("tokens", "Valid tokens in committed steps", now.lineage.tokens),
             ("attempts_thrown_away", "Attempts in which a held slot was computed again", now.attempts.thrown_away),
             ("replicas_diverged", "Audits that found a replica to differ", len(now.named["audit"])),
         ):

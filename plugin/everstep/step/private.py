@@ -1,4 +1,4 @@
-"""The private name of torch that this room relies on; a release that has taken it away fails tests/titan."""
+"""The private name of torch that this room relies on: one that is gone raises where it is used."""
 
 import torch
 from torch.distributed.tensor import DTensor

@@ -400,9 +400,9 @@ class Rounds(TrainerWork):
     def _carried(self) -> dict[str, torch.Tensor]:
         """The own states of the workers that this group carries. A collective of the group."""
         found: dict[str, torch.Tensor] = {}
-        for worker in range(self.shares):
-            if all_in_group(self.store.holds(worker, self.committed)):
-                found |= self.state.on_disk(worker, self.store.held[worker][1])
+        held = least_in_group(*(self.store.holds(worker, self.committed) for worker in range(self.shares)))
+        for worker in (worker for worker, is_held in enumerate(held) if is_held):
+            found |= self.state.on_disk(worker, self.store.held[worker][1])
         return found
 
     def state_dict(self) -> dict[str, Any]:
