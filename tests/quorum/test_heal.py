@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from everstep.quorum import heal, memory
+from everstep.quorum import heal
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted
 from everstep.wire import parse_address
 from everstep.wire.channel import Channel
@@ -106,7 +106,7 @@ def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(ser
 
 
 def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
-    monkeypatch.setattr(memory, "room_for", lambda nbytes: contextlib.nullcontext(nbytes < 1000))
+    monkeypatch.setattr(heal, "room_for", lambda nbytes: contextlib.nullcontext(nbytes < 1000))
     server.serve(2, 0, a_state())
     with pytest.raises(HealError, match="no memory for a copy"):
         fetch(a_state(), server.address, step=2)

@@ -36,7 +36,6 @@ NOT_SIMULATED = (
     "quorum/communicator.py",
     "quorum/interface.py",
     "quorum/lighthouse.py",
-    "quorum/memory.py",
     "quorum/notes.py",
     "quorum/private.py",
     "quorum/ranks.py",

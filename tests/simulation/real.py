@@ -52,7 +52,7 @@ _LEAVES: dict[str, Any] = {
     "selectors": network.selectors,
     "torchft.coordination": services,
     "everstep.wire.sealing": SimpleNamespace(TAG_BYTES=16, Sealer=Checked),
-    "everstep.quorum.memory": network.memory,
+    "everstep.run.memory": network.memory,
 }
 _LEAVES |= {
     name: importlib.import_module(name)

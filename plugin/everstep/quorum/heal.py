@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from everstep import wire
-from everstep.quorum import memory
 from everstep.quorum.streams import Streams, bring, page_locked, streams_of
 from everstep.run import typed
+from everstep.run.memory import room_for
 from everstep.run.typed import Count, UnfitError
 
 PURPOSE = "heal"
@@ -97,7 +97,7 @@ class _Copy(threading.Thread):
 
     def run(self) -> None:
         try:
-            with memory.room_for(self.size) as has_room:
+            with room_for(self.size) as has_room:
                 if not has_room:
                     raise MemoryError("this host has no memory for a copy")
                 targets = [torch.empty(len(source), dtype=torch.uint8) for source in self._sources]
@@ -296,7 +296,7 @@ class Fetch:
     def room(self) -> contextlib.AbstractContextManager[bool]:
         """Whether this host has memory for the sums of another step, which are copied in the context. They are never
         larger than the state."""
-        return memory.room_for(self.nbytes)
+        return room_for(self.nbytes)
 
     def _take_from(self, address: str) -> None:
         """Take what one source gives, until the state is whole or the source fails: wrong token, step, history, rank or

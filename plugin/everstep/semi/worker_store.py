@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from everstep.quorum.memory import room_for
+from everstep.run.memory import room_for
 from everstep.run.regular import open_regular
 
 TAG_BYTES = 32

@@ -27,9 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import xxhash
 
+from everstep.run.memory import free_memory
 from everstep.run.regular import open_regular
 from everstep.snapshot.header import Header
 
@@ -72,49 +72,11 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
         status = os.statvfs(directory)
     except OSError as error:
         raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
-    found = {
-        f"free in {directory} ({ENLARGE})": status.f_bavail * status.f_frsize,
-        "of free host memory": psutil.virtual_memory().available - reserve_bytes,
-    }
-    limit = cgroup_free_bytes()
-    if limit is not None:
-        found["left under the memory limit of this control group"] = limit - reserve_bytes
-    where, least = min(found.items(), key=lambda item: item[1])
+    free, where = free_memory()
+    in_tmpfs = status.f_bavail * status.f_frsize, f"free in {directory} ({ENLARGE})"
+    least, where = min((free - reserve_bytes, where), in_tmpfs)
     if bytes_needed > least:
         raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
-
-
-_CGROUPS = {
-    "": ("", "memory.max", "memory.current", "file", "shmem"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
-}
-"""By controller, of control groups of version 2 and 1: where they are mounted, and their files and keys."""
-
-
-def cgroup_free_bytes(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory left under the tightest control group limit of this process; None without a limit.
-
-    Page cache that the kernel can drop is counted as free; tmpfs pages, which it cannot, are not.
-    """
-    found: list[int | None] = []
-    with contextlib.suppress(OSError):
-        for line in proc.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            for controller in _CGROUPS.keys() & controllers.split(","):
-                folder, *words = _CGROUPS[controller]
-                own = mount / folder / name.lstrip("/")
-                found += [_left_in(each, *words) for each in (own, *own.parents)]
-    return min((left for left in found if left is not None), default=None)
-
-
-def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared: str) -> int | None:
-    try:
-        limit, used = int((folder / limit_file).read_text()), int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        free = limit - used + max(int(stat[cache]) - int(stat[shared]), 0)
-        return free if limit < 1 << 60 else None  # version 1 says "no limit" with a number near 2^63
-    except (OSError, ValueError, KeyError):
-        return None  # "max", or the root group, or what is above it, which has no such files
 
 
 MAGIC = b"evsbuf01"

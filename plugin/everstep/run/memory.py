@@ -1,5 +1,6 @@
 """A host's free memory, shared by all processes of a user on it: one that makes a copy claims what that needs, so that
-not all of them see the same free bytes and take them at once."""
+not all of them see the same free bytes and take them at once. A control group, of a container or a Slurm job, may have
+less than the host."""
 
 import contextlib
 import fcntl
@@ -19,6 +20,39 @@ FACTOR = 1.5
 """Free host memory, in sizes of what is to be copied, that a copy needs."""
 TURN_S = 2.0
 """Longest wait for another process that counts the claims."""
+PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_CGROUPS = {
+    "": ("", "memory.max", "memory.current", "file", "shmem"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
+}
+"""By controller, of control groups of version 2 and 1: where they are mounted, and their files and keys."""
+
+
+def free_memory() -> tuple[int, str]:
+    """Bytes of free memory, and whose: the host's, or those under the tightest control group limit of this process.
+
+    Page cache that the kernel can drop is counted as free; tmpfs pages, which it cannot, are not.
+    """
+    found = [(psutil.virtual_memory().available, "of free host memory")]
+    with contextlib.suppress(OSError):
+        for line in PROC.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            for controller in _CGROUPS.keys() & controllers.split(","):
+                folder, *words = _CGROUPS[controller]
+                own = MOUNT / folder / name.lstrip("/")
+                limited = [_left_in(each, *words) for each in (own, *own.parents)]
+                found += [(left, "left under the limit of this control group") for left in limited if left is not None]
+    return min(found)
+
+
+def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared: str) -> int | None:
+    try:
+        limit, used = int((folder / limit_file).read_text()), int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        free = limit - used + max(int(stat[cache]) - int(stat[shared]), 0)
+        return free if limit < 1 << 60 else None  # version 1 says "no limit" with a number near 2^63
+    except (OSError, ValueError, KeyError):
+        return None  # "max", or the root group, or what is above it, which has no such files
 
 
 @contextlib.contextmanager
@@ -36,7 +70,7 @@ def room_for(nbytes: int) -> Iterator[bool]:
 
 
 def _fits(nbytes: int, taken: int) -> bool:
-    return psutil.virtual_memory().available - taken > FACTOR * nbytes
+    return free_memory()[0] - taken > FACTOR * nbytes
 
 
 @contextlib.contextmanager

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.quorum import memory
-from everstep.run import files
+from everstep.run import files, memory
 
 CLAIM = """
 import sys
 from pathlib import Path
-from everstep.quorum import memory
+from everstep.run import memory
 memory.CLAIMS = Path(sys.argv[1])
 with memory.room_for(1000) as has_room:
     print(has_room, flush=True)
@@ -66,3 +65,26 @@ def test_links_of_another_user_are_not_followed(tmp_path):
     assert has_room(1000)
     assert victim.read_text() == "dear"
     assert list(trap.iterdir()) == [trap / "turn.lock"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_may_leave_less_than_the_host_has(tmp_path, monkeypatch, free, version):
+    """A job's limit stands above its step's group. Page cache goes when memory is needed; shared memory stays."""
+    mount, proc = tmp_path / "mount", tmp_path / "proc"
+    monkeypatch.setattr(memory, "MOUNT", mount)
+    monkeypatch.setattr(memory, "PROC", proc)
+    proc.write_text("5:cpu:/\n4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
+    job = (mount / "memory" if version == 1 else mount) / "job"
+    (job / "step").mkdir(parents=True)
+    limit, usage, cache, shared = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
+        2: ("memory.max", "memory.current", "file", "shmem"),
+    }[version]
+    for folder, most in ((job, "10000"), (job / "step", str(2**63 - 4096) if version == 1 else "max")):
+        (folder / limit).write_text(most)
+        (folder / usage).write_text("8000")
+        (folder / "memory.stat").write_text(f"{cache} 900\n{shared} 500\n")
+    assert memory.free_memory() == (2400, "left under the limit of this control group")
+    assert [has_room(nbytes) for nbytes in (1599, 1600)] == [True, False]
+    free.available = 2300
+    assert memory.free_memory() == (2300, "of free host memory")
