@@ -1,5 +1,6 @@
 """torchtitan's checkpoint manager, whose checkpoints get their names when they are whole."""
 
+import dataclasses
 import functools
 import shutil
 import traceback
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.tools import filesystem
-from torchtitan.tools.logging import logger
 
 from everstep.foreign import replace
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
@@ -64,17 +64,16 @@ def _save(
     is_first = dist.get_rank() == 0
     if is_first:  # the others write after a collective that rank 0 has not come to yet
         shutil.rmtree(draft, ignore_errors=True)
+    name_it = functools.partial(put, draft) if is_first else lambda: None
     begun = save(manager, state_dict, str(draft), *args, **kwargs)
-    uploaded = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
-    if isinstance(uploaded, Future):
-        if is_first:
-            uploaded.add_done_callback(lambda done: _finish(done, draft, put))
-        return begun
+    if isinstance(begun, AsyncSaveResponse):
+        return dataclasses.replace(begun, upload_completion=_named(begun.upload_completion, name_it))
+    if isinstance(begun, Future):
+        return _named(begun, name_it)
     dist.barrier()  # what is written in another format is put together by all ranks
     failures: dict[int, Any] = {}
     try:
-        if is_first:
-            put(draft)
+        name_it()
     except OSError as error:
         failures[0] = (error, traceback.extract_tb(error.__traceback__))
     if sum_in_group(len(failures)):
@@ -83,10 +82,18 @@ def _save(
     return begun
 
 
-def _finish(done: Future, draft: Path, put: Callable[[Path], None]) -> None:
-    if done.cancelled() or done.exception() is not None:
-        return  # whoever waits for it is told
-    try:
-        put(draft)
-    except OSError as error:
-        logger.error(f"A checkpoint was written to {draft} and cannot get its name: {error}")
+def _named(written: Future, name_it: Callable[[], None]) -> Future:
+    """Ends once what is being written has its name."""
+    named = Future()
+
+    def finish(done: Future) -> None:
+        try:
+            done.result()
+            name_it()
+        except BaseException as error:  # noqa: BLE001  for whoever waits for it
+            named.set_exception(error)
+        else:
+            named.set_result(None)
+
+    written.add_done_callback(finish)
+    return named

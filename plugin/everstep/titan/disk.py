@@ -1,8 +1,10 @@
 """A trainer's checkpoints on disk: which one a run goes on from, and when one is written."""
 
+import functools
 import shutil
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -122,21 +124,34 @@ class DiskCheckpoints:
         """Write a checkpoint of this step if one is due, or a `part` of it. A folder without room stops nothing but the
         last one. `commit`: for events."""
         self._files.beat("checkpoint", commit)
-        begin = time.monotonic()
+        is_part = WORKERS in self.states and (not last or self.saves_all())  # of the whole `Parts.whole` tells
+        tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
         try:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
         except CheckpointException as error:  # the same on all ranks of the group
             if last:
                 raise
-            why, _ = next(iter(error.failures.values()))
-            reason = f"{type(why).__name__}: {why}{_room(str(self._config.folder))}"
-            logger.warning(f"No checkpoint in {self._config.folder} of step {step}: {reason}. Training goes on.")
-            self._events.emit("checkpoint_failed", commit, reason=reason, folder=str(self._config.folder))
-            self._manager.save_future = None
-            give_up(Path(self._manager.folder), step)
+            tell(error)
             return
-        if saved and not (WORKERS in self.states and (not last or self.saves_all())):  # else `Parts.whole` tells
-            self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
+        begun = self._manager.save_future
+        if saved and begun is None:
+            tell(None)
+        elif saved:
+            self._manager.save_future = ended = Future()
+            begun.add_done_callback(lambda done: ended.set_result(tell(done.exception())))
+
+    def _tell(self, step: int, commit: int, begin: float, is_part: bool, error: BaseException | None) -> None:
+        """What became of a checkpoint; whoever waits for it goes on in any case."""
+        if error is None:
+            if not is_part:
+                self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
+            return
+        folder = str(self._manager.folder)
+        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"{type(why).__name__}: {why}{_room(folder)}"
+        logger.warning(f"No checkpoint in {folder} of step {step}: {reason}. Training goes on.")
+        self._events.emit("checkpoint_failed", commit, reason=reason, folder=folder)
+        give_up(Path(folder), step)
 
     def _save_part(self, step: int, part: dict[str, torch.Tensor], last: bool) -> bool:
         manager = self._manager

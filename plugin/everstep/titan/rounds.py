@@ -10,7 +10,6 @@ not carry takes the newest state from there and makes the rounds since again: of
 the global parameters (`round_state.Mark`).
 """
 
-import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
@@ -435,8 +433,7 @@ class Rounds(TrainerWork):
         """The newest states have to be in files for those who take this group's workers over, and its part of a
         checkpoint."""
         self.store.settle(self._ft.join_timeout_s)
-        with contextlib.suppress(CheckpointException):
-            self._trainer.checkpointer.maybe_wait_for_saving()
+        self._trainer.checkpointer.maybe_wait_for_saving()
         super().close(leaves=leaves)
         if self._keeper is not None:
             self._keeper.end()
