@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
 from everstep.step.interfaces import Commit
-from everstep.titan import snapshots
+from everstep.titan import run_files, snapshots
 from everstep.titan.disk import OURS, DiskCheckpoints
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.state import TrainingState, slot_seed
@@ -77,6 +77,27 @@ def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
     trainer.step, trainer.data_told = 130, "new"
     work._from_disk()
     assert work._source.began_after == 100, "a later start goes on with the rows that come then"
+
+
+def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tmp_path, monkeypatch):
+    """Its last checkpoint was removed, or an older one named. What another group saved meanwhile counts."""
+    monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
+    settings = {"groups": 2, "steps": 100, "stall_timeout_s": 1.0}
+
+    def start(rank=0):
+        work = Steps.__new__(Steps)
+        work._files, work._snapshots = run_files.RankFiles(tmp_path, 0, rank, **settings), None
+        work._trainer, work._slots = SimpleNamespace(step=20, history=1), SimpleNamespace(steps_per_commit=1)
+        work._from_memory, work._from_disk, work._taken = lambda: "", lambda: "disk", lambda source: None
+        return work
+
+    start()._files.mark_finished(26, for_all=True)
+    ranks = start(), start(1)
+    assert [rank.restore(None) for rank in ranks] == [(20, 1)] * 2
+    assert ranks[1]._files.finished_step() == 20
+    ranks[0]._files.mark_finished(30, for_all=True)
+    ranks[1].restore(None)
+    assert ranks[1]._files.finished_step() == 30
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -36,6 +36,7 @@ class RankFiles:
         claim = os.environ.get(fence.ENVIRONMENT)
         self._claim = fence.Claim.parse(claim) if claim else None
         self._terminated = False
+        self._finished_before = self.finished_step()
         signal.signal(signal.SIGTERM, self._on_terminate)
 
     def _on_terminate(self, signum: int, frame: Any) -> None:
@@ -81,6 +82,12 @@ class RankFiles:
     def mark_finished(self, step: int, *, for_all: bool) -> None:
         """See `RunFiles.mark_finished`."""
         write_json(self._run_dir / FINISHED, {"step": step, "for_all": for_all})
+
+    def restored(self, step: int) -> None:
+        """The run goes on after this step. If an earlier start of it ended later, and that state is gone, what comes is
+        not saved yet."""
+        if step < self.finished_step() == self._finished_before:
+            self.mark_finished(step, for_all=False)
 
     def is_over(self) -> bool:
         """See `RunFiles.is_over`."""

@@ -239,6 +239,7 @@ class TrainerWork(ABC):
         """No group has a state: take the newest that the keepers or the disk have, or start."""
         trainer = self._trainer
         self._taken(self._from_memory() or self._from_disk())
+        self._files.restored(self.committed)
         if self._snapshots is not None and trainer.step:
             self._snapshots.restored(trainer.step, trainer.history, quorum, self._whole())
         return self.committed, trainer.history
