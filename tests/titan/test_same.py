@@ -1,6 +1,7 @@
 """`everstep same`: two runs are compared to the bit."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -41,7 +42,12 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
     ],
 )
 def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
+    """Wherever a run has its checkpoints, and whatever else is there."""
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)
+    (one / "checkpoint").rename(one / "elsewhere")
+    (one / "config.toml").write_text('[checkpoint]\nfolder = "elsewhere"\n')
+    shutil.copytree(two / "checkpoint", two / "checkpoint" / "step-4.kept")
+    (two / "checkpoint" / "step-4.kept" / ".metadata").touch()
     assert same(Same(run_a=one, run_b=two), []) == status
     told = capsys.readouterr().out
     assert all(sentence in told for sentence in said), told

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
+from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
 from everstep.titan import run_files, snapshots
 from everstep.titan.disk import OURS, DiskCheckpoints
@@ -100,20 +101,45 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
     assert ranks[1]._files.finished_step() == 30
 
 
+def checkpoint_of(folder, *keys):
+    dcp.save({key: torch.tensor(7) for key in keys}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def disk_at(folder, **checkpoint):
+    """What `load` asks torchtitan's manager for is in `asked`: which step, with which of our own keys."""
+    disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
+    settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
+    disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
+    disk._manager, disk._trainer = CheckpointManager.__new__(CheckpointManager), SimpleNamespace(own_keys=OURS)
+    disk._manager.enable, disk._manager.folder = False, str(folder)
+    disk._manager.load = lambda step: disk.asked.append((step, disk._trainer.own_keys))
+    return disk
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path, only_weights):
     """Also one that a run begins with; of which nothing is asked where only its weights are taken."""
-    dcp.save({f"{TRAIN_STATE}.step": torch.tensor(7)}, checkpoint_id=str(tmp_path / "begin"), no_dist=True)
-    disk, manager = DiskCheckpoints.__new__(DiskCheckpoints), CheckpointManager.__new__(CheckpointManager)
-    begin = {"initial_load_path": str(tmp_path / "begin"), "initial_load_model_only": only_weights}
-    disk._config = SimpleNamespace(enable=True, load_step=-1, **begin)
-    disk._manager, disk._trainer = manager, SimpleNamespace(own_keys=OURS)
-    asked, manager.enable, manager.folder = [], False, str(tmp_path / "none")
-    manager.load = lambda step: asked.append(disk._trainer.own_keys)
+    begin = checkpoint_of(tmp_path / "begin", f"{TRAIN_STATE}.step")
+    disk = disk_at(tmp_path / "none", initial_load_path=str(begin), initial_load_model_only=only_weights)
     disk.load()
-    assert asked == [OURS if only_weights else set()]
+    assert disk.asked == [(-1, OURS if only_weights else set())]
     assert disk._trainer.own_keys == OURS
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path):
+    """With more steps, or where all groups died before the end was noted. Without another one it is refused."""
+    before = checkpoint_of(tmp_path / "step-10", "model.w", f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history")
+    checkpoint_of(tmp_path / "step-15", "model.w")
+    disk = disk_at(tmp_path)
+    disk.load()
+    assert disk.asked == [(10, {"history"})]
+    assert disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest() == 15
+    before.rename(tmp_path / "step-10.kept")
+    with pytest.raises(TrainerEnds, match="step-15 has the model alone"):
+        disk_at(tmp_path).load()
 
 
 def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():

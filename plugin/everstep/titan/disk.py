@@ -4,6 +4,7 @@ import functools
 import shutil
 import time
 import traceback
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.titan import private
 from everstep.titan.group import all_in_group
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
-from everstep.titan.parts import WORKERS, give_up, read_alone, tensors_in, workers_in
+from everstep.titan.parts import WORKERS, checkpoints_in, give_up, read_alone, tensors_in, workers_in
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
@@ -47,29 +49,45 @@ class DiskCheckpoints:
         """What a checkpoint is made of, by name: `Stateful`s."""
 
     def newest(self) -> int | None:
-        """The newest checkpoint that torchtitan would load."""
+        """The newest checkpoint that training can go on from; else the newest. A run may leave the model alone at its
+        end."""
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
-        step = private.newest_checkpoint(self._manager)
-        return step if step >= 0 else None
+        newest = private.newest_checkpoint(self._manager)
+        found = sorted(checkpoints_in(Path(self._manager.folder)).items(), reverse=True)
+        whole = (step for step, folder in found if self._has_all(step, tensors_in(folder)))
+        return next(whole, newest if newest >= 0 else None)
 
-    def folder(self) -> Path | None:
-        """The checkpoint that is going to be loaded. None: there is none, or one in another format."""
+    def _has_all(self, step: int, keys: Collection[str]) -> bool:
+        """Whether a checkpoint has what torchtitan loads of it: of step 0 the model, of others counters too."""
+        return step == 0 or TRAIN_STATE in self._config.exclude_from_loading or f"{TRAIN_STATE}.step" in keys
+
+    def _to_load(self) -> tuple[int, Path | None]:
+        """The checkpoint that is going to be loaded: its step, -1 if it is none of this run's, and its folder. None:
+        there is none, or one in another format."""
+        step = self._config.load_step
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
-            return None
-        step = self.newest() if self._config.load_step == -1 else self._config.load_step
+            return step, None
+        if step == -1 and (newest := self.newest()) is not None:
+            step = newest
         initial = None if self._config.initial_load_model_only else self._config.initial_load_path
-        folder = Path(self._manager.folder) / f"step-{step}" if step is not None else initial
-        return Path(folder) if folder and (Path(folder) / ".metadata").exists() else None
+        folder = Path(self._manager.folder) / f"step-{step}" if step != -1 else initial
+        return step, Path(folder) if folder and (Path(folder) / ".metadata").exists() else None
 
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
-        some of our keys, and a key that is not there cannot be loaded."""
-        folder = self.folder()
+        some of our keys, and a key that is not there cannot be loaded. Raises TrainerEnds for the model alone."""
+        step, folder = self._to_load()
         if folder is not None:
             keys = tensors_in(folder)
+            if not self._has_all(step, keys):
+                raise TrainerEnds(
+                    USAGE_EXIT,
+                    f"{folder} has the model alone ([checkpoint] last_save_model_only), and training cannot go on from "
+                    "it: give [checkpoint] load_step with an older one, or begin another run with initial_load_path",
+                )
             self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
-        found = self._manager.load(step=self._config.load_step)
+        found = self._manager.load(step=step)
         self._trainer.own_keys = OURS
         return bool(found)
 
@@ -77,7 +95,7 @@ class DiskCheckpoints:
 
     def workers_to_load(self) -> int:
         """How many workers the checkpoint has that is going to be loaded."""
-        folder = None if WORKERS in self._config.exclude_from_loading else self.folder()
+        folder = None if WORKERS in self._config.exclude_from_loading else self._to_load()[1]
         return len(workers_in(folder)) if folder else 0
 
     def is_due(self, step: int) -> bool:

@@ -25,6 +25,12 @@ FIRST = "first"
 _OWN = re.compile(rf"{WORKERS}\.worker\.(\d+)\.")
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """By step the checkpoints in a local folder that were written to their end, in torch's format."""
+    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path.parent) for path in folder.glob("step-*/.metadata"))
+    return {int(named[1]): path for named, path in found if named is not None}
+
+
 def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
     """What a checkpoint has, its parts included: by name in which of them it is, and what is said of it there."""
     found: dict[str, tuple[Path, Any]] = {}

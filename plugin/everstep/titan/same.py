@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from everstep.config.source import read_source
+from everstep.run.directory import config_file
 from everstep.run.events import read_events
-from everstep.titan.parts import read_alone, tensors_in
+from everstep.titan.parts import checkpoints_in, read_alone, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,9 @@ def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
     """By step the folders of a run's checkpoints that were written to their end."""
-    found = (path.parent for path in run_dir.glob("checkpoint/step-*/.metadata"))
-    return {int(folder.name.removeprefix("step-")): folder for folder in found}
+    settled = config_file(run_dir)
+    folder = read_source(settled).table["checkpoint"]["folder"] if settled.exists() else "checkpoint"
+    return checkpoints_in(run_dir / folder)
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
