@@ -41,7 +41,8 @@ def titan(steps: int, folder: Path) -> tuple[dict[int, float], list[float]]:
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", str(Path(__file__).resolve())]
     flags = ["--module", "everstep", "--config", str(CONFIG), "--dump_folder", str(folder / "titan")]
-    flags += ["--fault_tolerance.no-enable", "--parallelism.data_parallel_replicate_degree", "2"]
+    flags += ["--fault_tolerance.no-enable", "--attention_check.no-enable", "--snapshot.no-enable"]
+    flags += ["--parallelism.data_parallel_replicate_degree", "2"]
     flags += ["--parallelism.data_parallel_shard_degree", "1", "--checkpoint.no-enable"]
     output = run([sys.executable, *command, "--as-titan", *flags, "--training.steps", str(steps)])
     rows = {int(step): (float(loss), float(at)) for step, loss, at in TITAN_STEP.findall(output)}

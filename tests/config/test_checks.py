@@ -153,6 +153,18 @@ REFUSED = {
         "run.toml:20: [checkpoint] folder must be on a file system, as initial_load_path with [semi_sync] method = "
         '"diloco": the other is not built yet',
     ),
+    **{
+        f"{section} without groups, which torchtitan's trainer would leave out": (
+            f"[{section}]\n{key} = {value}\n",
+            f"run.toml:5: [{section}] {key} = {value} needs [fault_tolerance] enable = true",
+        )
+        for section, key, value in (
+            ("semi_sync", "method", '"diloco"'),
+            ("attention_check", "enable", "true"),
+            ("snapshot", "enable", "true"),
+            ("fault_tolerance", "exact", "true"),
+        )
+    },
     "snapshots of workers": (
         SEMI + "[snapshot]\nenable = true\n",
         'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .assign import shown
 from .errors import ConfigError
 from .source import describe
 
@@ -178,6 +179,19 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
     )
 
 
+def _without_groups(config: Any) -> Iterator[Row]:
+    """What torchtitan's own trainer would leave out in silence."""
+    for key, on in (
+        ("semi_sync.method", config.semi_sync.enabled),
+        ("attention_check.enable", config.attention_check.enable),
+        ("snapshot.enable", config.snapshot.enable),
+        ("fault_tolerance.exact", config.fault_tolerance.exact),
+    ):
+        section, name = key.split(".")
+        value = shown(getattr(getattr(config, section), name))
+        yield on and not config.fault_tolerance.enable, key, f"= {value} needs [fault_tolerance] enable = true"
+
+
 def _exact(config: Any) -> Iterator[Row]:
     ft, semi, key = config.fault_tolerance, config.semi_sync, "fault_tolerance.audit_slots"
     if not ft.enable:
@@ -287,10 +301,7 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
 
 def _semi_sync(config: Any) -> Iterator[Row]:
     semi, training, ft = config.semi_sync, config.training, config.fault_tolerance
-    if not semi.enabled:
-        return
-    yield not ft.enable, "semi_sync.method", f'= "{semi.method}" needs [fault_tolerance] enable = true'
-    if not ft.enable:
+    if not semi.enabled or not ft.enable:
         return
     workers, batch = semi.workers or ft.groups, training.global_batch_size
     few = workers < ft.groups
@@ -358,6 +369,7 @@ def _outer(semi: Any, layers: int) -> Iterator[Row]:
 
 _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _fault_tolerance,
+    _without_groups,
     _training,
     _exact,
     _data,
