@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from everstep.run.stops import SAME_S
 from launched import DEADLINE_S, alive, until
 
 ENDLESS = ("--training.steps", "1000000")
@@ -123,12 +124,15 @@ def test_a_run_directory_belongs_to_one_live_run(run, start):
     assert f"in use by a run that is still going (pid {run.process.pid})" in second.said()
 
 
-def test_ctrl_c_twice_ends_a_run_at_once(other):
+def test_ctrl_c_twice_ends_a_run_at_once_but_not_what_passes_on_the_first(other):
     tree = other.tree()
     os.kill(other.workers(0)[0], signal.SIGSTOP)  # it cannot end cleanly
-    stopping = time.monotonic()
     os.write(other.controller, b"\x03")
+    other.process.send_signal(signal.SIGTERM)  # as `timeout` and others do
     other.wait_for("stopping")
+    time.sleep(2 * SAME_S)
+    assert other.process.poll() is None
+    stopping = time.monotonic()
     os.write(other.controller, b"\x03")
     assert other.process.wait(DEADLINE_S) == 130
     assert time.monotonic() - stopping < DEADLINE_S / 2, "its workers may take as long as that"

@@ -54,7 +54,7 @@ class Launcher:
     def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
-        """Of STOPS, what has come so far."""
+        """Requests to stop that have come so far."""
         events = patiently("events", lambda: EventLog(run_dir, group, None, role), lambda: bool(self.stops))
         if events is None:
             raise LaunchError(STOPPED_BEFORE)
