@@ -99,6 +99,19 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path, documents, tok
     assert not list(tmp_path.glob("*.partial*"))
 
 
+def test_lines_of_any_further_keys_in_a_file_of_any_name_are_read(tmp_path, documents, tokenizer, out):
+    """Also what another reader would take for dates, a byte order mark, and lines with nothing in them."""
+    lines = [
+        json.dumps({"text": text} | ({"meta": number} if number % 3 else {})) for number, text in enumerate(documents)
+    ]
+    lines = [json.dumps({"text": "2020-01-01", "meta": "text"}), "", *lines, "", ""]
+    path = tmp_path / "part[0]::a*.jsonl"
+    path.write_text("\n".join(lines), "utf-8-sig")
+    (tmp_path / "part[0]::ab.jsonl").write_text('{"text": "not named"}')
+    pack(Pack((path,), out))
+    assert texts_in(out, tokenizer) == ["2020-01-01", *documents]
+
+
 def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl, assets, documents, out):
     footer = pack(Pack((jsonl,), out), partial(encoder_for, str(assets / "tokenizer.json")))
     tokens, starts = map_tokens(out, footer)
@@ -179,7 +192,8 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
     ("name", "content", "sentence"),
     [
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
-        ("bad.jsonl", b'{"body": "a", "id": 1}\n', r"bad.jsonl: no key 'text' \(there: 'body', 'id'\)"),
+        ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json .* after 1 documents"),
+        ("bad.jsonl", b'{"body": "a", "id": 1}\n', r"bad.jsonl: document 1: no key 'text' \(there: 'body', 'id'\)"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl: "),
         ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl: document 1: 'text' holds int, not text"),
         ("bad.txt", b"fine\nnot \xe9\n", "bad.txt: not readable as text"),

@@ -1,9 +1,10 @@
-"""The documents of text, JSONL and parquet files, in order, the latter two as `datasets` reads them."""
+"""The documents of text, JSONL and parquet files, in order."""
 
 import gzip
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from everstep.run.regular import open_regular
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-"""By suffix, a reader of `datasets`."""
+"""By suffix, how a file is read."""
 
 
 def _reader(path: Path) -> str | None:
@@ -48,28 +49,37 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
     """The text of each document, empty for one without. Raises DataError for a file that cannot be read, or that has
     something else under `text_key`."""
     for file in files:
-        reader = _reader(file) or "text"
-        key = "text" if reader == "text" else text_key
+        reader, number = _reader(file) or "text", 0
         try:
-            for number, row in enumerate(_rows(file, reader), 1):
-                if key not in row:
+            for number, row in enumerate(_rows(file, reader, text_key), 1):
+                if text_key not in row:
                     there = ", ".join(map(repr, row))[:300]
-                    raise DataError(f"{file}: no key {key!r} (there: {there}). Name the text's: --text-key.")
-                text = "" if row[key] is None else row[key]
+                    raise DataError(
+                        f"{file}: document {number}: no key {text_key!r} (there: {there}). Name the text's: --text-key."
+                    )
+                text = "" if row[text_key] is None else row[text_key]
                 if not isinstance(text, str):
-                    raise DataError(f"{file}: document {number}: {key!r} holds {type(text).__name__}, not text.")
+                    raise DataError(f"{file}: document {number}: {text_key!r} holds {type(text).__name__}, not text.")
                 text.encode()
                 yield text
         except (DataError, MemoryError):
             raise
         except Exception as error:  # each reader raises its own library's
-            raise DataError(f"{file}: not readable as {reader} ({str(error)[:200]!r}).") from error
+            why = f"not readable as {reader} ({str(error)[:200]!r})"
+            raise DataError(f"{file}: {why}, after {number} documents.") from error
 
 
-def _rows(file: Path, reader: str) -> Iterable[dict[str, Any]]:
-    if reader == "text":
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            return [{"text": stream.read().decode()}]
-    from datasets import load_dataset
+def _rows(file: Path, reader: str, key: str) -> Iterator[dict[str, Any]]:
+    """A file's documents, each under `key` and with what else there is."""
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        if reader == "text":
+            yield {key: stream.read().decode()}
+        elif reader == "json":
+            yield from (dict(json.loads(line)) for line in stream if line.strip())
+        else:
+            from pyarrow.parquet import ParquetFile
 
-    return load_dataset(reader, data_files=[str(file)], split="train", streaming=True)
+            table = ParquetFile(stream)
+            columns = [key] if key in table.schema_arrow.names else None
+            for batch in table.iter_batches(columns=columns):
+                yield from batch.to_pylist()
