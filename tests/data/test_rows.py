@@ -102,6 +102,11 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     other.open_slots(8, 0, 1)
     with pytest.raises(ValueError, match="this run's have 16"):
         other.load_state_dict(state)
+    plain = build(step_rows=8)  # of torchtitan's own trainer
+    for _ in range(8):
+        next(iter(plain))
+    with pytest.raises(ValueError, match="steps had 8 rows, this run's have 16"):
+        other.load_state_dict(plain.state_dict())
     late = build()
     late.load_state_dict({**state, "rows_per_step": 0})
     with pytest.raises(ValueError, match="no whole number of steps of 10 rows"):

@@ -33,6 +33,9 @@ class Rows(SlotSource):
         path: str = ""
         """The token file; empty: the standard library's text."""
 
+        step_rows: int = 0
+        """Rows of a global batch under torchtitan's own trainer; 0: not known."""
+
     def __init__(
         self,
         config: Config,
@@ -55,6 +58,7 @@ class Rows(SlotSource):
             )
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
+        self._step_rows = max(0, config.step_rows)
         self._rows_read = 0  # by all ranks together
         self._permutation = lru_cache(maxsize=2)(partial(permutation, self.rows, self._seed))  # by epoch
 
@@ -113,11 +117,11 @@ class Rows(SlotSource):
             yield self._batch(first_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, equal on all ranks: rows read by all of them, rows of a step where slots are open
-        (else 0), and the data's fingerprint."""
+        """The position, equal on all ranks: rows read by all of them, rows of a step where they are known (else 0), and
+        the data's fingerprint."""
         return {
             "rows_read": self._rows_read,
-            "rows_per_step": self._rows_per_step,
+            "rows_per_step": self._rows_per_step or self._step_rows,
             "data": self.fingerprint(),
         }
 
