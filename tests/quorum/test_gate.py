@@ -45,6 +45,7 @@ class Lighthouse:
             life=life,
             token=token or self.token,
             find_lighthouse=lambda: self.address,
+            fenced=lambda: False,
             heartbeat_timeout_s=BEATS_S,
         )
 

@@ -1,6 +1,8 @@
 """Who comes back while the others make a step that is longer than the join timeout leaves none of them out; and groups
 that make step after step hear that somebody waits for them."""
 
+import dataclasses
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,13 +26,14 @@ def a_gate(groups, port=0):
     return Gate(TOKEN, ("127.0.0.1", port), Rules(1, JOIN_S, 2.0, groups=groups), lambda count, last: None)
 
 
-def a_member(group, at):
+def a_member(group, at, life=LIFE, fenced=lambda: False):
     """`at`: a list of one gate, which may become another one."""
     return Membership(
         group=group,
-        life=LIFE,
+        life=life,
         token=TOKEN,
         find_lighthouse=lambda: f"http://{at[0].address}",
+        fenced=fenced,
         heartbeat_timeout_s=2.0,
     )
 
@@ -52,6 +55,26 @@ def test_who_waits_in_vain_is_told_why():
         assert asks(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
     with pytest.raises(QuorumUnavailable, match="none of the groups that make a step has asked"):
         members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
+    for member in members:
+        member.leave()
+    at[0].close()
+
+
+def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting():
+    """A gate that hears of it after the one that counts takes it for that one; the others wait for who makes steps."""
+    at, fenced = [a_gate(2)], threading.Event()
+    members = [a_member(group, at) for group in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(asks, member, group, 1, State(0, 1)) for group, member in enumerate(members)]
+        assert [one.result() for one in found] == [[0, 1]] * 2
+        old = a_member(0, at, "old", fenced.is_set)
+        waits = pool.submit(old.ask, dataclasses.replace(a_request(0), life="old"), timedelta(seconds=60))
+        time.sleep(BEATS_S)
+        found = [pool.submit(asks, member, group, 2, State(0, 1)) for group, member in enumerate(members)]
+        fenced.set()
+        assert [one.result() for one in found] == [[0, 1]] * 2
+        with pytest.raises(QuorumUnavailable):
+            waits.result(timeout=1)
     for member in members:
         member.leave()
     at[0].close()

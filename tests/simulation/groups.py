@@ -201,7 +201,7 @@ class Rank:
         files = SimFiles(world, self)
         files.beat(STARTUP, 0)
         world.scheduler.pause(*plan.startup_s)
-        self.voice = Voice(world, self) if self.number == 0 else None
+        self.voice = Voice(world, self, files.fenced) if self.number == 0 else None
         patience = timedelta(seconds=OPEN_PATIENCE_S)
         self.door = real.heal.Door(life.host, TOKEN, patience, f"rank {self.number}")
         self.sums = real.process_group.RankColumn(

@@ -66,13 +66,14 @@ class LighthouseNode:
 class Voice:
     """Membership, with what the judge wants to know of it."""
 
-    def __init__(self, world: World, rank: Rank) -> None:
+    def __init__(self, world: World, rank: Rank, fenced: Callable[[], bool]) -> None:
         self._world, self._life = world, rank.life
         self._membership = real.membership.Membership(
             group=rank.life.group.id,
             life=rank.life.name,
             token=TOKEN,
             find_lighthouse=lambda: world.address.read(world.seen_at(rank.life.host)),
+            fenced=fenced,
             heartbeat_timeout_s=world.plan.lighthouse.heartbeat_timeout_s,
         )
         self.leave: Callable[[], None] = self._membership.leave

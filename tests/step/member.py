@@ -252,6 +252,7 @@ def main(options: Options, connection: Connection) -> None:
             life=life,
             token=TOKEN,
             find_lighthouse=lambda: options.lighthouse,
+            fenced=files.fenced,
             heartbeat_timeout_s=options.heartbeat_s,
         )
     door = Door(host, TOKEN, timedelta(seconds=options.heal_s))

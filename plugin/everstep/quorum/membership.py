@@ -90,13 +90,22 @@ class Membership:
         life: differs after every start of the group's workers.
         token: of the run.
         find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved; "" for none.
+        fenced: whether another start of this group counts now: this one is not heard any more then. A gate that hears
+            both cannot know which is the newer.
         heartbeat_timeout_s: of the lighthouse.
     """
 
     def __init__(
-        self, *, group: int, life: str, token: bytes, find_lighthouse: Callable[[], str], heartbeat_timeout_s: float
+        self,
+        *,
+        group: int,
+        life: str,
+        token: bytes,
+        find_lighthouse: Callable[[], str],
+        fenced: Callable[[], bool],
+        heartbeat_timeout_s: float,
     ) -> None:
-        self._replica, self._find_lighthouse = name_of(group, life), find_lighthouse
+        self._replica, self._find_lighthouse, self._fenced = name_of(group, life), find_lighthouse, fenced
         self._timeout_s, self._every_s = heartbeat_timeout_s, min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
         self._patience = timedelta(seconds=heartbeat_timeout_s / 2)
         self._asking, self._beating = Line(token, self._patience), Line(token, self._patience)
@@ -149,6 +158,9 @@ class Membership:
         """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
         heard = time.monotonic()
         while not self._left.wait(self._every_s):
+            if self._fenced():
+                self._left.set()
+                break
             address = self._published()
             try:
                 beat = asdict(Asked(self._replica, makes=self._makes))
@@ -158,10 +170,11 @@ class Membership:
                 self.wanted = False
             if self._asking.address not in ("", address) or time.monotonic() - heard > self._timeout_s:
                 self._asking.end()
+        self._beating.end()
+        self._asking.end()
 
     def leave(self) -> None:
         """End the heartbeats and their connection, as the death of the process would: the others go on without this
         group. Waits for a heartbeat under way."""
         self._left.set()
         self._beats.join(self._timeout_s)
-        self._beating.end()

@@ -95,6 +95,7 @@ class Participation:
                 life=self.life,
                 token=place.token,
                 find_lighthouse=lambda: published_address(place.run_dir) or given,
+                fenced=place.files.fenced,
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
         give_up = timedelta(seconds=GIVE_UP_STARTS * ft.startup_timeout_s)
