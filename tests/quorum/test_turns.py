@@ -13,8 +13,8 @@ from everstep import wire
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.membership import PURPOSE, Membership
-from everstep.quorum.request import NOTHING, State
-from quorum.test_gate import LIFE, SOON, a_request
+from everstep.quorum.request import NOTHING, State, name_of
+from quorum.test_gate import LIFE, SOON, a_request, quorum
 
 TOKEN = bytes(32)
 JOIN_S = 0.5
@@ -78,6 +78,33 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting():
     for member in members:
         member.leave()
     at[0].close()
+def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse():
+    """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
+    gate = Gate(TOKEN, ("127.0.0.1", 0), Rules(1, JOIN_S, 1.0), lambda count, last: None)
+    beats, old, one, new = ([connected(gate) for _ in range(2)], *(connected(gate) for _ in range(3)))
+    stop = threading.Event()
+
+    def beat(seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stop.wait(0.1):
+            for group, channel in enumerate(beats):
+                channel.ask({"replica": name_of(group, LIFE)})
+
+    beat(0.3)
+    old.send_frame(quorum(0))
+    beat(2.0)
+    time.sleep(1.2)  # nobody is heard, and all may be new when they are
+    old.cut()
+    beating = threading.Thread(target=beat, args=(20.0,))
+    beating.start()
+    one.send_frame(quorum(1))
+    time.sleep(0.15)  # it looks again before the other one
+    new.send_frame(quorum(0, 2))
+    new.set_timeout(timedelta(seconds=5))
+    assert new.receive_frame() == one.receive_frame()
+    stop.set()
+    beating.join()
+    gate.close()
 
 
 def test_groups_that_make_steps_apart_hear_of_each_other():

@@ -276,8 +276,11 @@ class Gate:
 
     def _answer(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         until = time.monotonic() + asked.timeout_s
-        if not self._wait_for_turn(until) or waiting.channel.hung_up():
+        if not self._wait_for_turn(waiting, until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
+        with self._changed:
+            if self._waits.get(asked.replica) is not waiting:  # an earlier one held its place in the newest quorum
+                return self._newest
         client = self._clients[zlib.crc32(asked.replica.encode()) % CLIENTS]
         try:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
@@ -289,14 +292,17 @@ class Gate:
             if when not in self._formed:
                 self._formed.append(when)
                 self._newest = self._form(int(quorum.quorum_id), [one.replica_id for one in quorum.participants])
+                self._changed.notify_all()
             return self._newest  # whoever is not in it asks again
 
-    def _wait_for_turn(self, until: float) -> bool:
+    def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
         """Whether the turn came before `until` (`time.monotonic()`)."""
         with self._changed:
             lets_others_pass = self._queued > 0 and self._may_pass()
             self._queued += 1
-            while (now := time.monotonic()) < until and (now < self._asks_from or not self._may_pass()):
+            while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
+                if now >= self._asks_from and self._may_pass():
+                    break
                 self._changed.wait(min(LOOK_S, until - now))  # those it waits for may have died meanwhile
             self._queued -= 1
         if lets_others_pass:
