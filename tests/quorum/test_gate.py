@@ -45,7 +45,6 @@ class Lighthouse:
             life=life,
             token=token or self.token,
             find_lighthouse=lambda: self.address,
-            fenced=lambda: False,
             heartbeat_timeout_s=BEATS_S,
         )
 

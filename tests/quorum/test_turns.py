@@ -78,6 +78,8 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting():
     for member in members:
         member.leave()
     at[0].close()
+
+
 def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse():
     """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
     gate = Gate(TOKEN, ("127.0.0.1", 0), Rules(1, JOIN_S, 1.0), lambda count, last: None)

@@ -96,6 +96,18 @@ def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heal
     assert run.events("heal")[-1]["group"] == 1
 
 
+def test_a_group_that_was_started_with_another_setting_is_left_out_and_named(run):
+    """And breaks no sums of the others, which it would once it had their state."""
+    groups = together(run, 2, 1)
+    run.group(2, **SHORT | {"slots": 4})
+    deadline = time.monotonic() + 30
+    while not run.events("left_out") and time.monotonic() < deadline:
+        assert_goes_on(groups)
+    assert [event["reason"] for event in run.events("left_out")] == ["group 2 has slots = 4 and most have slots = 3"]
+    assert_goes_on(groups)
+    assert not [event for event in run.events("attempt") if not event["committed"]]
+
+
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
     asked, alone = run.group(0, steps=ENDLESS, quorum_s=2), run.group(1, steps=ENDLESS, quorum_s=2, give_up_s=3)
     asked.first()

@@ -51,8 +51,8 @@ ABLE = member(0, 8, 12)
         ([member(0), member(1)], -1, 0, (), {}),
         # The history that counts is that of all that asked, also of those that are left out.
         ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
-        # Ranks meet those of their own number, so groups with other numbers of them are not connected.
-        ([ABLE, member(1, 8, 12, watches=("a:3", "b:3")), member(2, watches=("c:3", "d:3"))], 8, 12, (1,), {2: (1,)}),
+        # Groups that sum together have the same settings, such as the number of ranks.
+        ([ABLE, member(1, 8, 12, settings=("ranks = 2",)), member(2, settings=("ranks = 2",))], 8, 12, (1,), {2: (1,)}),
         # A joiner heals from one that it reaches, and a state is not left for a larger set.
         ([replace(ABLE, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: (0, 1)}),
         ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),

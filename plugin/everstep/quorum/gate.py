@@ -41,7 +41,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
 from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, Asked
-from everstep.quorum.request import Request, decode, differing_ranks, encode, group_of, read_quorum
+from everstep.quorum.request import Request, decode, differing_settings, encode, group_of, read_quorum
 from everstep.run import typed
 
 HEARING = 1.5
@@ -335,7 +335,7 @@ class Gate:
             return _failed(str(error))
         if len(read.groups) < self._min_groups:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
-            why = differing_ranks(requests) or f"no connections between {pairs}"
+            why = differing_settings(requests) or f"no connections between {pairs}"
             return _failed(f"fewer than {self._min_groups} groups reach each other: {why}")
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._groups = max(self._groups, len(read.groups))  # a run may have been scaled

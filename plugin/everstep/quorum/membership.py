@@ -102,7 +102,7 @@ class Membership:
         life: str,
         token: bytes,
         find_lighthouse: Callable[[], str],
-        fenced: Callable[[], bool],
+        fenced: Callable[[], bool] = lambda: False,
         heartbeat_timeout_s: float,
     ) -> None:
         self._replica, self._find_lighthouse, self._fenced = name_of(group, life), find_lighthouse, fenced

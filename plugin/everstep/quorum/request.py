@@ -62,6 +62,7 @@ class Request:
         watches: `host:port` where each of its ranks is reached by the same rank of the others.
         unreached: names of members that some rank of it could not reach lately.
         makers: how many groups make the steps of the last quorum that it was in and are not known to have died.
+        settings: `name = value` of what groups that sum together have alike.
     """
 
     group: typed.Count
@@ -76,6 +77,7 @@ class Request:
     watches: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     makers: typed.Count = 0
+    settings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ class Quorum:
         able: groups that have it: they compute.
         sources: joiner → the groups that it takes the state from, LENDERS at most. Joiners that follow need none.
         left_out: groups that asked as well and cannot be connected with all members (`together`).
-        cut: pairs of groups that do not reach each other, or have other numbers of ranks, the lower id first.
+        cut: pairs of groups that do not reach each other, or have other settings, the lower id first.
     """
 
     id: int
@@ -204,8 +206,8 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
     state, able = _state_that_counts(ordered)
     names = {member.name: member.group for member in ordered}
     told = [(member.group, names[name]) for member in ordered for name in member.unreached if name in names]
-    if differing_ranks(ordered):
-        told += [(a.group, b.group) for a in ordered for b in ordered if len(a.watches) != len(b.watches)]
+    if differing_settings(ordered):
+        told += [(a.group, b.group) for a in ordered for b in ordered if a.settings != b.settings]
     cut = tuple(sorted({(min(pair), max(pair)) for pair in told}))
     inside = together([member.group for member in ordered], cut, able)
     left_out = tuple(member.group for member in ordered if member.group not in inside)
@@ -223,11 +225,18 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
     return Quorum(quorum_id, ordered, key, state, able, sources, left_out, cut)
 
 
-def differing_ranks(members: Sequence[Request]) -> str:
-    """Which groups have another number of ranks than most, in words; empty if all have as many."""
-    usual = Counter(len(member.watches) for member in members).most_common(1)[0][0]
-    odd = [f"group {one.group} has {len(one.watches)}" for one in members if len(one.watches) != usual]
-    return f"the number of ranks differs: {', '.join(odd)}, the others have {usual}" if odd else ""
+def differing_settings(members: Sequence[Request]) -> str:
+    """Which groups have other settings than most, and which, in words; empty if all have the same."""
+    usual = Counter(member.settings for member in members).most_common(1)[0][0]
+
+    def beyond(one: Collection[str], other: Collection[str]) -> str:
+        return ", ".join(word for word in one if word not in other)
+
+    odd = [one for one in members if one.settings != usual]
+    return "; ".join(
+        f"group {one.group} has {beyond(one.settings, usual)} and most have {beyond(usual, one.settings)}"
+        for one in odd
+    )
 
 
 def _state_that_counts(members: Sequence[Request]) -> tuple[State, tuple[int, ...]]:

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 from everstep.quorum.errors import QuorumUnavailable
-from everstep.quorum.request import Quorum, Request, State, decode, differing_ranks, encode, read_quorum
-from everstep.step.attempt import Group, Host, Turn
+from everstep.quorum.request import Quorum, Request, State, decode, differing_settings, encode, read_quorum
+from everstep.step.attempt import Group, Host, Rules, Turn
 from everstep.step.decisions import Decisions
-from everstep.step.interfaces import Timeouts
 
 
 class Answer(NamedTuple):
@@ -26,12 +25,12 @@ class Asker:
         group: this rank's.
         decisions: of the group.
         host: of this rank.
-        timeouts: the protocol's.
+        rules: of the run.
     """
 
-    def __init__(self, group: Group, decisions: Decisions, host: Host, timeouts: Timeouts) -> None:
+    def __init__(self, group: Group, decisions: Decisions, host: Host, rules: Rules) -> None:
         self._group, self._decisions, self._host = group, decisions, host
-        self._timeouts, self._finished_before = timeouts, host.files.finished_step()
+        self._rules, self._finished_before = rules, host.files.finished_step()
         self._met: tuple[Request, ...] = ()
         """All that asked for the last quorum."""
         self._makers: tuple[Request, ...] = ()
@@ -66,6 +65,7 @@ class Asker:
             watches=tuple(watch for _, watch, _ in said),
             unreached=tuple(sorted({name for _, _, names in said for name in names})),
             makers=sum(ended.isdisjoint(member.watches) for member in self._makers),
+            settings=(f"ranks = {len(said)}", *self._rules.settings),
         )
         answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
         step, events = state.step + 1, self._host.events
@@ -89,7 +89,7 @@ class Asker:
             return None
         quorum_id, members, reason = 0, list[str](), ""
         try:
-            quorum_id, found = membership.ask(request, self._timeouts.quorum)
+            quorum_id, found = membership.ask(request, self._rules.timeouts.quorum)
             members = [encode(member) for member in found]
         except QuorumUnavailable as error:
             reason = str(error)
@@ -117,5 +117,5 @@ class Asker:
         """When others are left out than before, the first of those that are not says so."""
         if quorum.left_out != self._left_out and (self._group.id, self._decisions.rank) == (quorum.groups[0], 0):
             told = {"groups": list(quorum.left_out), "cut": [list(pair) for pair in quorum.cut]}
-            self._host.events.emit("left_out", quorum.state.step + 1, **told, reason=differing_ranks(self._met))
+            self._host.events.emit("left_out", quorum.state.step + 1, **told, reason=differing_settings(self._met))
         self._left_out = quorum.left_out

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from everstep.quorum.heal import Door, Fetch
@@ -56,6 +56,7 @@ class Rules:
         dealing: see `ledger.Dealing`.
         timeouts: the protocol's waits.
         audit_slots, seed: see `ledger.audited_slots`.
+        more: `name = value` of what else is to be alike, such as how the parameters are laid out over ranks.
     """
 
     slots: int
@@ -63,6 +64,14 @@ class Rules:
     timeouts: Timeouts
     audit_slots: float = 0.0
     seed: int = 0
+    more: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """`name = value` of what decides who computes what and what is summed. Timeouts may differ."""
+        dealt = replace(self.dealing, groups=self.dealing.groups if self.dealing.spares else 0)
+        named = asdict(dealt) | {"slots": self.slots, "audit_slots": self.audit_slots, "seed": self.seed}
+        return (*(f"{name} = {value}" for name, value in named.items()), *self.more)
 
 
 class Turn(enum.Enum):

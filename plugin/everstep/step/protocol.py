@@ -74,7 +74,7 @@ class StepProtocol:
         self._sums, self._door, self._membership = group.sums, group.door, group.membership
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.decisions = Decisions(group.ranks)
-        self._asker = Asker(group, self.decisions, host, rules.timeouts)
+        self._asker = Asker(group, self.decisions, host, rules)
         self._holding = Holding(work, reducer, self.decisions, host, group.id)
         self.state = NOTHING
         self.leaving = False

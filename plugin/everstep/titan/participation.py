@@ -55,9 +55,10 @@ class Participation:
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
         self.life: str = Decisions(self._ranks).first("life", uuid.uuid4().hex)
         """Differs after every start of the group; the same on all its ranks."""
-        degrees = (f"{key} {value}" for key, value in asdict(config.parallelism).items() if key.endswith("degree"))
+        parallel = asdict(config.parallelism).items()
+        self._degrees = tuple(f"{key} = {value}" for key, value in parallel if key.endswith("degree"))
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
-        self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(degrees)}"
+        self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(self._degrees)}"
         """What this rank's state is of."""
         self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
@@ -116,6 +117,7 @@ class Participation:
                 timeouts,
                 audit_slots=ft.audit_slots,
                 seed=self._config.debug.seed or 0,
+                more=(f"process_group = {ft.process_group}", f"exact = {ft.exact}", *self._degrees),
             ),
             work=work,
             reducer=work.reducer,
