@@ -17,8 +17,6 @@ LENDERS = 4
 """Groups that a joiner takes the state from, if there are as many. Each holds a copy of it in its hosts' memory
 meanwhile. Where all links are alike one or two fill the joiner's; the others are there in place of those that are busy,
 slow or gone."""
-TRIED = 2000
-"""Branches that are tried for the largest set. Cuts that were drawn between 32 groups needed 210."""
 
 Word = Annotated[int, typed.Within(NO_STATE, (1 << 63) - 1)]
 
@@ -155,38 +153,23 @@ class Quorum:
 
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:
-    """The largest set of groups that all reach each other, among them one that is able if any is; of several the one
-    with the lowest ids. By branch and bound; after TRIED branches the largest that was found.
+    """Groups that all reach each other: the one that is cut off from most others is left out first, of several that of
+    the highest id, but not the last that is able. Who reaches all that are left after that is not left out.
 
     Args:
-        groups: in the order of their ids.
+        groups: their ids.
         cut: pairs of which at least one does not reach the other.
         able: groups that have the state.
     """
-    apart: dict[int, set[int]] = {group: set() for group in groups}
-    for one, other in cut:
-        apart[one].add(other)
-        apart[other].add(one)
-    most: tuple[int, ...] = ()
-    tried = 0
-    branches: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), tuple(groups))]  # who is inside, who may come in
-    while branches and not (most and tried > TRIED):
-        inside, left = branches.pop()
-        tried += 1
-        pairs: set[int] = set()
-        for group in left:  # of two groups that do not reach each other one at most comes in
-            if group not in pairs and (others := apart[group].intersection(left) - pairs):
-                pairs |= {group, min(others)}
-        if len(inside) + len(left) - len(pairs) // 2 <= len(most) or (able and {*able}.isdisjoint(inside + left)):
-            continue
-        if not pairs:
-            most = inside + left
-            continue
-        first = min(pairs)
-        rest = tuple(group for group in left if group != first)
-        branches.append((inside, rest))
-        branches.append(((*inside, first), tuple(group for group in rest if group not in apart[first])))
-    return tuple(sorted(most))
+    inside = set(groups)
+    while pairs := [pair for pair in cut if inside.issuperset(pair)]:
+        apart = Counter(group for pair in pairs for group in pair)
+        having = inside.intersection(able)
+        inside.remove(max(apart.keys() - (having if len(having) == 1 else ()), key=lambda one: (apart[one], one)))
+    for group in groups:
+        if not any(group in pair and not inside.isdisjoint(pair) for pair in cut):
+            inside.add(group)
+    return tuple(sorted(inside))
 
 
 def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
