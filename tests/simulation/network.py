@@ -240,16 +240,21 @@ class Listener(_Readable):
         super().__init__(network, process)
         self.port = port
         self.backlog: list[Socket] = []
+        self.shut = False
 
     def come(self, sock: Socket) -> None:
         self.backlog.append(sock)
         self.wake()
 
     def readable(self) -> bool:
-        return bool(self.backlog)
+        return bool(self.backlog) or self.shut
 
     def getsockname(self) -> tuple[str, int]:
         return self.host, self.port
+
+    def shutdown(self, how: int) -> None:
+        self.shut = True
+        self.wake()
 
     def accept(self) -> tuple[Socket, tuple[str, int]]:
         if not self.backlog:
@@ -451,13 +456,6 @@ def getaddrinfo(host: str, port: int, **options: Any) -> list[tuple[Any, ...]]:
     return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 0, "", (host, port))]
 
 
-def socketpair() -> tuple[Socket, Socket]:
-    process = HERE.process()
-    one, other = Socket(HERE.network, process), Socket(HERE.network, process)
-    one.peer, other.peer = other, one
-    return one, other
-
-
 def gethostname() -> str:
     return HERE.process().host
 
@@ -469,7 +467,6 @@ socket = SimpleNamespace(
     create_connection=create_connection,
     create_server=create_server,
     getaddrinfo=getaddrinfo,
-    socketpair=socketpair,
     gethostname=gethostname,
 )
 selectors = SimpleNamespace(

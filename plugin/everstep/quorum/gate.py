@@ -161,7 +161,7 @@ class Gate:
                 host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
             )
         except wire.WireError as error:
-            raise GateError(f"cannot listen on {wire.format_address(host, port)}: {error}") from error
+            raise GateError(str(error)) from error
         self.address = self._server.address
         """`host:port` where groups reach it."""
         threading.Thread(target=self._keep_beating, name="lighthouse-heartbeats", daemon=True).start()
@@ -169,7 +169,7 @@ class Gate:
     def close(self) -> None:
         """Stop listening, and end the lighthouse."""
         self._closed.set()
-        self._server.shut()
+        self._server.close(wait=False)
         self._inner.shutdown()
 
     def _refuse(self, what: str) -> None:

@@ -72,8 +72,6 @@ class PeerWatch:
         """Addresses of members of the last process group that are known to have died."""
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
         self.address = self._door.address
         """`host:port` that the other members connect to."""
@@ -116,7 +114,6 @@ class PeerWatch:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._ask_every_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVES)
                 self._keep(key, connection, peers[place])
-        self._wake()
 
     def end(self, key: bytes) -> None:
         """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
@@ -127,10 +124,6 @@ class PeerWatch:
             for connection in left:  # a sum may have told of a death before the watch looked
                 self._hear(connection)
             self._drop(left)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._wake_write.send(b"+")
 
     def _keep(self, key: bytes, connection: socket.socket, address: str = "") -> None:
         self._connections[key].append(connection)
@@ -156,7 +149,6 @@ class PeerWatch:
             self._keep(key, member.detach())
             if key in self._over:  # the caller is late, and is to know that nobody has died
                 self._drop(self._connections.pop(key))
-        self._wake()
 
     def _watch(self) -> None:
         while True:
@@ -164,9 +156,6 @@ class PeerWatch:
                 self._look(ready)
 
     def _look(self, ready: selectors.SelectorKey) -> None:
-        if ready.data is None:
-            self._wake_read.recv(4096)
-            return
         # Peers say nothing until they are lost.
         (key, _), connection = ready.data, ready.fileobj
         with self._lock:

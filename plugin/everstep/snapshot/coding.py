@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from everstep import wire
 from everstep.snapshot import parity
@@ -216,7 +217,6 @@ class _Giver:
     def __init__(self, channel: wire.Channel, header: Header, waits: Waits) -> None:
         self._channel, self.header, self._waits = channel, header, waits
         self._table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
-        self._first = 0
         self.close = channel.close
 
     @classmethod
@@ -239,7 +239,7 @@ class _Giver:
 
     def ask(self, first: int, length: int) -> None:
         """Ask for the shard that begins at this byte of the payload, as far as there is one."""
-        self._first, count = first, min(length, self.header.payload_bytes - first)
+        count = min(length, self.header.payload_bytes - first)
         if count > 0:
             try:
                 self._channel.ask_range(first, count)
@@ -255,13 +255,11 @@ class _Giver:
             return
         try:
             with self._waits.on(self.header.group):
-                if at == self._first:
-                    self._channel.receive_frame()
-                self._channel.receive_chunks(wire.Pieces([block[:count].data]), at, count, base=at)
+                self._channel.receive_range(wire.Pieces([block[:count].data]), at, count, base=at)
         except wire.WireError as error:
             self._waits.why[self.header.group] = str(error)
             raise self._waits.failed(self.header.group) from error
-        if wire.digest_of([block[:count].data]) != self._table[at // CHUNK_BYTES]:
+        if xxhash.xxh3_64_intdigest(block[:count].data) != self._table[at // CHUNK_BYTES]:
             raise CodingError(f"the part of group {self.header.group} is damaged at byte {at}", self.header.group)
 
 

@@ -16,8 +16,8 @@ A connection, from its first byte:
    has HANDSHAKE_TIMEOUT in all.
 2. From token, nonces and direction come two keys that no other connection has. Every record is sealed with them.
 3. Frames: records that are JSON objects. What they mean is the caller's business.
-4. Ranges: the client asks for `{"op": "read", "offset": o, "length": n}`; the server answers with a frame (agreement or
-   refusal) and then chunks, records with their offset in front.
+4. Ranges: the client asks for `{"op": "read", "offset": o, "length": n}`; the server answers with chunks, records with
+   their offset in front, or with a refusal in place of any of them.
 
 Who can read and alter every packet between two members, but has no token, can end a transfer and nothing else. The keys
 follow from the token: who has recorded a transfer and gets hold of the token later can read it then.
@@ -28,9 +28,7 @@ from everstep.wire.channel import Channel as Channel
 from everstep.wire.channel import Pieces as Pieces
 from everstep.wire.channel import RefusedError as RefusedError
 from everstep.wire.channel import WireError as WireError
-from everstep.wire.channel import digest_of as digest_of
 from everstep.wire.channel import encoded as encoded
-from everstep.wire.channel import format_address as format_address
 from everstep.wire.channel import parse_address as parse_address
 from everstep.wire.channel import pull as pull
 from everstep.wire.channel import serve_ranges as serve_ranges

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import xxhash
 from cryptography.exceptions import InvalidTag
 
 from everstep.wire.sealing import TAG_BYTES, Sealer
@@ -90,17 +89,18 @@ def encoded(message: dict[str, Any]) -> bytes:
 class Channel:
     """One authenticated connection. Not for use by two threads at once, except `cut`."""
 
-    def __init__(
-        self, sock: socket.socket, peer: str, timeout: timedelta, *, outgoing: Sealer, incoming: Sealer
-    ) -> None:
-        """`outgoing`, `incoming`: what seals and opens records."""
-        self._sock = sock
-        self.peer = peer
-        self._outgoing, self._incoming = outgoing, incoming
-        self._deadline = math.inf
+    _outgoing: Sealer
+    _incoming: Sealer
+
+    def __init__(self, sock: socket.socket, peer: str, timeout: timedelta) -> None:
+        self._sock, self.peer, self._deadline = sock, peer, math.inf
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.set_timeout(timeout)
+
+    def seal(self, outgoing: Sealer, incoming: Sealer) -> None:
+        """From here on records are sent: what seals and opens them."""
+        self._outgoing, self._incoming = outgoing, incoming
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The longest silence of the peer that is borne in one send or receive."""
@@ -140,9 +140,6 @@ class Channel:
         except OSError:
             return True
 
-    def _silent(self) -> WireError:
-        return WireError(f"{self.peer} was silent for {self._timeout_s:g} s")
-
     def receive_into(self, view: memoryview) -> None:
         """Fill `view`. Raises WireError when the peer closes, dies or is silent for longer than the
         timeout."""
@@ -158,7 +155,8 @@ class Channel:
                 n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 late = self._deadline - time.monotonic() < 0.1
-                raise (WireError(f"{self.peer} took too long") if late else self._silent()) from None
+                how = "took too long" if late else f"was silent for {self._timeout_s:g} s"
+                raise WireError(f"{self.peer} {how}") from None
             except OSError as error:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
             if n == 0:
@@ -170,14 +168,18 @@ class Channel:
         self.receive_into(memoryview(data))
         return bytes(data)
 
-    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
-        head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
+    def send(self, data: bytes | bytearray) -> None:
+        """Send bytes as they are. Raises WireError as `receive_into`."""
         try:
-            self._sock.sendall(self._outgoing.seal(head, views))
+            self._sock.sendall(data)
         except BlockingIOError:
-            raise self._silent() from None
+            raise WireError(f"{self.peer} took nothing for {self._timeout_s:g} s") from None
         except OSError as error:
             raise WireError(f"the connection to {self.peer} broke: {error}") from error
+
+    def _send_record(self, kind: int, offset: int, views: Sequence[memoryview]) -> None:
+        head = _HEAD.pack(kind, offset, sum(view.nbytes for view in views))
+        self.send(self._outgoing.seal(head, views))
 
     def _open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
         try:
@@ -195,10 +197,12 @@ class Channel:
     def receive_frame(self) -> dict[str, Any]:
         """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
         message."""
-        head = self.receive(_HEAD.size)
+        return self._message(self.receive(_HEAD.size))
+
+    def _message(self, head: bytes) -> dict[str, Any]:
         kind, _, length = _HEAD.unpack(head)
         if kind != _FRAME or length > FRAME_LIMIT_BYTES:
-            raise WireError(f"{self.peer} sent no message, or one over the limit of {FRAME_LIMIT_BYTES} bytes")
+            raise WireError(f"{self.peer} sent something else than was due, or over {FRAME_LIMIT_BYTES} bytes")
         sealed = bytearray()
         while left := length + TAG_BYTES - len(sealed):  # room for what has come, whatever was announced
             sealed += self.receive(min(CHUNK_BYTES, left))
@@ -227,41 +231,26 @@ class Channel:
         """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
         if offset < 0 or length < 0 or offset + length > source.size:
             raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
-        self.send_frame({"length": length})
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             self._send_record(_CHUNK, start, source.views(start, n))
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
-        """Take the answer to a read straight into its place. `base`: the offset that is the sink's byte 0.
+        """Take the answer to a read, or the next whole chunks of it, straight into its place. `base`: the offset that
+        is the sink's byte 0.
 
-        Raises WireError on the first chunk that is not right.
+        Raises RefusedError, which may come in place of any chunk, and WireError on the first one that is not right.
         """
-        self.receive_frame()
-        self.receive_chunks(sink, offset, length, base)
-
-    def receive_chunks(self, sink: Bytes, offset: int, length: int, base: int) -> None:
-        """What comes next of an answer whose first message was received: any run of whole
-        chunks. The rest as `receive_range`."""
-        memory = memoryview(bytearray(_HEAD.size + min(CHUNK_BYTES, length) + TAG_BYTES))
+        memory = memoryview(bytearray(min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
-            record = memory[: _HEAD.size + n + TAG_BYTES]
-            self.receive_into(record)
-            head = bytes(record[: _HEAD.size])
+            head = self.receive(_HEAD.size)
             if head != _HEAD.pack(_CHUNK, start, n):
-                raise WireError(f"{self.peer} sent something else than the chunk asked for at byte {start}")
-            self._open(head, record[_HEAD.size :], sink.views(start - base, n))
-
-
-def digest_of(views: Sequence[memoryview]) -> int:
-    """XXH3-64 of the buffers as if they were one."""
-    if len(views) == 1:
-        return xxhash.xxh3_64_intdigest(views[0])
-    digest = xxhash.xxh3_64()
-    for view in views:
-        digest.update(view)
-    return digest.intdigest()
+                self._message(head)
+                raise WireError(f"{self.peer} sent a message where a chunk was due")
+            sealed = memory[: n + TAG_BYTES]
+            self.receive_into(sealed)
+            self._open(head, sealed, sink.views(start - base, n))
 
 
 def pull(channel: Channel, sink: Bytes) -> None:

@@ -5,6 +5,7 @@ import errno
 import functools
 import hashlib
 import hmac
+import math
 import os
 import selectors
 import socket
@@ -19,7 +20,7 @@ from typing import Any
 from everstep.wire.channel import Channel, RefusedError, WireError, format_address, parse_address
 from everstep.wire.sealing import Sealer
 
-MAGIC = b"everwir3"
+MAGIC = b"everwir4"
 NONCE_BYTES = SUBJECT_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = SUBJECT_BYTES + NONCE_BYTES + PROOF_BYTES
@@ -55,43 +56,32 @@ def connect(
         WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
     """
     until = time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT).total_seconds()
-    sock: socket.socket | None = None
     try:
         sock = socket.create_connection(parse_address(address), timeout=max(0.001, until - time.monotonic()))
-        hello = _heard(sock, HELLO_BYTES, until, address)
+    except (OSError, ValueError) as error:  # ValueError: a name that the resolver cannot take
+        raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
+    channel = Channel(sock, address, timeout)
+    with contextlib.ExitStack() as failing:
+        failing.callback(channel.close)
+        channel.set_deadline(until)
+        hello = channel.receive(HELLO_BYTES)
         if not hello.startswith(MAGIC):
             raise WireError(f"{address} does not speak this protocol")
         answer = subject + os.urandom(NONCE_BYTES)
         mac = functools.partial(_mac, token, purpose, hello + answer)
-        sock.sendall(answer + mac(b"client"))
-        proof = _heard(sock, PROOF_BYTES, until, address, "did not accept the run's token: is it another run's?")
+        channel.send(answer + mac(b"client"))
+        try:
+            proof = channel.receive(PROOF_BYTES)
+        except WireError as error:
+            if channel.hung_up():
+                raise WireError(f"{address} did not accept the run's token: is it another run's?") from error
+            raise
         if not hmac.compare_digest(proof, mac(b"server")):
             raise WireError(f"{address} does not hold the run's token")
-        outgoing, incoming = Sealer(mac(b"key to server")), Sealer(mac(b"key to client"))
-        return Channel(sock, address, timeout, outgoing=outgoing, incoming=incoming)
-    except (OSError, ValueError) as error:  # ValueError: a name that the resolver cannot take
-        if sock is not None:
-            sock.close()
-        raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
-
-
-def _heard(
-    sock: socket.socket, nbytes: int, until: float, address: str, closed: str = "closed the connection"
-) -> bytes:
-    """So many bytes of the other side. Raises WireError: it was silent until then, or ended the connection."""
-    said = b""
-    while len(said) < nbytes:
-        sock.settimeout(max(0.001, until - time.monotonic()))
-        try:
-            more = sock.recv(nbytes - len(said))
-        except TimeoutError:
-            raise WireError(f"{address} was silent for too long") from None
-        except OSError:
-            more = b""
-        if not more:
-            raise WireError(f"{address} {closed}")
-        said += more
-    return said
+        channel.set_deadline(math.inf)
+        channel.seal(Sealer(mac(b"key to server")), Sealer(mac(b"key to client")))
+        failing.pop_all()
+    return channel
 
 
 @dataclass
@@ -139,15 +129,14 @@ class Door:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._listener = socket.create_server(place[:2], family=family, backlog=1024)
         except (OSError, ValueError) as error:
-            raise WireError(f"cannot listen on '{host}' (fault_tolerance.bind_host): {error}") from error
+            where = format_address(host, port)
+            raise WireError(f"cannot listen on {where} (fault_tolerance.bind_host): {error}") from error
         self._listener.setblocking(False)
         self.address = format_address(host, self._listener.getsockname()[1])
         self._token, self._admit, self._purpose, self._timeout = token, admit, purpose, timeout
         self._on_stranger = on_stranger
         self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._closed = False
         self._thread = threading.Thread(target=self._keep, name="door", daemon=True)
@@ -157,7 +146,7 @@ class Door:
         """Stop listening, and close the connections that were not let in."""
         self._closed = True
         with contextlib.suppress(OSError):  # closed twice
-            self._wake_write.send(b"x")
+            self._listener.shutdown(socket.SHUT_RDWR)  # which its thread sees
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -174,7 +163,7 @@ class Door:
                 while self._strangers and next(iter(self._strangers.values())).until <= time.monotonic():
                     self._refuse(next(iter(self._strangers)))
         finally:
-            for sock in [*self._strangers, self._listener, self._wake_read, self._wake_write]:
+            for sock in [*self._strangers, self._listener]:
                 sock.close()
             self._strangers.clear()
             self._selector.close()
@@ -192,8 +181,7 @@ class Door:
         hello = MAGIC + os.urandom(NONCE_BYTES)
         try:
             sock.setblocking(False)
-            if sock.send(hello) != len(hello):
-                raise OSError
+            sock.send(hello)  # there is room for it in the kernel
             self._selector.register(sock, selectors.EVENT_READ)
         except OSError:
             sock.close()
@@ -233,10 +221,9 @@ class Door:
         self._selector.unregister(sock)
         del self._strangers[sock]
         try:
-            if sock.send(mac(b"server")) != PROOF_BYTES:
-                raise OSError
-            outgoing, incoming = Sealer(mac(b"key to client")), Sealer(mac(b"key to server"))
-            channel = Channel(sock, stranger.peer, self._timeout, outgoing=outgoing, incoming=incoming)
+            sock.send(mac(b"server"))
+            channel = Channel(sock, stranger.peer, self._timeout)
+            channel.seal(Sealer(mac(b"key to client")), Sealer(mac(b"key to server")))
             self._admit(channel, answer[:SUBJECT_BYTES])
         except (OSError, RuntimeError):  # RuntimeError: no thread could be started for it
             sock.close()
@@ -281,18 +268,14 @@ class Server(Door):
                 self._threads.pop(threading.current_thread(), None)
             channel.close()
 
-    def shut(self) -> dict[threading.Thread, Channel]:
-        """Stop listening and cut every connection; the threads that served them, which may still be finishing."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop listening and cut every connection. `wait`: for their threads, which may still be finishing."""
         with self._lock:
             self._shut = True
             running = dict(self._threads)
         super().close()
         for channel in running.values():
             channel.cut()
-        return running
-
-    def close(self) -> None:
-        """Stop listening, cut every connection, and wait for their threads."""
-        for thread in self.shut():
+        for thread in running if wait else ():
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(self._timeout.total_seconds())
