@@ -112,6 +112,22 @@ def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
         fetch(a_state(), server.address, step=2)
 
 
+def test_a_joiner_is_told_what_ended_a_copy_in_the_middle(server, monkeypatch):
+    copy, ask, asked = heal._Copy._copy, Channel.ask_range, threading.Event()
+
+    def lose(self, source, target):
+        if len(source) > 100_000:
+            asked.wait(60)
+            raise RuntimeError("the device is lost")
+        copy(self, source, target)
+
+    monkeypatch.setattr(heal._Copy, "_copy", lose)
+    monkeypatch.setattr(Channel, "ask_range", lambda *what: (ask(*what), asked.set()))
+    server.serve(2, 0, a_state())
+    with pytest.raises(HealError, match="could not be copied: the device is lost"):
+        fetch(a_state(), server.address, step=2)
+
+
 def test_the_optimizer_waits_for_a_copy_under_way(server, monkeypatch):
     state, got, copying, go_on, closed = a_state(), [], threading.Event(), threading.Event(), threading.Event()
     before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
