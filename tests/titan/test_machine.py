@@ -1,5 +1,10 @@
 """What only a GPU can do is refused before the start where there is none, with the reason."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_dist_gemm
 
@@ -25,3 +30,14 @@ def test_a_kernel_of_gpus_is_named_and_a_plain_model_has_none(place, value):
     assert "needs a GPU, and there is none here" in problem.message
     [recipe] = needs_gpu(llama3_debugmodel_dist_gemm())
     assert recipe.key == ("job", "config")
+
+
+def test_torchtitans_own_entry_point_names_ours_where_there_is_no_accelerator(tmp_path):
+    config = Path(__file__).parents[2] / "configs" / "demo.toml"
+    flags = ["--module", "everstep", "--config", str(config), "--dump_folder", str(tmp_path)]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", *flags], env=os.environ | ranks, capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    assert "PyTorch sees no accelerator; -m everstep.train trains on the CPU" in ended.stderr.splitlines()[-1]

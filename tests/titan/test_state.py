@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
+from everstep.run.directory import ask_to_stop
 from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
 from everstep.titan import run_files, snapshots
@@ -99,6 +100,16 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
     ranks[0]._files.mark_finished(30, for_all=True)
     ranks[1].restore(None)
     assert ranks[1]._files.finished_step() == 30
+
+
+def test_a_group_that_leaves_names_the_file_that_asked_it(tmp_path, monkeypatch):
+    """Nobody removes it before torchrun starts the group again, which would then leave at once."""
+    monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
+    files = run_files.RankFiles(tmp_path, 0, 0, groups=1, steps=1, stall_timeout_s=1.0)
+    assert files.asked_by == "a signal"
+    ask_to_stop(tmp_path)
+    assert files.asked_to_leave()
+    assert files.asked_by.startswith(f"{tmp_path}/state/stop (remove it")
 
 
 def checkpoint_of(folder, *keys):

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan import trainer as titan
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
@@ -75,6 +76,8 @@ class EverstepTrainer(titan.Trainer):
             raise TrainerEnds(USAGE_EXIT, str(error)) from None
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
+        if on_cpu and device_type != "cpu":
+            raise TrainerEnds(USAGE_EXIT, "PyTorch sees no accelerator; -m everstep.train trains on the CPU")
         if on_cpu:
             cpu.keep_freed_memory()
         ft = config.fault_tolerance
@@ -185,7 +188,8 @@ class EverstepTrainer(titan.Trainer):
             # A last checkpoint on disk holds the same state; a group that leaves alone has dropped its own.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
-        logger.info(f"Left the run after step {self.step}, as asked" if leaves else "Training completed")
+        asked = f"Left the run after step {self.step}, asked by {place.files.asked_by}"
+        logger.info(asked if leaves else "Training completed")
 
     def _compile(self) -> None:
         """Before the other groups wait for this one: compute and discard a slot, if the first one compiles something or
