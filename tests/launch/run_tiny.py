@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ MAIN = threading.main_thread()
 
 def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
+    if "--tiny.nohup" in flags:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
     lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0

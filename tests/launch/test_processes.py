@@ -139,6 +139,17 @@ def test_ctrl_c_twice_ends_a_run_at_once_but_not_what_passes_on_the_first(other)
     until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone")
 
 
+def test_with_nohup_a_run_outlives_its_terminal(start):
+    run = start(1, 1, *ENDLESS, "--tiny.nohup")
+    step = run.wait_for("commit")["step"]
+    run.process.send_signal(signal.SIGHUP)
+    run.until(lambda: run.events("commit")[-1]["step"] > step + 100, "more steps than a stop would take")
+    assert run.events("stopping") == []
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(DEADLINE_S) == 0
+    assert run.events("run_ended")[0]["reason"] == "stopped cleanly"
+
+
 def test_nothing_that_a_worker_started_outlives_its_incarnation_or_the_launcher(start):
     run = start(2, 1, *ENDLESS, "--tiny.litter", forked=False)
     for group in range(2):

@@ -11,7 +11,7 @@ has sent to all."""
 
 def collect_stops() -> list[float]:
     """The list in which requests to stop, by STOPS that reach this process, are from now on, rather than end it: when
-    each came, by time.monotonic()."""
+    each came, by time.monotonic(). With nohup a SIGHUP does neither."""
     stops: list[float] = []
 
     def note(*_: object) -> None:
@@ -20,5 +20,6 @@ def collect_stops() -> list[float]:
             stops.append(now)
 
     for signum in STOPS:
-        signal.signal(signum, note)
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, note)
     return stops
