@@ -2,14 +2,18 @@
 
 import os
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
 
 from everstep.config.sections import FaultTolerance
+from everstep.launch.beacon import LINGER_S, is_over
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.address import publish_address, published_address
-from everstep.run.directory import stop_file
+from everstep.run.beats import BeatFile, beat_path
+from everstep.run.directory import End, over_file, stop_file
+from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, alive, events_of, until
 
@@ -45,6 +49,17 @@ def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
     assert older.wait(DEADLINE_S) == 0
     assert not alive(first["pid"])
     assert published_address(run_dir) == second["address"]
+
+
+@pytest.mark.parametrize(("status", "over"), [("done", True), ("failed", False)])
+def test_a_lighthouse_stays_for_groups_that_are_to_be_started_again(tmp_path, monkeypatch, status, over):
+    """At a time limit they are away for longer than it lingers, whatever became of another group."""
+    with monkeypatch.context() as earlier:
+        now = time.monotonic()
+        earlier.setattr(time, "monotonic", lambda: now - 2 * LINGER_S)
+        BeatFile(beat_path(tmp_path, 0, 0)).beat("done")
+    write_json(over_file(tmp_path, 1), asdict(End(status, "")))
+    assert is_over(tmp_path, 2) == over
 
 
 def started(run_dir, number):

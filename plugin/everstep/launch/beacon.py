@@ -10,7 +10,8 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import over_file, stop_file, wanted_groups
+from everstep.run.directory import End, over_file, stop_file, wanted_groups
+from everstep.run.files import read_typed
 
 PRELOAD = ("everstep.quorum.lighthouse",)
 LINGER_S = 60.0
@@ -39,18 +40,18 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             lambda: (
                 bool(launcher.stops)  # the stop file is for groups, which finish their step
                 or lighthouse.superseded
-                or _all_over(run_dir, config.groups)
+                or is_over(run_dir, config.groups)
             )
         )
     return 0
 
 
-def _all_over(run_dir: Path, groups: int) -> bool:
+def is_over(run_dir: Path, groups: int) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
-    run that was stopped or finished by another."""
-    ended = [over_file(run_dir, group).exists() for group in range(wanted_groups(run_dir, groups))]
-    if all(ended):
+    run that was stopped or finished by another; if others were given up, they may be waiting to be started again."""
+    ends = [read_typed(End, over_file(run_dir, group)) for group in range(wanted_groups(run_dir, groups))]
+    if all(ends):
         return True
-    if not any(ended) and not stop_file(run_dir).exists():
+    if not any(end and end.status == "done" for end in ends) and not stop_file(run_dir).exists():
         return False
     return all(age > LINGER_S for _, _, age in beats_of_groups(run_dir))
