@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 
 from everstep.launch.machine import limited_threads
 from everstep.launch.meeting import Round
+from everstep.launch.watchdog import Death, failures
 from everstep.launch.worker import log_path
+from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT
 from forked import ran
 from launched import DEADLINE_S, FULL, alive, on_a_full_disk, until
@@ -36,6 +39,23 @@ def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
     died = one.wait_for("workers_died")
     assert (died["reason"], died["exitcodes"]) == ("rank 1 exited with status 0", {"1": 0})
     one.wait_for("workers_started", incarnation=1)
+
+
+def test_an_agent_is_not_given_up_for_failing_faster_than_others_make_steps(agent):
+    """The memory of a GPU, say, is not free yet; of the other groups it sees what they tell alone."""
+    one = agent("--training.steps", "9", "--tiny.fail_in", "1", ranks=1, groups=2, environment={"OMP_NUM_THREADS": "1"})
+    commit = {"groups": [1], "loss": 1.0, "tokens": 1, "history": "a", "parent": "b", "took_s": 30.0}
+    EventLog(one.run_dir, 1, 0, "worker").emit("commit", step=7, **commit)
+    one.wait_for("workers_started", incarnation=3)
+    assert one.events("agent_ended") == []
+
+
+def test_a_failure_before_others_made_steps_counts_no_more():
+    then = Death(1.0, 1, committed=False, reason="", error="", run_step=5, step_s=1.0, crashed=True, by_itself=True)
+    now = [replace(then, mono=mono, run_step=9) for mono in (100.0, 101.0, 110.0)]
+    assert failures([then], 5) == 1
+    assert failures([then], 9) == 0, "it is healing again, while another group fails"
+    assert [failures(now[:count], 9) for count in (0, 1, 2, 3)] == [0, 1, 1, 3]
 
 
 @on_a_full_disk

@@ -45,6 +45,19 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     assert {event["rank"] for event in first.events("left")} == {0, 1}
 
 
+def test_a_node_that_is_done_starts_again_with_one_whose_rank_is_killed_late(agent):
+    """Or each would wait for the other."""
+    first, second = (node(agent, rank, "--training.steps", "9") for rank in (0, 1))
+    (late,) = first.wait_for("node_workers_started")["pids"]
+    until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
+    os.kill(late, signal.SIGSTOP)
+    first.wait_for("training_done", rank=0)
+    os.kill(late, signal.SIGKILL)
+    first.wait_for("workers_started", incarnation=1)
+    assert {one.process.wait(DEADLINE_S) for one in (first, second)} == {0}
+    assert first.events("agent_ended")[0]["status"] == "done"
+
+
 def test_an_agent_that_takes_anothers_place_on_its_node_goes_on_with_the_group(agent):
     first, second = (node(agent, rank) for rank in (0, 1))
     until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")

@@ -84,10 +84,9 @@ class Group:
         self._unclean = ""
         """Why a stop was not clean."""
 
-    @property
-    def failures(self) -> int:
-        """How often it has failed since it, or any group of the run, committed a step."""
-        return failures(self.deaths) if self.deaths and not (self._now and self._now.committed) else 0
+    def failures(self, run_step: int) -> int:
+        """How often it has failed since it, or any group of the run, committed `run_step`, the run's newest."""
+        return 0 if self._now and self._now.committed else failures(self.deaths, run_step)
 
     def _stopping(self) -> bool:
         return self.leaves or self._run_stops()
@@ -164,7 +163,7 @@ class Group:
             self._stop_cleanly(now)
         if now.stall is None and (self._stopping() or now.dead):
             return
-        if now.stall is None and now.running and meeting.is_awaited:
+        if now.stall is None and meeting.is_awaited:  # also by one that died when the workers here were done
             now.kill()
         else:
             now.look_for_stall(self.events, self._children.looked_mono, self._children.awake_mono)
@@ -265,7 +264,7 @@ class Group:
             self._after_death(now, now.first, meeting)
         elif self._stopping():
             self._end_stopped(meeting)
-        elif not now.dead and len(now.ended) == len(now.place.ranks):
+        elif not now.dead and len(now.ended) == len(now.place.ranks) and not meeting.is_awaited:
             self._end_done()
 
     def _end_done(self) -> None:

@@ -138,6 +138,7 @@ class Incarnation:
         text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
         error, _, traceback = text.partition("\n")
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
+        newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
         reason = f"rank {first.rank} {describe_exit(exitcode)}"
         if self.stall is not None:
             reason = f"rank {self.stall.stalled_rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
@@ -153,7 +154,8 @@ class Incarnation:
             committed=self.note_commit() if ft.enable else lived_s > ft.startup_timeout_s,
             reason=reason,
             error=error,
-            run_step=max((commit["step"] for commit in commits), default=0),
+            run_step=newest["step"],
+            step_s=newest.get("took_s") or 0.0,
             crashed=crashed,
             by_itself=crashed and (out_of_memory or not peer_killed),
         )

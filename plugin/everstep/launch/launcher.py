@@ -146,10 +146,11 @@ class Launcher:
         """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has
         committed a step meanwhile."""
         live = [group for group in self.groups if group.end is None]
-        failures = [group.failures for group in live]
+        newest = max((death.run_step for group in live for death in group.deaths[-1:]), default=0)
+        failures = [group.failures(newest) for group in live]
         if all(failures) and sum(failures) >= STARTS_WITHOUT_A_STEP:
             for group in live:
-                count = f"its workers were started {group.failures} times"
+                count = f"its workers were started {sum(failures)} times"
                 if len(live) > 1:
                     count = f"workers of {len(live)} groups were started {sum(failures)} times"
                 last = group.deaths[-1].reason

@@ -12,6 +12,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 """Signals that a process brings upon itself."""
 WINDOW_S = 3600.0
 """In which failures and deaths on a node count."""
+STEPS_MEANWHILE = 3
 HOPELESS = {
     USAGE_EXIT: "its configuration is not valid",
     HOPELESS_EXIT: "its trainer found that going on is no use; its log says why",
@@ -37,6 +38,8 @@ class Death:
     """The exception that its first rank ended with, in one line; "": there is none."""
     run_step: int
     """The newest step that any group of the run had committed then."""
+    step_s: float
+    """How long that took."""
     crashed: bool
     """Whether the workers ended of their own doing."""
     by_itself: bool
@@ -49,10 +52,14 @@ def in_a_row(deaths: Sequence[Death]) -> list[Death]:
     return list(itertools.takewhile(lambda death: death.by_itself, recent))
 
 
-def failures(deaths: Sequence[Death]) -> int:
-    """How many of those `in_a_row` came since any group of the run committed a step: the next ones would do so as well.
-    While groups make steps, something may be wrong with this machine that passes."""
-    return sum(death.run_step == deaths[-1].run_step and not death.committed for death in in_a_row(deaths))
+def failures(deaths: Sequence[Death], run_step: int) -> int:
+    """How many of those `in_a_row` came since a group of the run committed `run_step`, its newest step: the next ones
+    would do so as well. While groups make steps, something may be wrong with this machine that passes: several within
+    the time of STEPS_MEANWHILE steps are one."""
+    same = [death for death in in_a_row(deaths) if death.run_step == run_step and not death.committed]
+    if same and same[0].mono - same[-1].mono < STEPS_MEANWHILE * same[0].step_s:
+        return 1
+    return len(same)
 
 
 def describe_exit(exitcode: int) -> str:
