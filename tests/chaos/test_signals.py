@@ -114,14 +114,14 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
 
 def test_what_is_signalled_on_a_cluster_is_told_by_type_only(monkeypatch):
     words = []
-    monkeypatch.setattr(signals, "output", lambda command: words.append(command) or "[7]")
-    assert signals.send_on(3, "n1", [(7, 0.0)], signal.SIGKILL) == [7]
+    monkeypatch.setattr(signals, "call", lambda command: words.append(command) or "[7]")
+    assert signals.send_on("3", "n1", [(7, 0.0)], signal.SIGKILL) == [7]
     assert words[0][-1] == "[[[7,0.0]],9]"
     assert "--nodelist=n1" in words[0]
     for wrong in ("x; touch y", "-x"):
         with pytest.raises(LaunchError, match="is no node"):
-            signals.send_on(3, wrong, [(7, 0.0)], signal.SIGKILL)
+            signals.send_on("3", wrong, [(7, 0.0)], signal.SIGKILL)
     for wrong in ((1, 0.0), (-1, 0.0), ("7", 0.0), (True, 0.0)):
         with pytest.raises(LaunchError, match="no processes of a run"):
-            signals.send_on(3, "n1", [wrong], signal.SIGKILL)
+            signals.send_on("3", "n1", [wrong], signal.SIGKILL)
     assert len(words) == 1

@@ -1,15 +1,15 @@
 """A run on Slurm: its processes are signalled on their own node, by an overlapping step."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from signal import Signals
 
-from everstep.chaos.signals import output, send_on
+from everstep.chaos.signals import send_on
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import Proc, View
-from everstep.launch.slurm import job_file, require_slurm, states_of
+from everstep.launch.slurm import job_file, states_of
 from everstep.run.directory import LaunchError, over_file, stop_file
 from everstep.run.files import read_json
 from everstep.run.token import require_run
@@ -24,11 +24,10 @@ class SlurmTarget(Target):
     kind = "slurm"
 
     def __init__(self, view: View):
-        """Raises LaunchError where there is no Slurm."""
+        """Raises LaunchError if Slurm cannot be asked."""
         super().__init__(view)
-        require_slurm()
         self._jobs = read_json(job_file(view.run_dir))
-        self._alive, self._looked = False, float("-inf")
+        self._alive, self._looked = bool(states_of(self._jobs["groups"])), time.monotonic()
 
     def alive(self) -> bool:
         if time.monotonic() - self._looked > LOOK_EVERY_S:
@@ -45,21 +44,17 @@ class SlurmTarget(Target):
         return stop_file(self.run_dir).exists() or all(ended)
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+        tasks = {task.group: task.job for task in states_of(self._jobs["groups"])}
+        by_job = defaultdict[str, list[Proc]](list)
+        for proc in procs:
+            job = self._jobs["lighthouse"] if proc.role == "lighthouse" else tasks.get(proc.group)
+            if job is None:
+                raise LaunchError(f"Slurm runs no job of group {proc.group}.")
+            by_job[job].append(proc)
         reached = []
-        for job, some in groupby(sorted(procs, key=self._job_of), key=self._job_of):
-            members = list(some)
+        for job, members in by_job.items():
             reached += send_on(job, members[0].node, [(proc.pid, proc.since) for proc in members], signum)
         return reached
-
-    def _job_of(self, proc: Proc) -> int:
-        """The job that a process belongs to. Raises LaunchError when it is not running."""
-        if proc.role == "lighthouse":
-            return int(self._jobs["lighthouse"])
-        listed = output(["squeue", "--noheader", "--array", f"--jobs={self._jobs['groups']}", "--format=%K|%A"])
-        ids = dict(line.strip().split("|") for line in listed.splitlines())
-        if str(proc.group) not in ids:
-            raise LaunchError(f"Slurm runs no job of group {proc.group}.")
-        return int(ids[str(proc.group)])
 
 
 def find_target(run_dir: Path) -> Target:

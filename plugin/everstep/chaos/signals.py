@@ -7,22 +7,19 @@ does on a node of a cluster what `send` does here.
 
 import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import psutil
 
+from everstep.launch.slurm import call
 from everstep.run import typed
 from everstep.run.directory import LaunchError
 
 SLACK_S = 1.0
 """By how much a process may seem to be younger than its announcement: the kernel counts starts in jiffies."""
-COMMAND_TIMEOUT_S = 60.0
 
 Known = tuple[Annotated[int, typed.Within(2, 1 << 31)], float]
 """A pid, of one process (not init, and none of the numbers below 1 that mean many), and the wall time at which the run
@@ -61,7 +58,7 @@ def send(procs: Sequence[Known], signum: int) -> list[int]:
     return reached
 
 
-def send_on(job: int, node: str, procs: Sequence[Known], signum: int) -> list[int]:
+def send_on(job: str, node: str, procs: Sequence[Known], signum: int) -> list[int]:
     """The same on a node of a Slurm job, "" for a job of one node. Raises LaunchError when Slurm refuses, and for what
     is no process or node."""
     try:
@@ -72,22 +69,9 @@ def send_on(job: int, node: str, procs: Sequence[Known], signum: int) -> list[in
         raise LaunchError(f"{node!r} is no node")
     where = [f"--nodelist={node}"] if node else []
     # As one task of one node beside what runs there; it takes no resources of its own.
-    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", *where]
-    said = output([*step, sys.executable, "-m", "everstep.chaos.signals", order]).strip().splitlines()
+    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--chdir=/", *where]
+    said = call([*step, sys.executable, "-m", "everstep.chaos.signals", order]).strip().splitlines()
     return typed.parse(list[int], typed.loads(said[-1] if said else "[]"))
-
-
-def output(command: Sequence[str]) -> str:
-    """What a command of Slurm says. Raises LaunchError when it fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, cwd=Path("/")
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"no answer within {COMMAND_TIMEOUT_S:g} s: {shlex.join(command)}") from None
-    if done.returncode:
-        raise LaunchError(f"{done.stderr.strip() or done.stdout.strip()}\n  {shlex.join(command)}")
-    return done.stdout
 
 
 def main() -> None:

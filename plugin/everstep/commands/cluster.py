@@ -103,7 +103,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
     if (command.groups or 1) < 1 or command.nodes_per_group < 1 or command.ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
     if not command.dry_run:
-        slurm.require_slurm()
+        slurm.require("sbatch")
     order = Order(
         config=str(command.config),
         flags=titan_flags,

@@ -50,6 +50,5 @@ def scale(command: Scale, flags: Sequence[str]) -> int:
 
 def _is_going(run_dir: Path, submitted: bool) -> bool:
     if submitted:
-        slurm.require_slurm()
         return bool(slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
     return holder_of(run_dir) is not None

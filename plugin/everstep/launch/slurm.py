@@ -33,7 +33,11 @@ from everstep.run.files import read_json, read_typed, write_json
 SCRIPTS = files.folder("slurm")
 FOR_GOOD = ("done", "failed")
 """How groups end that are not started again; one that was stopped is, if it is wanted."""
-ENDED_STATES = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+ENDED_STATES = (
+    "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "COMPLETING",
+)  # fmt: skip
+"""The last is that of a job that is cleaned up, also before it is requeued: of two that come of it one is fenced."""
+COMMAND_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def scale(run_dir: Path, groups: int) -> str:
         write_json(job_file(run_dir), jobs | {"groups": f"{jobs['groups']},{job}"})
         said.append(f"submitted groups {', '.join(map(str, missing))} as job {job}")
     if spare:
-        _slurm(["scancel", *spare])
+        call(["scancel", *spare])
         said.append(f"cancelled the pending {', '.join(spare)}")
     return "; ".join(said)
 
@@ -164,9 +168,12 @@ def stop(run_dir: Path) -> str:
     ask_to_stop(run_dir)
     said = [f"asked every group of {run_dir} to finish its step and to stop"]
     job = read_json(job_file(run_dir)).get("groups")
-    if job and any(task.state == "PENDING" for task in states_of(job)):
-        _slurm(["scancel", "--state=PENDING", *job.split(",")])
-        said.append("cancelled the tasks that were pending")
+    try:
+        if job and any(task.state == "PENDING" for task in states_of(job)):
+            call(["scancel", "--state=PENDING", *job.split(",")])
+            said.append("cancelled the tasks that were pending")
+    except LaunchError as error:
+        said.append(f"what is pending stays: {error}")
     return "; ".join(said)
 
 
@@ -177,6 +184,8 @@ class Task:
     name: str
     """JOB_K"""
     group: int | None
+    job: str
+    """Its own id, once it runs."""
     state: str
     nodes: str
     reason: str
@@ -184,23 +193,19 @@ class Task:
 
 def states_of(job: str) -> list[Task]:
     """The tasks of a job, or of several with commas between them, that have not ended; a pending range of an array is
-    one task for each index."""
-    done = subprocess.run(
-        ["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%F|%K|%T|%N|%r"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode and "Invalid job id" in done.stderr:
-        return []
-    if done.returncode:
-        raise LaunchError(f"squeue: {done.stderr.strip()}")
+    one task for each index. Raises LaunchError."""
+    try:
+        listed = call(["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%F|%K|%A|%T|%N|%r"])
+    except LaunchError as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise
     tasks = []
-    for line in done.stdout.splitlines():
-        array, index, state, nodes, reason = line.split("|", 4)
+    for line in listed.splitlines():
+        array, index, own, state, nodes, reason = line.split("|", 5)
         if state not in ENDED_STATES:
             group = int(index) if index.isdigit() else None
-            tasks.append(Task(f"{array}_{index}", group, state, nodes, reason))
+            tasks.append(Task(f"{array}_{index}", group, own, state, nodes, reason))
     return tasks
 
 
@@ -221,19 +226,24 @@ def describe_commands(submission: Submission) -> str:
     return "\n".join(shlex.join(command) for command in submission.commands().values())
 
 
-def require_slurm() -> None:
-    """Raises LaunchError where there is no Slurm."""
-    if shutil.which("sbatch") is None:
-        raise LaunchError("there is no sbatch here: run this on a login node of a Slurm cluster.")
-
-
 def _sbatch(command: Sequence[str]) -> str:
     """The id of the job that is submitted. Raises LaunchError."""
-    return _slurm(command).strip().partition(";")[0]
+    return call(command).strip().partition(";")[0]
 
 
-def _slurm(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def require(program: str) -> None:
+    """Raises LaunchError where there is no Slurm."""
+    if shutil.which(program) is None:
+        raise LaunchError(f"there is no {program} here: run this on a login node of a Slurm cluster.")
+
+
+def call(command: Sequence[str]) -> str:
+    """What a command of Slurm says. Raises LaunchError when it fails, and where there is no Slurm."""
+    require(command[0])
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"no answer within {COMMAND_TIMEOUT_S:g} s: {shlex.join(command)}") from None
     if done.returncode:
         raise LaunchError(f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}\n  {shlex.join(command)}")
     return done.stdout

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from everstep.launch.slurm import job_file, jobs_of, require_slurm, states_of
+from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
 from everstep.report.checking import checks, covered, judged
 from everstep.report.score import duration
@@ -25,11 +25,7 @@ def status(run_dir: Path) -> str:
     state = RunState()
     for event in read_events(run_dir):
         state.apply(event)
-    if job_file(run_dir).exists():
-        require_slurm()
-        head, table = _on_slurm(run_dir, state)
-    else:
-        head, table = _here(run_dir, state)
+    head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     fates = f"{state.faults.kills} kills, {state.counts['workers_died']} deaths so far"
     lines.append(f"groups  {state.names()} in the last step; {fates}")

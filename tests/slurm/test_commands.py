@@ -1,0 +1,45 @@
+"""What is asked of Slurm, and what becomes of its answers: with commands that only look like Slurm's."""
+
+import pytest
+
+from everstep.chaos import cluster
+from everstep.chaos.view import Proc, View
+from everstep.launch import slurm
+from everstep.run.directory import stop_file
+from everstep.run.files import write_json
+
+
+@pytest.fixture
+def squeue(tmp_path, monkeypatch):
+    """Has a squeue answer with these lines, for a run of two jobs; what it is asked is in the folder's `asked`."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write_json(slurm.job_file(tmp_path), {"groups": "7", "lighthouse": "9"})
+
+    def answer(*lines):
+        said = "".join(f'case "$*" in *--jobs={line.partition("|")[0]}*) echo "{line}";; esac\n' for line in lines)
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n{said}')
+        (tmp_path / "squeue").chmod(0o755)
+        return tmp_path
+
+    return answer
+
+
+def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
+    run_dir = squeue("7|0|7|RUNNING|n1|None", "9|N/A|9|COMPLETING|n2|None")
+    assert slurm.alive_jobs(run_dir) == {"groups": "7"}
+
+
+def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):
+    assert "there is no squeue here" in slurm.stop(tmp_path)
+    assert stop_file(tmp_path).exists()
+
+
+def test_slurm_is_asked_once_whom_to_signal(squeue, monkeypatch):
+    run_dir, sent = squeue("7|0|12|RUNNING|n1|None", "7|1|7|RUNNING|n2|None"), []
+    target = cluster.SlurmTarget(View(run_dir, one_host=False))
+    monkeypatch.setattr(cluster, "send_on", lambda job, node, procs, signum: sent.append((job, procs)) or [0])
+    workers = [Proc(pid, 1.0, "worker", pid % 2) for pid in range(2, 6)]
+    before = (run_dir / "asked").read_text().count("\n")
+    target.signal(workers, 9)
+    assert dict(sent) == {"12": [(2, 1.0), (4, 1.0)], "7": [(3, 1.0), (5, 1.0)]}
+    assert (run_dir / "asked").read_text().count("\n") == before + 1
