@@ -1,5 +1,6 @@
 """Streams: whoever computes a slot, whenever, gets the batches of one run that nothing interrupted."""
 
+import itertools
 import logging
 import pickle
 
@@ -15,7 +16,7 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
-from everstep.data.plain import StreamState, encode_states, plain
+from everstep.data.plain import StreamState, decode_states, encode_states, plain
 from everstep.titan.data.streams import SlotStreams, _stateful
 
 SEQ_LEN, BATCH = 16, 2
@@ -154,6 +155,27 @@ def test_whoever_adopts_a_stream_goes_on_from_its_newest_told_state_without_a_pi
     (stream, known, number), *others = opened
     assert (stream, known.position, number, others) == (1, 8, 10, [])
     assert b"\x80\x04" not in owner.known_states()
+
+
+def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datasets, tokenizer):
+    """Of one, and of two; nothing is read again."""
+    whole = streams(base(), tokenizer, 4)
+    halves = [streams(base(), tokenizer, 2, rank, 2) for rank in range(2)]
+    for source, slots in ((whole, 4), *((half, 2) for half in halves)):
+        for step, slot in itertools.product((1, 2), range(slots)):
+            source.microbatch(step, slot)
+        source.committed(2)
+    for writers, ranks in (([whole], 2), (halves, 1)):
+        stored = {key: value for writer in writers for key, value in writer.state_dict().items()}
+        for rank in range(ranks):
+            reader = streams(base(), tokenizer, 4 // ranks, rank, ranks)
+            reader.saved_ranks = range(len(writers))
+            assert reader.state_dict().keys() == stored.keys()
+            reader.load_state_dict(stored)
+            known = decode_states(reader.known_states())
+            assert {stream: state.position for stream, state in known.items()} == dict.fromkeys(
+                range(rank, 4, ranks), 2
+            )
 
 
 def shuffled(register):

@@ -122,7 +122,9 @@ def disk_at(folder, **checkpoint):
     disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
     settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
     disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
+    source = SimpleNamespace(state_dict=lambda: {"rows_read": 0}, saved_ranks=())
     disk._manager, disk._trainer = CheckpointManager.__new__(CheckpointManager), SimpleNamespace(own_keys=OURS)
+    disk._trainer.dataloader = source
     disk._manager.enable, disk._manager.folder = False, str(folder)
     disk._manager.load = lambda step: disk.asked.append((step, disk._trainer.own_keys))
     return disk
@@ -132,8 +134,12 @@ def disk_at(folder, **checkpoint):
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path, only_weights):
     """Also one that a run begins with; of which nothing is asked where only its weights are taken."""
-    begin = checkpoint_of(tmp_path / "begin", f"{TRAIN_STATE}.step")
-    disk = disk_at(tmp_path / "none", initial_load_path=str(begin), initial_load_model_only=only_weights)
+    begin = checkpoint_of(tmp_path / "begin", f"{TRAIN_STATE}.step", "dataloader.dp_rank_0")
+    of_it = {"initial_load_path": str(begin), "initial_load_model_only": only_weights}
+    if not only_weights:
+        with pytest.raises(TrainerEnds, match=r'does not say where .* exclude_from_loading = \["dataloader"\]'):
+            disk_at(tmp_path / "none", **of_it).load()
+    disk = disk_at(tmp_path / "none", **of_it, exclude_from_loading=["dataloader"])
     disk.load()
     assert disk.asked == [(-1, OURS if only_weights else set())]
     assert disk._trainer.own_keys == OURS
@@ -142,7 +148,9 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path):
     """With more steps, or where all groups died before the end was noted. Without another one it is refused."""
-    before = checkpoint_of(tmp_path / "step-10", "model.w", f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history")
+    before = checkpoint_of(
+        tmp_path / "step-10", f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
+    )
     checkpoint_of(tmp_path / "step-15", "model.w")
     disk = disk_at(tmp_path)
     disk.load()

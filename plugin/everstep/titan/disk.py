@@ -1,6 +1,7 @@
 """A trainer's checkpoints on disk: which one a run goes on from, and when one is written."""
 
 import functools
+import re
 import shutil
 import time
 import traceback
@@ -16,8 +17,9 @@ from torchtitan.tools.logging import logger
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.titan import private
+from everstep.titan.data.slots import SlotSource
 from everstep.titan.group import all_in_group
-from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import WORKERS, checkpoints_in, give_up, read_alone, tensors_in, workers_in
 
 HISTORY = "history"
@@ -25,6 +27,8 @@ DATA_BEGAN = "data_began_after"
 DATA = "data"
 PARAMETERS = "parameters"
 NAMING_S, POLL_S = 2.0, 0.02
+OF_RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
+"""What a checkpoint has of the streams that a data-parallel rank knew."""
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
 """What a trainer's counters have besides torchtitan's."""
 
@@ -78,18 +82,31 @@ class DiskCheckpoints:
         """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
         some of our keys, and a key that is not there cannot be loaded. Raises TrainerEnds for the model alone."""
         step, folder = self._to_load()
+        source: SlotSource = self._trainer.dataloader
         if folder is not None:
             keys = tensors_in(folder)
-            if not self._has_all(step, keys):
-                raise TrainerEnds(
-                    USAGE_EXIT,
-                    f"{folder} has the model alone ([checkpoint] last_save_model_only), and training cannot go on from "
-                    "it: give [checkpoint] load_step with an older one, or begin another run with initial_load_path",
-                )
             self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
+            source.saved_ranks = [int(found[1]) for found in map(OF_RANK.fullmatch, keys) if found is not None]
+            self._require(step, folder, keys)
         found = self._manager.load(step=step)
-        self._trainer.own_keys = OURS
+        self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
+
+    def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
+        """Raises TrainerEnds if a checkpoint lacks what torchtitan would load of it."""
+        why, position = "", {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
+        if not self._has_all(step, keys):
+            why = (
+                "has the model alone ([checkpoint] last_save_model_only), and training cannot go on from it: give "
+                "[checkpoint] load_step with an older one, or begin another run with initial_load_path"
+            )
+        elif step and DATALOADER not in self._config.exclude_from_loading and not position.issubset(keys):
+            why = (
+                "does not say where the data of this [data] source stands: with [checkpoint] exclude_from_loading = "
+                '["dataloader"] it is read from its beginning'
+            )
+        if why:
+            raise TrainerEnds(USAGE_EXIT, f"{folder} {why}")
 
     # Own states of a semi-synchronous run's workers
 

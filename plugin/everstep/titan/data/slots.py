@@ -11,6 +11,7 @@ Row numbers run on for ever: number // rows is the epoch, and within an epoch ro
 epoch."""
 
 from abc import abstractmethod
+from collections.abc import Collection
 
 import torch
 
@@ -30,6 +31,9 @@ class SlotSource(BaseDataLoader):
     began_after = 0
     """The step before the one that reads the first rows: 0, or where a run turned to this data. May be set while no
     step is under way."""
+
+    saved_ranks: Collection[int] = ()
+    """While a checkpoint is loaded: the data-parallel ranks whose streams it has."""
 
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         self._slots = 0

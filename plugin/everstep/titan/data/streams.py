@@ -35,6 +35,9 @@ from everstep.titan.names import (
 
 logger = logging.getLogger(__name__)
 
+_RANK = "dp_rank_"
+"""How a checkpoint names the streams that a data-parallel rank knew."""
+
 
 class _Stream:
     """A dataloader in use, and how many batches it has given. With `known` it starts there, if restoring is exact."""
@@ -233,10 +236,11 @@ class SlotStreams(SlotSource):
         raise TypeError("streams are read by slot; torchtitan's own trainer iterates over the dataloader itself")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and this data-parallel rank's streams under a key of its own, as torchtitan has
-        it."""
+        """The position, and this data-parallel rank's streams under a key of its own, as torchtitan has it; what is
+        loaded has those of all ranks that wrote a checkpoint."""
+        states = self.known_states()
         return {
-            f"dp_rank_{self._dp_rank}": self.known_states(),
+            **{f"{_RANK}{rank}": states for rank in self.saved_ranks or (self._dp_rank,)},
             "streams": self._streams,
             "batches_read": self._steps * self._streams,
         }
@@ -246,7 +250,11 @@ class SlotStreams(SlotSource):
         if not state_dict:
             return
         self._forget()
-        self.learn(state_dict.get(f"dp_rank_{self._dp_rank}", b""))
+        for key, states in state_dict.items():
+            if key.startswith(_RANK):
+                self.learn(states)
+        own = range(self._dp_rank, self._streams, self._dp_size) if self._slots else self._known.keys()
+        self._known = {stream: known for stream, known in self._known.items() if stream in own}
         self._loaded_streams = state_dict["streams"]
         self._steps = state_dict["batches_read"] // max(1, self._loaded_streams)
         self._check_loaded()
