@@ -119,6 +119,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Whoever read us has seen enough. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE_EXIT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"everstep: {error.filename}: {error.strerror}", file=sys.stderr)
+        status = 2
     if argv is None and "triton" in sys.modules:
         # Its bindings tell of leaks on stderr, thirty lines, where an interpreter ends that has imported them.
         for stream in (sys.stdout, sys.stderr):

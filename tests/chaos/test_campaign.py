@@ -56,7 +56,8 @@ def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path):
     run_dir = tmp_path / "run"
     words = ["everstep.chaos.trial", config, "--run-dir", run_dir, "--verify", "--campaign", CAMPAIGN]
     command = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    # A run directory that others could write to would be refused.
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, umask=0)
     figures, said = score(run_dir, tmp_path / "run-reference"), done.stdout + done.stderr
     assert done.returncode == 0, said
     assert figures["status"] == "done", said

@@ -39,6 +39,13 @@ def start(tmp_path):
         process.wait()
 
 
+def test_a_lighthouse_of_a_stopped_run_says_why_it_ends(start, tmp_path, capfd):
+    stop_file(tmp_path / "run").parent.mkdir(exist_ok=True)
+    stop_file(tmp_path / "run").touch()
+    assert start().wait(DEADLINE_S) == 0
+    assert f"{stop_file(tmp_path / 'run')} is there" in capfd.readouterr().out
+
+
 def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
     """A batch system may start it again elsewhere while the first is still up."""
     run_dir = tmp_path / "run"

@@ -118,6 +118,17 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
     assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
 
 
+def test_a_run_that_its_launcher_cannot_go_on_with_says_why_it_ends(start):
+    run = start(1, 1, *ENDLESS)
+    run.wait_for("commit")
+    (run.run_dir / "state").rename(run.run_dir / "elsewhere")
+    (run.run_dir / "state").write_text("")
+    assert run.process.wait(DEADLINE_S) == 1
+    (ended,) = run.events("run_ended")
+    assert (ended["status"], "Not a directory" in ended["reason"]) == ("failed", True)
+    assert "Traceback" not in run.said()
+
+
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(DEADLINE_S) == 2

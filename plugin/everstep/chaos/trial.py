@@ -20,7 +20,7 @@ from everstep.chaos.target import Target
 from everstep.config.source import read_source
 from everstep.report.page import write_report
 from everstep.report.score import score, summary, verdict
-from everstep.run.directory import LaunchError, default_run_dir, holder_of
+from everstep.run.directory import LaunchError, default_run_dir, holder_of, make_run_dir
 from everstep.run.stops import collect_stops
 
 POLL_S = 0.2
@@ -79,7 +79,8 @@ def trial(command: Trial, flags: Sequence[str]) -> int:
 
 def _start(command: Trial, run_dir: Path, flags: Sequence[str]) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "everstep.cli", "run", str(command.config), "--run-dir", str(run_dir)]
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
+    (run_dir / "logs").mkdir(exist_ok=True)
     with (run_dir / "logs" / "launcher.log").open("ab") as output:
         # In a session of its own: Ctrl-C is ours, and the run is then asked to stop in good order.
         return subprocess.Popen(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError, make_run_dir
-from everstep.run.token import require_own
+from everstep.run.directory import LaunchError
 
 
 @dataclass(kw_only=True)
@@ -56,8 +55,6 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     from everstep.launch.slurm import allocation
 
     run_dir = command.run_dir.resolve()
-    make_run_dir(run_dir)
-    require_own(run_dir)
     given = ("group", "restart", "nodes", "node_rank")
     place = allocation() if command.group is None else {name: getattr(command, name) for name in given}
     if not place:

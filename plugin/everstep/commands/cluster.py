@@ -91,8 +91,6 @@ class Stop:
 def lighthouse(command: Lighthouse, flags: Sequence[str]) -> int:
     """Until every group has ended; returns the exit status."""
     run_dir, host = command.run_dir.resolve(), command.host or socket.gethostname()
-    make_run_dir(run_dir)
-    require_own(run_dir)
     found = settled(command.config, run_dir, flags, command.groups, 0)
     return beacon.keep_up(run_dir, host, found, command.page)
 
@@ -104,6 +102,10 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
     if not command.dry_run:
         slurm.require("sbatch")
+    try:
+        lighthouse_flags = shlex.split(command.lighthouse_flags)
+    except ValueError as error:
+        raise LaunchError(f"--lighthouse-flags: {error}.") from None
     order = Order(
         config=str(command.config),
         flags=titan_flags,
@@ -119,7 +121,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         groups=found.groups,
         nodes_per_group=command.nodes_per_group,
         sbatch_flags=sbatch_flags,
-        lighthouse_flags=shlex.split(command.lighthouse_flags),
+        lighthouse_flags=lighthouse_flags,
         page=command.page,
         ranks_per_node=command.ranks_per_node,
     )

@@ -38,8 +38,6 @@ def init(command: Init, flags: Sequence[str]) -> int:
     source, target = files.folder(kind) / name, command.out or Path(name)
     if target.exists():
         raise LaunchError(f"{target} is there already; remove it, or give --out another name.")
-    if not target.parent.is_dir():
-        raise LaunchError(f"{target.parent}: there is no such folder.")
     target.write_text(source.read_text().replace(f"configs/{name}", str(target)))
     if kind == "slurm":
         target.chmod(0o755)

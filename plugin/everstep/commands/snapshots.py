@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from everstep.run.directory import LaunchError
-from everstep.run.token import read_token
+from everstep.run.token import read_token, require_run
 
 TIMEOUT = timedelta(seconds=10)
 """The longest silence of a keeper."""
@@ -39,11 +39,8 @@ def snapshots(command: Snapshots, flags: Sequence[str]) -> int:
         raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
     from everstep.snapshot.recovery import look
 
-    try:
-        token = read_token(command.run_dir)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"{command.run_dir} is no run directory, or not yours: {error}") from error
-    found = look(command.run_dir, token, timeout=TIMEOUT, patience=timedelta(0))
+    require_run(command.run_dir)
+    found = look(command.run_dir, read_token(command.run_dir), timeout=TIMEOUT, patience=timedelta(0))
     for reason in found.reasons:
         print(f"not restorable: {reason}")
     what = f"restore step {found.step} ({found.source})" if found.from_memory else "find nothing in memory"

@@ -13,7 +13,7 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
-from everstep.run.address import await_address
+from everstep.run.address import address_file, await_address, published_address
 from everstep.run.beats import DONE
 from everstep.run.directory import End, LaunchError, bad_node_file, over_file, stop_file
 from everstep.run.events import EventLog
@@ -34,14 +34,13 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:
         try:
             end = _run(settings, launcher, preload)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             if not settings.job:
                 raise
             end = End("crashed", f"the agent of group {settings.group} failed: {error}")
         if not launcher.groups or launcher.groups[0].end is None:
             launcher.events.emit("agent_ended", status=end.status, reason=end.reason)
-        if EXITS[end.status]:
-            print(end.reason, flush=True)
+        print(f"group {settings.group} {end.status}: {end.reason}", flush=True)
         patiently("its end", lambda: _leave_word(settings, end, launcher.events), lambda: False)
     if launcher.groups and end.status != "fenced":
         launcher.groups[0].beat(DONE)  # of its workers nothing is left
@@ -54,9 +53,11 @@ def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) ->
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
     launcher.import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log")
+    if not published_address(settings.run_dir):
+        print(f"waiting for a lighthouse's address in {address_file(settings.run_dir)}", flush=True)
     await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would wait with their GPUs
     if launcher.is_stopping():
-        return End("stopped", "asked to stop")
+        return End("stopped", "asked to stop" if launcher.stops else f"{stop_file(settings.run_dir)} is there")
     group = launcher.add_group(settings, launcher.events)
     launcher.run(lambda: group.end is not None)
     assert group.end is not None

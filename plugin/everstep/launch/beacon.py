@@ -43,6 +43,9 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
                 or is_over(run_dir, config.groups)
             )
         )
+        why = "asked to" if launcher.stops else "there is another" if lighthouse.superseded else "the run is over"
+        stopped = f"; {stop_file(run_dir)} is there" if stop_file(run_dir).exists() else ""
+        print(f"the lighthouse ends: {why}{stopped}", flush=True)
     return 0
 
 

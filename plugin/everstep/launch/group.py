@@ -161,9 +161,9 @@ class Group:
             starts_file(settings.run_dir, settings.group).unlink(missing_ok=True)
         if self._stopping():
             self._stop_cleanly(now)
-        if now.stall is None and (self._stopping() or now.dead):
+        if now.stalled is None and (self._stopping() or now.dead):
             return
-        if now.stall is None and meeting.is_awaited:  # also by one that died when the workers here were done
+        if now.stalled is None and meeting.is_awaited:  # also by one that died when the workers here were done
             now.kill()
         else:
             now.look_for_stall(self.events, self._children.looked_mono, self._children.awake_mono)
@@ -216,7 +216,7 @@ class Group:
         if now.dead:
             now.first = now.cause(PEER_FAILS_WITHIN_S)
             if now.first is not None:
-                if (now.first.exitcode or 0) < 0 and now.stall is None:
+                if (now.first.exitcode or 0) < 0 and now.stalled is None:
                     meeting.tell_killed()
                 now.kill()
         elif not now.running:

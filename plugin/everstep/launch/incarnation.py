@@ -2,7 +2,7 @@
 
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,6 @@ COMPILING = ("compute", "reduce", "vote")
 """Phases in which the first step of a process compiles, or waits for a rank that does."""
 
 
-@dataclass(frozen=True)
-class Stall:
-    """A rank that shows no progress: its last phase and how long ago it began (seconds)."""
-
-    stalled_rank: int
-    phase: str
-    idle_s: float
-
-
 def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
     """The event of the step that a group has committed last; None: there is none."""
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
@@ -43,8 +34,10 @@ class Incarnation:
     place: Round
     workers: dict[int, Child] = field(default_factory=dict)
     """By rank."""
-    stall: Stall | None = None
-    """Why the watchdog killed it."""
+    stalled: Child | None = None
+    """The worker that showed no progress, for which the watchdog killed it."""
+    stall: str = ""
+    """The same in words."""
     first: Child | None = None
     """The death that brought it down."""
     ending_mono: float = 0.0
@@ -101,9 +94,9 @@ class Incarnation:
         """Kill it if a rank hangs, of several the one that has been silent for longest. Who does is said a look before,
         and each rank writes meanwhile where it is. Silence before `awake_mono` does not count."""
         ft, stalls = self.settings.fault_tolerance, []
-        if self.stall is not None:
+        if self.stalled is not None:
             self._signal(signal.SIGKILL)
-        if self.stall is not None or not ft.enable:
+        if self.stalled is not None or not ft.enable:
             return
         for rank, child in self.workers.items():
             beat = self._beat_of(child)
@@ -111,10 +104,12 @@ class Incarnation:
             starts = phase == STARTUP or (phase in COMPILING and not self.committed)
             patience_s = ft.startup_timeout_s if starts else ft.stall_timeout_s
             if phase != DONE and now_mono - max(since, awake_mono) > patience_s:
-                stalls.append(Stall(rank, phase, now_mono - since))
+                stalls.append((now_mono - since, rank, phase))
         if stalls:
-            self.stall = max(stalls, key=lambda stall: stall.idle_s)
-            events.emit("workers_stalled", incarnation=self.number, **asdict(self.stall))
+            idle_s, rank, phase = max(stalls)
+            self.stalled, self.stall = self.workers[rank], f"rank {rank} stalled in {phase} for {idle_s:.1f} s"
+            told = {"stalled_rank": rank, "phase": phase, "idle_s": idle_s}
+            events.emit("workers_stalled", incarnation=self.number, **told)
             self._signal(STACKS_SIGNAL)
 
     # What it ended of
@@ -123,8 +118,8 @@ class Incarnation:
         """The worker that brought the group down; None: not known yet. Whom a signal killed takes a while to give its
         memory back, during which a peer may notice and fail: for `patience_s` it is waited for."""
         dead = self.dead
-        if self.stall is not None:
-            return next((child for child in dead if child.rank == self.stall.stalled_rank), dead[0])
+        if self.stalled is not None:
+            return self.stalled if self.stalled in dead else dead[0]
         first = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
         waited = time.monotonic() - dead[0].ended_mono > patience_s
         return first if (first.exitcode or 0) < 0 or waited or not self.running else None
@@ -132,19 +127,17 @@ class Incarnation:
     def death_of(self, first: Child, *, peer_killed: bool) -> Death:
         """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
         machine, which explains an error of those that wait for it."""
-        settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stall is not None
+        settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stalled is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
         text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
         error, _, traceback = text.partition("\n")
         commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
         newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
-        reason = f"rank {first.rank} {describe_exit(exitcode)}"
-        if self.stall is not None:
-            reason = f"rank {self.stall.stalled_rank} stalled in {self.stall.phase} for {self.stall.idle_s:.1f} s"
-        elif out_of_memory:
+        reason = self.stall or f"rank {first.rank} {describe_exit(exitcode)}"
+        if out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
-        elif error:
+        elif error and not stalled:
             reason += f": {error}"
         print(f"group {settings.group}, incarnation {self.number}: {reason}\n{traceback}".strip(), flush=True)
         crashed = exitcode >= 0 or stalled or -exitcode in CRASHES or out_of_memory

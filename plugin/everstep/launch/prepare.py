@@ -20,9 +20,10 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import sharing_complaint
 from everstep.run import typed
 from everstep.run.devices import visible
-from everstep.run.directory import LaunchError, config_file
+from everstep.run.directory import LaunchError, config_file, make_run_dir
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, read_typed, write_json, write_whole
+from everstep.run.token import require_own
 
 ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
@@ -250,7 +251,9 @@ def prepared(order: Order) -> Prepared:
 
 def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | None, ranks: int) -> Prepared:
     """What a process of a batch job is told: what was prepared if `config` is the run directory's own and nothing is
-    changed, else prepared here. Raises LaunchError."""
+    changed, else prepared here. Raises LaunchError, also if others can write to the run directory."""
+    make_run_dir(run_dir)
+    require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
         found = take_answer(run_dir)
         if isinstance(found, Prepared) and groups in (None, found.groups):

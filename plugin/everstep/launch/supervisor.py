@@ -87,7 +87,7 @@ class Supervisor:
             launcher.jobs["events"] = self._look
             try:
                 launcher.run(self._is_over)
-            except LaunchError as error:
+            except (LaunchError, OSError) as error:
                 cannot_go_on = str(error)
             self._look()
             status, reason = self._end(cannot_go_on)
