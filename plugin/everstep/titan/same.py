@@ -70,10 +70,13 @@ def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
-    """By step the folders of a run's checkpoints that were written to their end."""
+    """By step the folders of a run's checkpoints that were written to their end. Raises ValueError."""
     settled = config_file(run_dir)
-    folder = read_source(settled).table["checkpoint"]["folder"] if settled.exists() else "checkpoint"
-    return checkpoints_in(run_dir / folder)
+    try:
+        folder = read_source(settled).table["checkpoint"]["folder"] if settled.exists() else "checkpoint"
+        return checkpoints_in(run_dir / folder)
+    except (LookupError, TypeError):
+        raise ValueError(f"{settled} does not say where the run's checkpoints are") from None
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
