@@ -107,10 +107,9 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
         next(iter(plain))
     with pytest.raises(ValueError, match="steps had 8 rows, this run's have 16"):
         other.load_state_dict(plain.state_dict())
-    late = build()
-    late.load_state_dict({**state, "rows_per_step": 0})
+    other.open_slots(5, 0, 1)
     with pytest.raises(ValueError, match="no whole number of steps of 10 rows"):
-        late.open_slots(5, 0, 1)
+        other.load_state_dict({**state, "rows_per_step": 0})
     uneven = build(0, 5)
     uneven.load_state_dict(state)
     with pytest.raises(ValueError, match="5 ranks"):

@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 import shutil
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.tools import filesystem
 
 from everstep.foreign import replace
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
+from everstep.titan.disk import not_saved
 from everstep.titan.group import sum_in_group
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import FIRST, WORKERS, Parts, put_in_place
@@ -36,50 +35,38 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
             why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
             raise TrainerEnds(USAGE_EXIT, why)
         return
-    aside = f"writing-trainer-{group}-"
-    if dist.get_rank() == 0:
-        for draft in Path(manager.folder).glob(f"{aside}*"):
+    aside, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
+    for left in Path(manager.folder).glob(f"{aside}*") if is_first else ():
+        shutil.rmtree(left, ignore_errors=True)
+
+    def save_aside(state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        target = Path(checkpoint_id)
+        draft, put = target.with_name(aside + life), functools.partial(put_in_place, target=target)
+        if parts is not None and WORKERS in state_dict:
+            folder, name = parts.folder(target), FIRST
+            if TRAIN_STATE not in state_dict:
+                draft = target.with_name(f"{draft.name}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
+                name = f"{folder.name}-{draft.name}"
+            put = functools.partial(parts.bring, folder=folder, name=name, target=target)
+        if is_first:  # the others write after a collective that rank 0 has not come to yet
             shutil.rmtree(draft, ignore_errors=True)
-    replace(manager, "dcp_save", functools.partial(_save, type(manager).dcp_save, manager, aside + life, parts))
+        name_it = functools.partial(put, draft) if is_first else lambda: None
+        begun = save(manager, state_dict, str(draft), *args, **kwargs)
+        if isinstance(begun, AsyncSaveResponse):
+            return dataclasses.replace(begun, upload_completion=_named(begun.upload_completion, name_it))
+        if isinstance(begun, Future):
+            return _named(begun, name_it)
+        dist.barrier()  # what is written in another format is put together by all ranks
+        error = ""
+        try:
+            name_it()
+        except OSError as failed:
+            error = str(failed)
+        if sum_in_group(bool(error)):
+            raise not_saved(error or f"{target} could not get its name")
+        return begun
 
-
-def _save(
-    save: Callable[..., Any],
-    manager: Any,
-    aside: str,
-    parts: Parts | None,
-    state_dict: Any,
-    checkpoint_id: str,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    target = Path(checkpoint_id)
-    draft, put = target.with_name(aside), functools.partial(put_in_place, target=target)
-    if parts is not None and WORKERS in state_dict:
-        folder, name = parts.folder(target), FIRST
-        if TRAIN_STATE not in state_dict:
-            draft = target.with_name(f"{aside}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
-            name = f"{folder.name}-{draft.name}"
-        put = functools.partial(parts.bring, folder=folder, name=name, target=target)
-    is_first = dist.get_rank() == 0
-    if is_first:  # the others write after a collective that rank 0 has not come to yet
-        shutil.rmtree(draft, ignore_errors=True)
-    name_it = functools.partial(put, draft) if is_first else lambda: None
-    begun = save(manager, state_dict, str(draft), *args, **kwargs)
-    if isinstance(begun, AsyncSaveResponse):
-        return dataclasses.replace(begun, upload_completion=_named(begun.upload_completion, name_it))
-    if isinstance(begun, Future):
-        return _named(begun, name_it)
-    dist.barrier()  # what is written in another format is put together by all ranks
-    failures: dict[int, Any] = {}
-    try:
-        name_it()
-    except OSError as error:
-        failures[0] = (error, traceback.extract_tb(error.__traceback__))
-    if sum_in_group(len(failures)):
-        failures = failures or {0: (OSError(f"{target} could not get its name"), traceback.StackSummary())}
-        raise CheckpointException("a checkpoint could not get its name", failures)
-    return begun
+    replace(manager, "dcp_save", save_aside)
 
 
 def _named(written: Future, name_it: Callable[[], None]) -> Future:

@@ -74,10 +74,6 @@ class Rows(SlotSource):
 
     # By slot.
 
-    def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
-        super().open_slots(slots, dp_rank, dp_size)
-        self._check_whole_steps()
-
     @property
     def _rows_per_step(self) -> int:
         """Rows of one global batch; 0 while it is not known."""
@@ -142,11 +138,8 @@ class Rows(SlotSource):
                 "with another global_batch_size rows would be read twice or never. Keep it, or start anew."
             )
         self._rows_read = state_dict["rows_read"]
-        self._check_whole_steps()
-
-    def _check_whole_steps(self) -> None:
-        if self._slots and self._rows_read % self._rows_per_step:
+        if per_step and self._rows_read % per_step:
             raise ValueError(
-                f"the checkpoint has read {self._rows_read} rows, no whole number of steps of "
-                f"{self._rows_per_step} rows: keep global_batch_size."
+                f"the checkpoint has read {self._rows_read} rows, no whole number of steps of {per_step} rows: keep "
+                "global_batch_size."
             )

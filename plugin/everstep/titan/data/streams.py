@@ -130,13 +130,8 @@ class SlotStreams(SlotSource):
         self._known: dict[int, StreamState] = {}
         self._held: dict[tuple[int, int], Batch] = {}  # by step, counted from 0 in this data, and slot
         self._steps = 0  # that are committed
-        self._loaded_streams = 0
 
     # By slot.
-
-    def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
-        super().open_slots(slots, dp_rank, dp_size)
-        self._check_loaded()
 
     @property
     def _streams(self) -> int:
@@ -249,22 +244,18 @@ class SlotStreams(SlotSource):
         """Raises ValueError if the checkpoint was made with another number of streams."""
         if not state_dict:
             return
+        if state_dict["streams"] != self._streams:
+            raise ValueError(
+                f"the checkpoint's data was read in {state_dict['streams']} streams, this run has {self._streams}: "
+                "keep global_batch_size and local_batch_size."
+            )
         self._forget()
         for key, states in state_dict.items():
             if key.startswith(_RANK):
                 self.learn(states)
-        own = range(self._dp_rank, self._streams, self._dp_size) if self._slots else self._known.keys()
+        own = range(self._dp_rank, self._streams, self._dp_size)
         self._known = {stream: known for stream, known in self._known.items() if stream in own}
-        self._loaded_streams = state_dict["streams"]
-        self._steps = state_dict["batches_read"] // max(1, self._loaded_streams)
-        self._check_loaded()
-
-    def _check_loaded(self) -> None:
-        if self._slots and self._loaded_streams not in (0, self._streams):
-            raise ValueError(
-                f"the checkpoint's data was read in {self._loaded_streams} streams, this run has "
-                f"{self._streams}: keep global_batch_size and local_batch_size."
-            )
+        self._steps = state_dict["batches_read"] // self._streams
 
 
 def _skip_to(stream: _Stream, number: int) -> Batch:
