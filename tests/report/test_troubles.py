@@ -222,11 +222,21 @@ def test_what_is_no_cause_is_no_trouble():
     assert [sentence for event in line.logged for sentence in account.take(event)] == []
 
 
-def test_a_host_less_is_told_once_whoever_says_it():
-    troubles, line = Troubles(), Timeline().add(0, "run_started", role="supervisor", groups=2)
-    for step, (kind, fields) in enumerate((CODED, ALONE), start=1):
-        line.add(step, kind, 0, step, **fields).add(step, kind, 1, step, **fields)
-    assert len([sentence for event in line.events for sentence in troubles.take(event)]) == 1
+@pytest.mark.parametrize("told", [
+    [CODED, *[ALONE] * 5],
+    [("snapshot_unprotected", {"coded_step": 5, "reason": "group 0 did not keep up"})] * 3,
+    [("audit", {"agreed": False, "differing": [2]})],
+    [("quorum_failed", {"waited_s": 60.0 + again, "reason": "no answer"}) for again in range(3)],
+    [("resource_shortage", {"group": None, "reason": "no room", "again_s": 2.0**again}) for again in range(3)],
+    commits(3, later_s=3600.0),
+], ids=lambda told: told[-1][0])  # fmt: skip
+def test_each_is_told_once_whoever_says_it_and_however_often(told):
+    line = Timeline().add(1000, "run_started", role="supervisor", groups=2)
+    for step, (kind, fields) in enumerate(told, start=1):
+        for group in (0, 1):
+            add(line, 1000.0 + step, step, kind, {"group": group} | fields)
+    account = Account()
+    assert len([sentence for event in line.logged for sentence in account.take(event)]) == 1
 
 
 def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():

@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 
+from everstep.launch.view import RunState
+from everstep.report import metrics
 from everstep.run.events import EventLog, EventTail, read_events
 from run_directory.test_damage import write_events
 
@@ -27,6 +29,20 @@ def test_a_pid_that_would_be_everybody_is_no_event(tmp_path):
         log.emit("workers_started", pids=[pid])
         log.emit("agent_up", pid=pid)
     assert list(read_events(tmp_path)) == []
+
+
+def test_what_somebody_else_wrote_of_a_trouble_or_a_check_ends_no_reader(tmp_path):
+    log, shown = EventLog(tmp_path, 0, 0, "worker"), RunState()
+    for kind, fields in (
+        ("straggler", {"pace": "x"}),
+        ("snapshot_protected", {"members": [0], "survives": 0, "exposed": [], "survived": "x"}),
+        ("commit", {"groups": [0], "loss": 1.0, "tokens": 1.0, "history": "1", "parent": "0", "apart_s": [1]}),
+        ("attention_schedule", {"coverage": "x of y"}),
+    ):
+        log.emit(kind, 1, **fields)
+    for event in read_events(tmp_path):
+        shown.apply(event)
+    assert b"everstep_attention_parts_checked 0.0" in metrics.text(shown, 1, 1)
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):

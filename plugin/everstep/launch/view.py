@@ -59,12 +59,8 @@ def told(event: dict) -> str:
     if kind in RANK_0 and event.get("rank"):
         return ""
     match kind:
-        case "left_out":
+        case "left_out" if not event.get("groups"):
             return "all groups reach each other again"
-        case "audit":
-            return (
-                "" if event["agreed"] else f"step {event['step']}: groups {event['differing']} differ; they start again"
-            )
         case "finding":
             return wrong(event)
         case _:

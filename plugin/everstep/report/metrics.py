@@ -30,7 +30,8 @@ class Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         now, checked, protection = self.now, checks(self.now), self.now.protection
         newest, going = now.newest, now.current.groups.values()
-        parts = int((checked["attention_coverage"] or "0").partition(" ")[0])
+        coverage = (checked["attention_coverage"] or "").partition(" ")[0]
+        parts = int(coverage) if coverage.isdecimal() else 0
         for name, what, value in (
             ("groups", "Nominal number of replica groups", self.groups),
             ("min_groups", "Groups without which the run waits", self.min_groups),

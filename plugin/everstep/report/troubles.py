@@ -53,6 +53,8 @@ class Row:
     ends: tuple[str, ...] = ()
     who: str = ""
     when: Callable[[Mapping[str, Any]], bool] = lambda event: True
+    once: bool = False
+    """Whether it is told when it begins alone, and not each time that a group says so again in other words."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def _no_snapshot(what: str) -> Row:
         f"The newest snapshot of group {{group}} {what}: {{cause}}. A loss of its host now goes back to {{coded}}; "
         "everstep snapshots RUN_DIR says what a start would restore.",
         ends=("snapshot_protected",),
+        once=True,
     )
 
 
@@ -155,6 +158,7 @@ ROWS: dict[str, Row] = {
         "{Whole}; it is tried again in {again_s:g} s. Free memory, processes or disk there.",
         ends=("workers_started",),
         who="{group}",
+        once=True,
     ),
     "lighthouse_died": Row(
         "lighthouse",
@@ -169,6 +173,7 @@ ROWS: dict[str, Row] = {
         ends=("commit",),
         who="quorum",
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
+        once=True,
     ),
     "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # which says what to do
     "slot_wrong": Row(
@@ -213,6 +218,7 @@ ROWS: dict[str, Row] = {
         "last coded one; set a larger [snapshot] interval.",
         ends=("snapshot_protected",),
         when=lambda event: event.get("skipped") == SKIPPED,
+        once=True,
     ),
     "snapshot_protected": Row(
         "hosts",
@@ -220,12 +226,14 @@ ROWS: dict[str, Row] = {
         "groups that are gone: groups {sharers} share it.",
         ends=("snapshot_protected",),
         when=lambda event: not event["survives"] and event.get("survived", 0) > 0,
+        once=True,
     ),
     "commit": Row(
         "clock",
         "The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but dates and "
         "times in the report are wrong. Set the clocks of their hosts (NTP).",
-        when=lambda event: event.get("apart_s", 0.0) > CLOCKS_S,
+        when=lambda event: (event.get("apart_s") or 0.0) > CLOCKS_S,
+        once=True,
     ),
 }  # fmt: skip
 """By kind of event."""
@@ -281,8 +289,8 @@ class Troubles:
     def take(self, event: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> list[str]:
         """Take note of one event, of any kind, and of the fields that an account of the run adds to it; the sentences
         that are new with it."""
-        for key in [key for key, one in self.now.items() if one.is_ended_by(event)]:
-            del self.now[key]
+        told = dict(self.now)
+        self.now = {key: one for key, one in told.items() if not one.is_ended_by(event)}
         if event["kind"] == "run_started":
             self.now, self._death, self._skipped, self._survived = {}, {}, Counter(), 0
         elif event["kind"] == "run_ended" and event.get("status") != "failed":
@@ -290,19 +298,18 @@ class Troubles:
             self.now = {key: one for key, one in self.now.items() if key == lasting}
         if not event.get("rank"):
             more = {**(more or {}), **self._added(event)}
-        if ("clock", "") in self.now and more and "apart_s" in more:  # it is told once, and not anew at each commit
-            if more["apart_s"] <= CLOCKS_S:
-                del self.now["clock", ""]
-            return []
+        if more and "apart_s" in more:
+            self.now.pop(("clock", ""), None)
         found = trouble({**event, **more} if more else event)
         if found is None:
             return []
         key = found.row.guarantee, found.who
-        before = self.now.pop(key, None)
+        before = told.get(key)
+        self.now.pop(key, None)
         self.now[key] = found
         while len(self.now) > MOST:
             del self.now[next(iter(self.now))]
-        return [] if before is not None and before.sentence == found.sentence else [found.sentence]
+        return [] if before is not None and (found.row.once or before.sentence == found.sentence) else [found.sentence]
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What the troubles before an event add to what it says."""

@@ -17,11 +17,11 @@ Seconds = Annotated[float, Within(-1e11, 1e11)]
 _NOTES = ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent", "summary")
 _DURATIONS = (
     "took_s", "wait_s", "waited_s", "idle_s", "compute_s", "reduce_s", "startup_s", "cpu_s", "copy_s", "blocked_s",
-    "again_s",
+    "again_s", "apart_s",
 )  # fmt: skip
 _COUNTS = (
     "survives", "bytes", "count", "inner_steps", "payload_bytes", "kept_bytes", "gradient_bytes", "rounds_again",
-    "attempt", "ranks_per_group",
+    "attempt", "ranks_per_group", "survived",
 )  # fmt: skip
 
 FIELDS: dict[str, Any] = {
@@ -32,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "metrics": dict[str, Number],
     "inner_losses": list[Number],
     "bits": dict[str, str],
-    **dict.fromkeys(("tokens", "overhead", "rate"), Annotated[float, Within(0)] | None),
+    **dict.fromkeys(("tokens", "overhead", "rate", "pace"), Annotated[float, Within(0)] | None),
     **dict.fromkeys(("computed", "recomputed"), list[Count] | None),
     **dict.fromkeys(("joiners", "differing", "members", "exposed", "source_groups"), list[Group] | None),
     "cut": list[list[Group]],
