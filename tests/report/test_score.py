@@ -7,6 +7,7 @@ import pytest
 from everstep.commands.report import Report, report
 from everstep.report.account import read
 from everstep.report.score import figures_of, loss_by_step, score, summary, verdict
+from everstep.run.directory import LaunchError
 from timeline import Timeline
 
 
@@ -102,6 +103,14 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
     assert score(tmp_path)["status"] == "done", "the workers say so when nobody supervises"
     with pytest.raises(FileNotFoundError, match="nowhere has no events/ folder"):
         score(tmp_path / "nowhere")
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path):
+    """As of somebody else's run."""
+    run_dir = finished_run().write(tmp_path)
+    (run_dir / "report.html").mkdir()
+    with pytest.raises(LaunchError, match=r"report\.html"):
+        report(Report(run_dir=run_dir), [])
 
 
 def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):

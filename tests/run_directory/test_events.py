@@ -4,6 +4,8 @@ or planted is skipped and counted."""
 import json
 import multiprocessing
 import os
+import resource
+import signal
 
 from everstep.launch.view import RunState
 from everstep.report import metrics
@@ -100,6 +102,36 @@ def test_writers_of_one_file_never_mix_their_lines(tmp_path):
         writer.join(30)
     seen = [(event["writer"], event["i"]) for event in read_events(tmp_path)]
     assert sorted(seen) == [(n, i) for n in range(4) for i in range(200)]
+
+
+def test_a_run_may_have_more_logs_than_a_process_descriptors(tmp_path):
+    for group in range(100):
+        log = EventLog(tmp_path, group, 0, "worker")
+        log.emit("one")
+        log.close()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
+    try:
+        found = [event["group"] for event in read_events(tmp_path)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert sorted(found) == [*range(100)]
+
+
+def test_a_disk_that_takes_a_part_of_an_event_costs_that_one(tmp_path, capsys):
+    log, ignored = EventLog(tmp_path, None, None, "chaos"), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log.emit("before")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 50, resource.RLIM_INFINITY))
+    try:
+        log.emit("torn")
+        log.emit("refused")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, ignored)
+    log.emit("after")
+    assert [event["kind"] for event in read_events(tmp_path)] == ["before", "after"]
+    assert [event["kind"] for event in log.unwritten] == ["torn", "refused"]
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_a_full_disk_costs_the_event_and_is_said_once(tmp_path, capsys):

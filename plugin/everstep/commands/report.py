@@ -37,7 +37,7 @@ def report(command: Report, flags: Sequence[str]) -> int:
 
     try:
         figures = write_report(command.run_dir, command.against)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise LaunchError(str(error)) from None
     broken = verdict(figures) if command.check else []
     if command.json:

@@ -11,7 +11,9 @@ most one torn line, which readers skip and the next writer closes. A line that i
 (`everstep.run.event_fields`), however it came there, is skipped too.
 """
 
+import errno
 import heapq
+import itertools
 import json
 import os
 import re
@@ -23,13 +25,14 @@ from typing import Any, BinaryIO
 
 from everstep.run.event_fields import OF_RANK_0, fits
 from everstep.run.files import open_own
-from everstep.run.regular import open_regular
+from everstep.run.regular import NotRegularError, open_regular
 
 LONGEST_LINE = 16 << 20
 """Bytes; a commit names every slot of a step."""
 LONGEST_READ = 64 << 20
 """Bytes of one file after which a tail stops until the next call."""
 MOST_UNWRITTEN = 100
+LINES_AT_ONCE = 64
 _END = 1 << 16
 """Bytes at the end of a log in which an event is looked for first."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
@@ -68,8 +71,8 @@ class EventLog:
         self._wall, self._mono = time.time(), time.monotonic()
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # the last writer died inside a line: ours must not continue it
+        # The last writer may have died inside a line, and a full disk may take a part of one: ours must not continue it.
+        self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
         """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0, or has a reason to tell.
@@ -90,7 +93,10 @@ class EventLog:
             return event
         line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
         try:
-            os.write(self._fd, line)
+            line = b"\n" * self._is_torn + line
+            self._is_torn = os.write(self._fd, line) < len(line)
+            if self._is_torn:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._complained:
                 print(f"everstep: events are lost, {self.path}: {error}", file=sys.stderr, flush=True)
@@ -142,12 +148,19 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
-    try:
-        file = open_regular(path, links=False)
-    except OSError:  # a link, a pipe, or gone
-        return
-    with file:
-        yield from filter(None, (_parse(line, kinds) for line in _lines(file)))
+    """Its events. It is open only while some lines are read: a run may have more logs than a process descriptors."""
+    offset = 0
+    while True:
+        try:
+            with open_regular(path, links=False) as file:
+                file.seek(offset)
+                lines = list(itertools.islice(_lines(file), LINES_AT_ONCE))
+        except (FileNotFoundError, NotRegularError):  # gone, a link or a pipe
+            return
+        if not lines:
+            return
+        offset += sum(map(len, lines))
+        yield from filter(None, (_parse(line, kinds) for line in lines))
 
 
 def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
