@@ -53,3 +53,17 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
     assert figures["stalls_unmeasured"] == 1, "nothing had been committed in the session that it hit"
     assert figures["groups_mean"] == pytest.approx(1.5)
+
+
+def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they_come():
+    run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=20).start(0, 0)
+    run.commit(10, 1, [0]).start(11, 1, step=2).commit(12, 2, [0, 1]).add(20, "training_done", 0, 2)
+    run.add(20, "training_done", 1, 2).add(25, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
+    run.add(25, "run_ended", role="supervisor", status="stopped", reason="signal")
+    run.add(100, "run_started", role="supervisor", groups=2, steps=20).start(100, 0, 1, step=3, source="disk")
+    run.commit(110, 3, [0, 1]).add(110, "run_ended", role="supervisor", status="stopped", reason="signal")
+    figures = figures_of(read(run.events))
+    spent = {state: seconds for state, seconds in figures["time_by_group"]["1"].items() if seconds}
+    assert spent == {"productive": 9 + 10}, "it did not start up before it came"
+    assert figures["restarting_s"] == 0, "nobody died"
+    assert figures["badput"]["idle"] == 0, "only one group was there at first"

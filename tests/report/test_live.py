@@ -45,8 +45,8 @@ def answer(address):
 
 
 @pytest.fixture
-def told(tmp_path, hook, monkeypatch):
-    """A run of three steps, in a directory whose name is a free port, and how to tell of it from a time on."""
+def told(tmp_path, hook):
+    """A run of three steps, in a directory whose name is a free port, and how to tell of it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     run_dir, tellers = tmp_path / str(port), []
@@ -54,10 +54,8 @@ def told(tmp_path, hook, monkeypatch):
     (run_dir / "config.toml").write_text(f'[fault_tolerance]\nexact = false\nnotify = "{hook.address}"\n')
     ft = FaultTolerance(enable=True, groups=3, min_groups=2, metrics_port=port, notify=hook.address)
 
-    def tell(since):
-        with monkeypatch.context() as patch:
-            patch.setattr("everstep.report.live.time.time", lambda: since)
-            tellers.append(Teller(run_dir, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True))
+    def tell():
+        tellers.append(Teller(run_dir, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True))
         return tellers[-1]
 
     yield run_dir, f"http://127.0.0.1:{port}/metrics", tell
@@ -77,12 +75,12 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
             and (last, float(last)) in losses(run_dir / "tb")
         )
 
-    first = tell(since=1.0)
+    first = tell()
     until((run_dir / "report.html").exists, "the page")
     until(lambda: tells(first, 3), "three steps")
     first.close()
-    steps(4, 5).write(run_dir)
-    second = tell(since=4.0)
+    steps(4, 5).add(3.5, "run_started", role="supervisor", groups=3, steps=9).write(run_dir)
+    second = tell()
     until(lambda: tells(second, 5), "five steps")
     assert losses(run_dir / "tb") == [(step, float(step)) for step in range(1, 6)], "each once, whoever said it"
     second._process.kill()
@@ -101,12 +99,20 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
     assert json.loads((run_dir / "report.json").read_text())["steps"] == 6
 
 
+def test_curves_have_the_steps_that_were_made_while_nobody_told_of_them(tmp_path):
+    """As when the lighthouse's job on a cluster is requeued, and the groups go on."""
+    for first, last in ((1, 2), (3, 4)):
+        steps(first, last).write(tmp_path)
+        Teller(tmp_path, "127.0.0.1", FaultTolerance(), {"enable_tensorboard": True}).close()
+    assert {*losses(tmp_path / "tb")} == {(step, float(step)) for step in range(1, 5)}
+
+
 KILLED_AT_THE_LAST_PAGE = """
 import os, sys
 from pathlib import Path
 from everstep.report import live, page
 page.write_report = lambda run_dir, **_: os._exit(9)
-live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3}, 1.0)
+live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3})
 """
 
 
@@ -133,7 +139,7 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
             log.emit(kind, **fields)
 
     emit(lost, back)  # which is over before anybody reads it
-    teller = tell(since=1.0)
+    teller = tell()
     words = [word for child in psutil.Process(os.getpid()).children() for word in child.cmdline()]
     assert not [word for word in words if "secret" in word]
     page = run_dir / "report.html"

@@ -30,6 +30,20 @@ def test_a_webhook_that_never_answers_holds_nobody_up(hook, small, capfd):
     assert "secret" not in said
 
 
+def test_what_a_webhook_that_never_answers_was_not_told_at_the_end_is_said(hook, monkeypatch, capfd):
+    monkeypatch.setattr(notify, "CLOSE_S", 0.5)
+    gone = threading.Event()
+    hook.answer = lambda handler: (gone.wait(30), handler.send_response(200))
+    outlet = Webhook(hook.address)
+    for text in ("the newest", "The run failed"):
+        outlet.put(text)
+    outlet.close()
+    gone.set()
+    said = capfd.readouterr().out
+    for text in ("the newest", "The run failed"):
+        assert f"everstep: notify: not told (there was no time left): {text}" in said
+
+
 @pytest.mark.parametrize("status", [301, 302, 307, 404, 500])
 def test_an_answer_that_is_no_success_is_said_and_followed_nowhere(hook, status, capfd):
     def elsewhere(handler):

@@ -99,10 +99,36 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
         file.write('{"t": 3.0, "kind": "commit", "group": 0, "ran')
     figures = score(run_dir)
     assert (figures["status"], figures["steps"], figures["training_s"]) == ("running", 2, 2)
-    Timeline().add(3, "training_done", 1, 2).write(tmp_path)
-    assert score(tmp_path)["status"] == "done", "the workers say so when nobody supervises"
     with pytest.raises(FileNotFoundError, match="nowhere has no events/ folder"):
         score(tmp_path / "nowhere")
+
+
+def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
+    """As on Slurm, and with torchrun."""
+    run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1]).commit(3, 2, [0, 1])
+    run.logged[1]["steps"] = 4
+
+    def told():
+        figures = figures_of(read(run.events))
+        return figures["status"], verdict(figures, may_stop=True)
+
+    def end(t, group, status, *before):
+        for kind in before:
+            run.add(t, kind, group, 2)
+        run.add(t + 0.1, "agent_ended", group, role="agent", status=status, reason="")
+
+    end(4, 1, "failed")
+    assert told() == ("running", ["The run is not done: running."]), "the other group goes on"
+    end(5, 0, "stopped", "training_done")
+    assert told() == ("stopped", [])
+    run.start(100, 0, 1, step=3, source="disk").commit(101, 3, [0, 1])
+    assert told()[0] == "running", "it was started again"
+    run.add(102, "training_done", 0, 3)
+    assert told() == ("done", ["The run ended at step 3 of 4."])
+    run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1])
+    end(3, 0, "failed")
+    end(3, 1, "failed")
+    assert told()[0] == "failed"
 
 
 def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path):

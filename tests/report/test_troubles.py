@@ -111,7 +111,8 @@ CAUSES = {
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "skip"})],
         "It is skipped, so its tokens are not in the result.", None),
     "data at its end": (
-        "data", [("commit", {}), ("training_done", {})], "The data ended at step 4 of 9. Give more", None),
+        "data", [("commit", {}), ("agent_ended", {"status": "done", "reason": "its workers finished"})],
+        "The data ended at step 4 of 9. Give more", None),
     "a slow host": ("pace", [("straggler", {"pace": 2.25})], "Group 1 is slow: a slot takes it 2.25 times as long",
                     ("straggler", {"pace": 1.0})),
     "a slow host whose workers start again": (
@@ -214,10 +215,10 @@ def test_what_is_no_cause_is_no_trouble():
         ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
-        ("agent_ended", {"status": "done", "reason": "finished"}), ("audit", {"agreed": True, "differing": []}),
+        ("agent_ended", {"status": "stopped", "reason": "asked to"}), ("audit", {"agreed": True, "differing": []}),
         ("left_out", {"groups": [], "cut": []}), ("training_done", {}),
     ]):  # fmt: skip
-        add(line, 2 + index, index + 1 if kind != "training_done" else 9, kind, fields)
+        add(line, 2 + index, index + 1, kind, fields)
     account = Account()
     assert [sentence for event in line.logged for sentence in account.take(event)] == []
 
@@ -250,7 +251,7 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
 
 def test_a_run_that_is_stopped_has_not_run_out_of_data():
     line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=9).start(1, 0).commit(2, 1, (0,))
-    line.add(3, "stopping", role="supervisor").add(4, "training_done", 0, 1)
+    line.add(4, "training_done", 0, 1).add(5, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
     assert read(line.events).troubles.sentences == []
     late = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="stopped", reason="asked to")
     assert read(late.events).troubles.sentences == []

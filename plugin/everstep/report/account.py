@@ -18,6 +18,9 @@ from everstep.report.lineage import Commit, Lineage
 from everstep.report.protection import Protection
 from everstep.report.troubles import Troubles
 
+ENDS = ("done", "stopped", "failed")
+"""How a run or a group can end; groups that end otherwise are started again."""
+
 
 @dataclass
 class Account:
@@ -62,17 +65,17 @@ class Account:
         self.protection.take(event)
         self.faults.take(event, session)
         self.batch = event.get("global_batch_size", self.batch)
+        self.steps = event.get("steps") or self.steps
         match kind:
             case "run_started":
-                self.groups, self.steps, session.ending = event["groups"], event.get("steps"), None
+                self.groups = session.nominal = event["groups"]
+                session.ending = None
             case "run_ended":
                 session.ending = event
             case "training_started" if session.trains is None:
                 session.trains = t
             case "training_done":
                 session.done = t
-            case "stopping":
-                session.stopping = True
             case "audit" if not event["agreed"]:
                 self.named[kind] |= {(event["step"], group) for group in event["differing"]}
             case "slot_skipped" | "slot_accepted" | "not_finite":
@@ -102,12 +105,21 @@ class Account:
         """Take note of what speaks for a group; what earlier events add to it."""
         session = self.sessions[-1]
         if number not in session.groups:
-            session.groups[number] = Group(session.begin, self.spent[number])
+            joins = 0 < session.nominal <= number
+            session.groups[number] = Group(event["t"] if joins else session.begin, self.spent[number])
         group = session.groups[number]
         group.take(event)
         match event["kind"]:
-            case "workers_died" | "agent_ended":
+            case "workers_died":
                 self.taking_part.discard(number)
+            case "training_done" | "left":
+                session.ends[number] = "done" if event["kind"] == "training_done" else "stopped"
+            case "agent_ended" if event["status"] in ENDS:
+                session.ends[number] = event["status"]
+                if event["status"] == "done" and self.protection.committed < (self.steps or 0):
+                    return {"kind": "data_ended", "step": self.protection.committed, "steps_asked": self.steps}
+            case "worker_ready":
+                session.ends.pop(number, None)
             case "attempt":
                 self.attempts.add(event, group)
             case "commit":
@@ -116,14 +128,23 @@ class Account:
                 commit.continued |= group.committed
                 group.history, group.committed = commit.history, True
                 if self.newest is not before:
+                    session.ends.clear()
                     self.faults.committed(commit, session)
                     insort(session.commits, commit, key=lambda one: one.t)
                     self.taking_part = set(commit.groups)
                 return commit.apart()
-            case "training_done" if self.steps and not session.stopping:
-                if self.protection.committed <= (event["step"] or 0) < self.steps:
-                    return {"steps_asked": self.steps}
         return None
+
+    @property
+    def status(self) -> str:
+        """One of ENDS, or `running`. Who supervises a run says how it ended, and was killed if nothing is said. Without
+        a supervisor it is over when a group is done, or all groups of the newest commit have ended."""
+        session, said = self.current, {*self.current.ends.values()}
+        if session.ending is not None or self.counts["run_started"]:
+            return session.ending["status"] if session.ending else "running"
+        made = self.newest.groups if self.newest else session.groups
+        over = "done" in said or session.ends.keys() >= {*made}
+        return next((end for end in ENDS if over and end in said), "running")
 
     @property
     def newest(self) -> Commit | None:

@@ -82,7 +82,8 @@ class Group:
             case "commit":
                 self._until(t, "productive")
             case "left" | "training_done" | "agent_ended":
-                self._until(t, self._usual)
+                if not self.ended:
+                    self._until(t, self._usual)
                 self.alive, self.ended = False, True
                 self.given_up = event["reason"] if event.get("status") == "failed" else None
 
@@ -113,13 +114,15 @@ class Session:
     begin: float
     """Wall time in seconds of its first event."""
     last: float
+    nominal: int = 0
+    """Groups, as its start says."""
     ending: Mapping[str, Any] | None = None
     """Its `run_ended`; None while it goes, and if nobody was left to write one."""
     trains: float | None = None
     """The first training_started; None: it never began."""
     done: float | None = None
-    stopping: bool = False
-    """Whether it was asked to end before its last step."""
+    ends: dict[int, str] = field(default_factory=dict)
+    """By group, how it ended since the newest commit."""
     commits: list[Commit] = field(default_factory=list)
     """In order of time."""
     groups: dict[int, Group] = field(default_factory=dict)

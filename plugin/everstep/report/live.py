@@ -64,8 +64,7 @@ class Teller:
             except OSError as error:
                 print(f"everstep: no figures on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
         fds = {name: one.fileno() for name, one in self._sockets.items()}
-        # Curves begin now, as those of earlier starts are drawn already.
-        asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds, "since": time.time()}
+        asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds}
         self._asked = json.dumps(asked).encode() + b"\n"
         self._run_dir = run_dir
         self._process = self._start()
@@ -102,15 +101,15 @@ class Teller:
             one.close()
 
 
-def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int], since: float) -> None:
+def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int]) -> None:
     """Tell of a run, as its config asks for, until stdin ends.
 
-    Events are read once. The last page is made of the logs as they are then, in order of time, as those of other nodes
+    Events are read once. Curves begin with the run's newest start, as those of earlier ones are drawn already; on a
+    cluster with its first step, as it goes on while nobody tells of it. The last page is made of the logs as they are then, in order of time, as those of other nodes
     may have been seen late.
 
     Args:
         fds: the listening sockets of "page" and "metrics", if they are wanted.
-        since: wall time in seconds; what was committed before is in the curves already.
     """
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
@@ -141,17 +140,18 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
-    tail, over, due, first = EventTail(run_dir), False, time.monotonic(), True
+    tail, over, due, since = EventTail(run_dir), False, time.monotonic(), None
     while not over:
         over = bool(select.select([0], [], [], POLL_S)[0])
-        said = []
-        for event in tail.new():
+        said, events, first = [], tail.new(), since is None
+        if since is None:
+            since = max((event["t"] for event in events if event["kind"] == "run_started"), default=0.0)
+        for event in events:
             before = now.newest
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event, now)))
         say(now.troubles.sentences if first else said)  # what was over when this process began is not told
-        first = False
         served["metrics"] = text(now, ft.groups, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()

@@ -1,8 +1,10 @@
 """Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
 
+import contextlib
 import json
 import queue
 import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -20,6 +22,7 @@ class Outlet:
 
     def __init__(self, most: int = 0) -> None:
         self._things: queue.Queue[Any] = queue.Queue(most)
+        self._giving: Any = None
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
         self._thread.start()
 
@@ -37,17 +40,19 @@ class Outlet:
         except queue.Full:
             _complain("it is too slow", thing)
 
-    def close(self) -> None:
-        """Give what is left, for CLOSE_S at most."""
-        try:
+    def close(self) -> list[Any]:
+        """Give what is left, for CLOSE_S at most; what was not given by then."""
+        until = time.monotonic() + CLOSE_S
+        with contextlib.suppress(queue.Full):
             self._things.put(None, timeout=CLOSE_S / 2)
-        except queue.Full:
-            return
-        self._thread.join(CLOSE_S / 2)
+        self._thread.join(until - time.monotonic())
+        return [thing for thing in (self._giving, *self._things.queue) if thing is not None]
 
     def _run(self) -> None:
         while (thing := self._things.get()) is not None:
+            self._giving = thing
             self.give(thing)
+            self._giving = None
         self.end()
 
 
@@ -76,6 +81,12 @@ class Webhook(Outlet):
             except Exception as error:  # noqa: BLE001  whatever an address and a network can give
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
         _complain(reason, thing)
+
+    def close(self) -> list[Any]:
+        left = super().close()
+        for text in left:
+            _complain("there was no time left", text)
+        return left
 
 
 def _complain(reason: str, text: object) -> None:

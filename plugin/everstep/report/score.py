@@ -60,12 +60,10 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
     step_s, times = step_s_of(account), account.times()
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
-    started = account.counts["run_started"] > 0
     training_s = sum(session.training_s for session in account.sessions)
     tokens = sum(commit.tokens for commit in final) if final else None
     return {
-        # Without a supervisor nobody writes how it ended; one that was killed left "running" behind.
-        "status": ending.get("status") or ("done" if account.counts["training_done"] and not started else "running"),
+        "status": account.status,
         "reason": ending.get("reason"),
         "wall_s": sum(session.wall_s for session in account.sessions),
         "training_s": training_s,
@@ -145,7 +143,8 @@ def productivity(
     spent = {state: sum(times[state] for times in by_group.values()) for state in STATES}
     spent["lost"] = spent["productive"] * (commits - len(final)) / commits if commits else 0.0
     spent["productive"] -= spent["lost"]
-    spent["idle"] = max(0.0, max(account.groups, len(by_group)) * wall_s - sum(spent.values()))
+    there_s = sum((session.nominal or len(session.groups)) * session.wall_s for session in account.sessions)
+    spent["idle"] = max(0.0, there_s - sum(spent.values()))
     shares = {state: _share(seconds, sum(spent.values())) for state, seconds in spent.items()}
     goodput = shares.pop("productive")
     return {

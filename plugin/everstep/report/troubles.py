@@ -205,12 +205,11 @@ ROWS: dict[str, Row] = {
     ),
     # What only several events together say, by the fields that `Troubles._added` and the account add.
     "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
-    "training_done": Row(
+    "data_ended": Row(
         "data",
         "The data ended at step {step} of {steps_asked}. Give more data, let the dataloader repeat it (infinite = "
         "true), or set [training] steps to what there is.",
         who="end",
-        when=lambda event: "steps_asked" in event,
     ),
     "snapshot_skipped": Row(
         "snapshots",

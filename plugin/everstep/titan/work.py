@@ -310,13 +310,15 @@ class TrainerWork(ABC):
         """A new state was loaded; tell where it came from."""
         self._source.committed(self._trainer.step)
         self._weights_changed()
+        config = self._trainer.config
         self._events.emit(
             "training_started",
             self.committed + 1,
             source=source,
             history=f"{self._trainer.history:x}",
             slots=self.shares,
-            global_batch_size=self._trainer.config.training.global_batch_size * self._slots.steps_per_commit,
+            steps=config.semi_sync.commits(config.training.steps),
+            global_batch_size=config.training.global_batch_size * self._slots.steps_per_commit,
             ranks=dist.get_world_size(),
         )
 
