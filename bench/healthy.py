@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from everstep.report.score import curve
+from everstep.report.score import account_of, loss_by_step
 from everstep.run.events import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def everstep(steps: int, folder: Path, *flags: str) -> tuple[dict[int, float], l
     command = [sys.executable, "-m", "everstep.cli", "run", str(CONFIG), "--groups", "2", "--steps", str(steps)]
     run([*command, "--run-dir", str(run_dir), "--checkpoint.no-enable", *flags])
     commits = {e["step"]: e["mono"] for e in read_events(run_dir) if e["kind"] == "commit" and e["group"] == 0}
-    return curve(run_dir), gaps(commits)
+    return loss_by_step(account_of(run_dir).lineage.final()), gaps(commits)
 
 
 def titan(steps: int, folder: Path) -> tuple[dict[int, float], list[float]]:

@@ -513,12 +513,12 @@ def everstep(run_dir: Path, *flags: str, limit_s: float = 900) -> None:
 def bitwise() -> str:
     """Two runs of one group end with the same losses, to the bit."""
     needs_titan()
-    from everstep.report.score import curve
+    from everstep.report.score import account_of, loss_by_step
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("one", "two"):
             everstep(Path(folder, name), "--groups", "1", "--steps", "8", "--checkpoint.no-enable")
-        one, two = (curve(Path(folder, name)) for name in ("one", "two"))
+        one, two = (loss_by_step(account_of(Path(folder, name)).lineage.final()) for name in ("one", "two"))
     differing = [step for step in one if one[step] != two.get(step)]
     assert one, "no step was made"
     assert not differing, f"steps {differing} differ: {[(one[s], two.get(s)) for s in differing[:3]]}"

@@ -49,7 +49,7 @@ MISTAKES = {
     "submit good.toml --run-dir text.txt": "there is no sbatch here",
     "agent good.toml --group 0 --run-dir text.txt": "text.txt: File exists",
     "lighthouse good.toml --run-dir text.txt": "text.txt: File exists",
-    "report nothing": "nothing has no events/ folder; give the directory of a run",
+    "report nothing": "nothing is no run directory: there are no events in it.",
     "status folder": "folder is no run directory",
     "scale folder --groups 2": "folder is no run directory",
     "submit good.toml": "there is no sbatch here",

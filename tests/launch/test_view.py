@@ -10,7 +10,7 @@ from timeline import Timeline
 
 
 def test_a_dead_group_takes_no_part_until_it_commits_again():
-    state, line = RunState(2), Timeline().commit(0.0, 1, (0, 1))
+    state, line = RunState(), Timeline().commit(0.0, 1, (0, 1))
     line.add(0.5, "workers_died", 1, role="agent", reason="rank 0 was killed by SIGKILL", exitcodes={"0": -9})
     for event in line.events:
         state.apply(event)
@@ -22,7 +22,7 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
 SHOWN_TO_NOBODY = """
 import json, sys
 from everstep.launch.view import open_view
-show = open_view(1)
+show = open_view()
 for event in json.loads(sys.argv[1]):
     show([event])
 """

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError
-
 
 @dataclass(kw_only=True)
 class Report:
@@ -35,10 +33,7 @@ def report(command: Report, flags: Sequence[str]) -> int:
     from everstep.report.page import write_report
     from everstep.report.score import summary, verdict
 
-    try:
-        figures = write_report(command.run_dir, command.against)
-    except OSError as error:
-        raise LaunchError(str(error)) from None
+    figures = write_report(command.run_dir, command.against)
     broken = verdict(figures) if command.check else []
     if command.json:
         print(json.dumps(figures, indent=2))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.run.directory import LaunchError
+from everstep.run.directory import require_events
 
 POLL_S = 0.25
 
@@ -26,16 +26,12 @@ def watch(command: Watch, flags: Sequence[str]) -> int:
     from everstep.launch.view import open_view
     from everstep.run.events import EventTail
 
-    if not (command.run_dir / "events").is_dir():
-        raise LaunchError(f"{command.run_dir} is no run directory: there are no events in it.")
-    tail = EventTail(command.run_dir)
-    events = tail.new()
-    groups = next((event["groups"] for event in reversed(events) if event["kind"] == "run_started"), 0)
-    show = open_view(groups)
+    require_events(command.run_dir)
+    tail, show = EventTail(command.run_dir), open_view()
     while True:
+        events = tail.new()
         show(events)
         endings = [event for event in events if event["kind"] in ("run_started", "run_ended")]
         if endings and endings[-1]["kind"] == "run_ended":
             return int(endings[-1].get("status") == "failed")
         time.sleep(POLL_S)
-        events = tail.new()

@@ -9,7 +9,7 @@ from everstep.report.checking import checks, covered, judged
 from everstep.report.score import duration
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import End, LaunchError, holder_of, over_file, stop_file
+from everstep.run.directory import End, holder_of, over_file, require_events, stop_file
 from everstep.run.events import read_events
 from everstep.run.files import read_typed
 
@@ -20,8 +20,7 @@ def status(run_dir: Path) -> str:
     Raises:
         LaunchError: the folder holds no run.
     """
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    require_events(run_dir)
     state = RunState()
     for event in read_events(run_dir):
         state.apply(event)
@@ -60,7 +59,7 @@ def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     head = [f"lighthouse  {lighthouse[0].state if lighthouse else 'ended':12} {where}"]
     table = ["", f"{'group':>5}  {'Slurm':12} {'nodes':16} {'starts':>6}  {'last beat':24} notes"]
     beats = {group: f"{beat.phase}, step {beat.step}, {age:.0f} s" for group, beat, age in beats_of_groups(run_dir)}
-    for group in sorted({*range(state.groups), *state.starts, *(g for g in tasks if g is not None), *beats}):
+    for group in sorted({*state.starts, *(g for g in tasks if g is not None), *beats}):
         task, over = tasks.get(group), read_typed(End, over_file(run_dir, group))
         notes = [f"{over.status}: {over.reason}"] if over else []
         notes += [task.reason] if task and task.state == "PENDING" else []

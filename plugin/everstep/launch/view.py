@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
-from everstep.report.checking import checks, covered, wrong
+from everstep.report.checking import checks, covered
 from everstep.report.lineage import Commit
 from everstep.report.score import duration
 from everstep.report.troubles import Fields, trouble
@@ -40,6 +40,8 @@ LINES = {
     "workers_protected": "group {group}: its workers' states survive a host again",
     "validation": "step {step}: validation loss {loss:.5f}",
     "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
+    "left_out": "all groups reach each other again",
+    "finding": "group {group} rank {rank}: layer {layer} {section}, slot {slot} of step {step}: {anomaly}, {action}",
     "slot_accepted": "group {group}: {reason}",
 }
 """By kind, an event as a line for people."""
@@ -58,13 +60,7 @@ def told(event: dict) -> str:
     event, kind = Fields(event), event["kind"]
     if kind in RANK_0 and event.get("rank"):
         return ""
-    match kind:
-        case "left_out" if not event.get("groups"):
-            return "all groups reach each other again"
-        case "finding":
-            return wrong(event)
-        case _:
-            return LINES.get(kind, "").format_map(event)
+    return LINES.get(kind, "").format_map(event)
 
 
 def show_plainly(events: list[dict]) -> None:
@@ -94,7 +90,7 @@ class RunState(Account):
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         if unchecked and self.current.schedules:
             lines.append(f"attention: {covered(checks(self))}")
-        lines = lines or [line for line in [told(event)] if line]
+        lines = lines or [line for line in [told(event)] if line and trouble(event) is None]
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
         self.recent.extend(lines)
         if self.newest is not before:
@@ -145,13 +141,13 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def open_view(groups: int = 0) -> OnEvents:
-    """Shows a run, of `groups` until it says how many it has, as lines; call it with each batch of new events.
+def open_view() -> OnEvents:
+    """Shows a run as lines; call it with each batch of new events.
 
     A reader who goes away (a closed pipe, a terminal, a full disk) ends the view, not the run.
     """
     keep_on_without_output()
-    state = RunState(groups)
+    state = RunState()
 
     def show(events: list[dict]) -> None:
         for line in filter(None, map(state.apply, events)):

@@ -26,8 +26,6 @@ ENDS = ("done", "stopped", "failed")
 class Account:
     """What the events of a run tell: where it is, and what it did."""
 
-    groups: int = 0
-    """As its start says."""
     steps: int | None = None
     """The last step, if it is known."""
     taking_part: set[int] = field(default_factory=set)
@@ -68,8 +66,7 @@ class Account:
         self.steps = event.get("steps") or self.steps
         match kind:
             case "run_started":
-                self.groups = session.nominal = event["groups"]
-                session.ending = None
+                session.nominal, session.ending = event["groups"], None
             case "run_ended":
                 session.ending = event
             case "training_started" if session.trains is None:
@@ -142,19 +139,13 @@ class Account:
         session, said = self.current, {*self.current.ends.values()}
         if session.ending is not None or self.counts["run_started"]:
             return session.ending["status"] if session.ending else "running"
-        made = self.newest.groups if self.newest else session.groups
-        over = "done" in said or session.ends.keys() >= {*made}
+        over = "done" in said or session.ends.keys() >= {*(self.newest or session).groups}
         return next((end for end in ENDS if over and end in said), "running")
 
     @property
     def newest(self) -> Commit | None:
         """Its step is less than before when the run went back to an older state."""
         return self.lineage.commits[-1] if self.lineage.commits else None
-
-    @property
-    def progress_t(self) -> float:
-        """Wall time in seconds of the newest commit, or of this session's begin."""
-        return max(self.current.begin, self.newest.t) if self.newest else self.current.begin
 
     @property
     def current(self) -> Session:

@@ -25,12 +25,6 @@ def checks(account: Account) -> dict[str, Any]:
     }
 
 
-def wrong(event: Mapping[str, Any]) -> str:
-    """A `finding` event for people."""
-    where = f"layer {event['layer']} {event['section']}, slot {event['slot']} of step {event['step']}"
-    return f"group {event['group']} rank {event['rank']}: {where}: {event['anomaly']}, {event['action']}"
-
-
 def covered(figures: Mapping[str, Any]) -> str:
     """What is checked, what that costs and leaves, of `checks`; empty where nothing is."""
     if figures["attention_coverage"] is None:

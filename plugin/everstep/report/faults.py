@@ -74,17 +74,18 @@ class Faults:
             case "fault":
                 target = event.get("target_group")
                 groups = (target,) if isinstance(target, int) else tuple(target or ())
-                self._struck(Fault(t, event["fault"], groups, session.newest))
+                self._struck(t, event["fault"], groups, session)
                 self._hit.update(dict.fromkeys(groups or (None,), t))
             case "workers_started":
                 self._up_since[group] = t
             case "workers_died" if any(event["exitcodes"].values()) or not event["exitcodes"]:
                 struck = max(self._hit.get(group, float("-inf")), self._hit.get(None, float("-inf")))
                 if struck == float("-inf") or struck < self._up_since.get(group, float("-inf")):
-                    self._struck(Fault(t, UNPROVOKED, (group,), session.newest))
+                    self._struck(t, UNPROVOKED, (group,), session)
                     self._hit[group] = t  # another node of the group may tell the same death
 
-    def _struck(self, fault: Fault) -> None:
+    def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
+        fault = Fault(t, name, groups, session.commits[-1] if session.commits else None)
         self.found.append(fault)
         self._open.append(fault)
 

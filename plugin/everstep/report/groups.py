@@ -130,10 +130,6 @@ class Session:
     """By group and rank: the newest `attention_schedule`."""
 
     @property
-    def newest(self) -> Commit | None:
-        return self.commits[-1] if self.commits else None
-
-    @property
     def end(self) -> float:
         return self.last if self.ending is None else self.ending["t"]
 

@@ -105,8 +105,8 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     """Tell of a run, as its config asks for, until stdin ends.
 
     Events are read once. Curves begin with the run's newest start, as those of earlier ones are drawn already; on a
-    cluster with its first step, as it goes on while nobody tells of it. The last page is made of the logs as they are then, in order of time, as those of other nodes
-    may have been seen late.
+    cluster with its first step, as it goes on while nobody tells of it. The last page is made of the logs as they are
+    then, in order of time, as those of other nodes may have been seen late.
 
     Args:
         fds: the listening sockets of "page" and "metrics", if they are wanted.

@@ -36,16 +36,16 @@ class Figures(Collector):
             ("groups", "Nominal number of replica groups", self.groups),
             ("min_groups", "Groups without which the run waits", self.min_groups),
             ("committed_step", "Newest committed step", newest.step if newest else 0),
-            ("last_progress_timestamp_seconds", "When it was committed, or this session began", now.progress_t),
+            (
+                "last_progress_timestamp_seconds",
+                "When it was committed, or this session began",
+                max(now.current.begin, newest.t if newest else 0.0),
+            ),
             ("loss", "Loss of the newest committed step", newest.loss if newest else None),
             ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
             ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
             ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
-            (
-                "groups_given_up",
-                "Groups that are not started again",
-                sum(group.given_up is not None for group in going),
-            ),
+            ("groups_given_up", "Groups that are not started again", sum(one.given_up is not None for one in going)),
             ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
             ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
             ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),
@@ -72,7 +72,7 @@ class Figures(Collector):
             findings.add_metric((action,), checked[f"findings_{action}"])
         degraded = GaugeMetricFamily("everstep_degraded", "Troubles by guarantee", labels=("guarantee",))
         for guarantee in GUARANTEES:
-            degraded.add_metric((guarantee,), now.troubles.count(guarantee))
+            degraded.add_metric((guarantee,), sum(key[0] == guarantee for key in now.troubles.now))
         told = GaugeMetricFamily("everstep_trouble_info", "What does not hold", labels=("guarantee", "sentence"))
         for (guarantee, _), found in now.troubles.now.items():
             told.add_metric((guarantee, found.sentence), 1.0)

@@ -38,15 +38,19 @@ class Outlet:
         try:
             self._things.put_nowait(thing)
         except queue.Full:
-            _complain("it is too slow", thing)
+            self.lose(thing, "it is too slow")
 
-    def close(self) -> list[Any]:
-        """Give what is left, for CLOSE_S at most; what was not given by then."""
+    def lose(self, thing: Any, reason: str) -> None:
+        """Say why a thing is not given."""
+
+    def close(self) -> None:
+        """Give what is left, for CLOSE_S at most."""
         until = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._things.put(None, timeout=CLOSE_S / 2)
         self._thread.join(until - time.monotonic())
-        return [thing for thing in (self._giving, *self._things.queue) if thing is not None]
+        for thing in filter(None, (self._giving, *self._things.queue)):
+            self.lose(thing, "there was no time left")
 
     def _run(self) -> None:
         while (thing := self._things.get()) is not None:
@@ -80,14 +84,7 @@ class Webhook(Outlet):
                     return
             except Exception as error:  # noqa: BLE001  whatever an address and a network can give
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-        _complain(reason, thing)
+        self.lose(thing, reason)
 
-    def close(self) -> list[Any]:
-        left = super().close()
-        for text in left:
-            _complain("there was no time left", text)
-        return left
-
-
-def _complain(reason: str, text: object) -> None:
-    print(f"everstep: notify: not told ({reason}): {text}", flush=True)
+    def lose(self, thing: str, reason: str) -> None:
+        print(f"everstep: notify: not told ({reason}): {thing}", flush=True)

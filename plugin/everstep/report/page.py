@@ -11,9 +11,10 @@ from typing import Any
 import jinja2
 
 from everstep.report.account import Account
+from everstep.report.faults import fault_rows
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
-from everstep.report.score import KEPT, account_of, figures_of, lines_of, rows_of, verdict
+from everstep.report.score import KEPT, account_of, figures_of, lines_of, verdict
 from everstep.run.files import write_whole
 
 RELOAD_MS = 2500
@@ -30,13 +31,14 @@ def write_report(run_dir: Path, against: Path | None = None, account: Account | 
     again.
 
     against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
-    one's. account: what the run's events say, if they were read. Raises FileNotFoundError when a directory holds no
-    event log.
+    one's. account: what the run's events say, if they were read. Raises LaunchError when a directory holds no event
+    log.
     """
     as_of = time.time()
     account = account_of(run_dir) if account is None else account
     other = account_of(against) if against is not None else None
-    figures, rows = figures_of(account, other), rows_of(account)
+    figures = figures_of(account, other)
+    rows = fault_rows(account.faults.found, figures["step_s_median"])
     drawn = {
         "curves": curves(account.lineage.final(), account.validations),
         "other": curves(other.lineage.final(), other.validations) if other is not None else {},

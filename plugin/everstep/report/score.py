@@ -12,9 +12,10 @@ from typing import Any
 
 from everstep.report.account import Account, read
 from everstep.report.checking import ACTIONS, checks, counted, covered, judged
-from everstep.report.faults import UNPROVOKED, cost_of_faults, fault_rows, normal_step_s
+from everstep.report.faults import UNPROVOKED, cost_of_faults, normal_step_s
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
+from everstep.run.directory import require_events
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
@@ -24,9 +25,8 @@ KEPT = "Every step happened with its whole batch, exactly once."
 
 
 def account_of(run_dir: Path) -> Account:
-    """What the events of a run say. Raises FileNotFoundError when `run_dir` has no event log."""
-    if not (Path(run_dir) / "events").is_dir():
-        raise FileNotFoundError(f"{run_dir} has no events/ folder; give the directory of a run")
+    """What the events of a run say. Raises LaunchError when `run_dir` has no event log."""
+    require_events(run_dir)
     return read(read_events(run_dir))
 
 
@@ -34,30 +34,15 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     """report.json of a run, one flat object. Figures that the events cannot tell are None.
 
     against: the directory of another run of the same config, to compare the losses with. Raises
-    FileNotFoundError when a directory holds no event log.
+    LaunchError when a directory holds no event log.
     """
     return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
-
-
-def curve(run_dir: Path) -> dict[int, float]:
-    """Loss by step along the commits that the final state contains."""
-    return loss_by_step(account_of(run_dir).lineage.final())
-
-
-def rows_of(account: Account) -> list[dict[str, Any]]:
-    """`fault_rows` of a run."""
-    return fault_rows(account.faults.found, step_s_of(account))
-
-
-def step_s_of(account: Account) -> float | None:
-    """`normal_step_s` of a run."""
-    return normal_step_s(account.lineage.commits, account.attempts.disturbed)
 
 
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
     """report.json of an account, its losses compared with those of another one."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    step_s, times = step_s_of(account), account.times()
+    step_s, times = normal_step_s(commits, account.attempts.disturbed), account.times()
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
     training_s = sum(session.training_s for session in account.sessions)
@@ -68,7 +53,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "wall_s": sum(session.wall_s for session in account.sessions),
         "training_s": training_s,
         "sessions": len(account.sessions),
-        "groups": account.groups or None,
+        "groups": account.current.nominal or None,
         "groups_mean": groups_mean(commits),
         "steps_asked": account.steps,
         "steps": len(steps),

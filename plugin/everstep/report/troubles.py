@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from everstep.run.events import shown
+
 GUARANTEES = (
     "run", "group", "lighthouse", "reach", "snapshots", "hosts", "workers", "checkpoint", "machine", "arithmetic",
     "finite", "data", "pace", "clock",
@@ -244,7 +246,7 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
     if row is None or not row.when(event) or (event.get("rank") and event["kind"] not in EVERY_RANK):
         return None
     fields = _fields(event)
-    return Trouble(row, row.who.format_map(fields), _line(row.sentence.format_map(fields)), event)
+    return Trouble(row, row.who.format_map(fields), shown(row.sentence.format_map(fields))[:LONGEST], event)
 
 
 def _fields(event: Mapping[str, Any]) -> Fields:
@@ -336,10 +338,6 @@ class Troubles:
             f" Its log: {log}." if self.error in reason else f" Last error of a worker: {self.error}; its log: {log}."
         )
 
-    def count(self, guarantee: str) -> int:
-        """How many troubles of that guarantee there are."""
-        return sum(1 for key in self.now if key[0] == guarantee)
-
     @property
     def error(self) -> str:
         """The newest exception of a worker in this start, its type and first line; "" for none."""
@@ -348,11 +346,6 @@ class Troubles:
     @property
     def sentences(self) -> list[str]:
         return [one.sentence for one in self.now.values()]
-
-
-def _line(text: str) -> str:
-    """`text` as one line of a terminal: what it would obey is shown."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:LONGEST]
 
 
 def _capital(text: str) -> str:

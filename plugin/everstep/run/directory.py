@@ -79,6 +79,12 @@ def holder_of(run_dir: Path) -> tuple[int, float] | None:
         return None
 
 
+def require_events(run_dir: Path) -> None:
+    """For commands that look at a run. Raises LaunchError where there is none."""
+    if not (run_dir / "events").is_dir():
+        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+
+
 def lock_file(run_dir: Path) -> Path:
     return Path(run_dir) / ".lock"
 

@@ -13,7 +13,6 @@ most one torn line, which readers skip and the next writer closes. A line that i
 
 import errno
 import heapq
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from everstep.run.event_fields import OF_RANK_0, fits
 from everstep.run.files import open_own
@@ -32,11 +31,11 @@ LONGEST_LINE = 16 << 20
 LONGEST_READ = 64 << 20
 """Bytes of one file after which a tail stops until the next call."""
 MOST_UNWRITTEN = 100
-LINES_AT_ONCE = 64
+READ_AT_ONCE = 1 << 16
+"""Bytes of each log that are kept while those of a run are merged."""
 _END = 1 << 16
 """Bytes at the end of a log in which an event is looked for first."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
-RESERVED = ("t", "mono", "role", "group", "rank", "step", "kind")
 
 
 def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) -> Path:
@@ -71,15 +70,12 @@ class EventLog:
         self._wall, self._mono = time.time(), time.monotonic()
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
-        # The last writer may have died inside a line, and a full disk may take a part of one: ours must not continue it.
+        # The last writer may have died inside a line, or a full disk taken a part of one: ours must not continue it.
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
         """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0, or has a reason to tell.
         `step` is the committed step worked on, counted from 1."""
-        shadowed = [name for name in fields if name in RESERVED]
-        if shadowed:
-            raise ValueError(f"event {kind}: {', '.join(shadowed)} would overwrite what every event carries")
         mono = time.monotonic()
         event = {
             "t": self._wall - self._mono + mono,
@@ -125,40 +121,42 @@ def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
     if kinds is not None and event["kind"] not in kinds:
         return None
     event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
-    return event if line.isascii() and b"\\" not in line else _shown(event)
+    return event if line.isascii() and b"\\" not in line else shown(event)
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """`value` with escapes for characters that a terminal would obey: a reason may quote what came from elsewhere, and
     must not make a line of its own."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     if isinstance(value, list):
-        return [_shown(item) for item in value]
+        return [shown(item) for item in value]
     if isinstance(value, dict):
-        return {_shown(key): _shown(item) for key, item in value.items()}
+        return {shown(key): shown(item) for key, item in value.items()}
     return value
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a log from where the file stands, but for one that is torn by a crash or being written. One that is too
-    long for an event comes in parts."""
-    while (line := file.readline(LONGEST_LINE)) and (line.endswith(b"\n") or len(line) == LONGEST_LINE):
-        yield line
+def _lines(path: Path, offset: int, most: int) -> list[bytes]:
+    """Lines of a log from there on, of about so many bytes, but for one that is torn by a crash or being written. One
+    that is too long for an event comes in parts. Raises OSError if it cannot be read now."""
+    lines: list[bytes] = []
+    try:
+        with open_regular(path, links=False) as file:
+            file.seek(offset)
+            while most > 0 and (line := file.readline(LONGEST_LINE)):
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                    break
+                lines.append(line)
+                most -= len(line)
+    except (FileNotFoundError, NotRegularError):  # gone, a link or a pipe
+        return []
+    return lines
 
 
 def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
     """Its events. It is open only while some lines are read: a run may have more logs than a process descriptors."""
     offset = 0
-    while True:
-        try:
-            with open_regular(path, links=False) as file:
-                file.seek(offset)
-                lines = list(itertools.islice(_lines(file), LINES_AT_ONCE))
-        except (FileNotFoundError, NotRegularError):  # gone, a link or a pipe
-            return
-        if not lines:
-            return
+    while lines := _lines(path, offset, READ_AT_ONCE):
         offset += sum(map(len, lines))
         yield from filter(None, (_parse(line, kinds) for line in lines))
 
@@ -210,23 +208,15 @@ class EventTail:
             self._offsets[path] = path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
-        """Events since the last call, by wall time. A line still being written is left for the next call."""
+        """Events since the last call, by wall time. A line still being written is left for the next call, as is a log
+        that cannot be read now."""
         batches = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            begin = offset = self._offsets.get(path, 0)
-            found = []
+            offset = self._offsets.get(path, 0)
             try:
-                if path.lstat().st_size <= offset:
-                    continue
-                with open_regular(path, links=False) as file:
-                    file.seek(offset)
-                    for line in _lines(file):
-                        found.append(_parse(line))
-                        offset += len(line)
-                        if offset - begin > LONGEST_READ:
-                            break
-            except OSError:  # a link, a pipe, or gone
+                lines = _lines(path, offset, LONGEST_READ) if path.lstat().st_size > offset else []
+            except OSError:
                 continue
-            self._offsets[path] = offset
-            batches.append([event for event in found if event is not None])
+            self._offsets[path] = offset + sum(map(len, lines))
+            batches.append(list(filter(None, map(_parse, lines))))
         return list(heapq.merge(*batches, key=lambda event: event["t"]))

@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from everstep.run.directory import LaunchError, make_run_dir
+from everstep.run.directory import LaunchError, make_run_dir, require_events
 from everstep.run.files import read_json, write_first, write_json
 from everstep.run.regular import NotRegularError, open_regular
 
@@ -112,6 +112,5 @@ def require_run(run_dir: Path) -> None:
         LaunchError: there is none.
         UnsafeError: as `require_own`.
     """
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+    require_events(run_dir)
     require_own(run_dir)
