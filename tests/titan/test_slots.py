@@ -2,8 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from everstep.run.exits import TrainerEnds
+from everstep.titan import slots
+from everstep.titan.data.slots import SlotSource
 from everstep.titan.slots import Slots
 from everstep.titan.steps import Steps
 from everstep.titan.tally import StepSums, flat
@@ -39,3 +43,33 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
         step._assign(step._nothing.unpack(extra))
         assert [param.grad is None for param in step._slots.trainable] == [False, False, True]
         assert step._slots.expert_loads[0].tolist() == [3.0, 4.0]
+
+
+class Known(SlotSource):
+    """A source of which the fingerprint is known."""
+
+    fingerprint = lambda self: self.content  # noqa: E731
+    __iter__ = state_dict = load_state_dict = require_vocab = _slot = committed = lambda self, *said: None
+
+    def __init__(self, content):
+        super().__init__(0, 1)
+        self.content = content
+
+
+def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path, monkeypatch):
+    """Where rows are left out of a checkpoint, a run may turn to other data."""
+    monkeypatch.setattr(slots, "decoder_vocab_size", lambda spec: 1)
+
+    def start(content, *excluded):
+        config = SimpleNamespace(checkpoint=SimpleNamespace(exclude_from_loading=excluded), model_spec=0)
+        trainer = SimpleNamespace(dataloader=Known(content), config=config, num_pipeline_parallel_microbatches=1)
+        trainer.place = SimpleNamespace(run_dir=tmp_path)
+        group = Slots.__new__(Slots)
+        group._trainer, group.number, group.dp_rank, group.dp_size = trainer, 1, 0, 1
+        return group._opened_source()
+
+    start("one file")
+    start("one file")
+    start("another file", "dataloader")
+    with pytest.raises(TrainerEnds, match="it is another file here and one file there"):
+        start("another file")

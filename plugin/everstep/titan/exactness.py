@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from everstep.run import typed
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
-from everstep.run.files import read_json, write_first
+from everstep.titan.run_files import differences
 
 FILE = "exact.json"
 SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "CUBLAS_WORKSPACE_CONFIG")
@@ -86,17 +85,11 @@ def layout(config: Any) -> str:
 
 def agree(run_dir: Path, mine: dict[str, str]) -> None:
     """Raises TrainerEnds if the run was started with another fingerprint."""
-    path = run_dir / "state" / FILE
-    write_first(path, typed.dumps(mine))
-    first = read_json(path)
-    differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))
-    if differing:
-        unset = "not set"
-        told = "; ".join(f"{key} is {mine.get(key, unset)} here and {first.get(key, unset)} there" for key in differing)
+    if told := differences(run_dir, FILE, mine):
         raise TrainerEnds(
             UNFIT_EXIT,
-            f"[fault_tolerance] exact: this group computes other bits than those that {path} tells of: {told}. Give it "
-            "the same hardware and software, or train with exact = false",
+            f"[fault_tolerance] exact: this group computes other bits than those that {run_dir / 'state' / FILE} tells "
+            f"of: {told}. Give it the same hardware and software, or train with exact = false",
         )
 
 

@@ -5,15 +5,25 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from everstep.run import fence
+from everstep.run import fence, typed
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
 from everstep.run.directory import ended_file, stop_file
-from everstep.run.files import read_json, write_json
+from everstep.run.files import read_json, write_first, write_json
 from everstep.run.poison import poisoned
 
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
 """Phases of a group that has no state to offer."""
+
+
+def differences(run_dir: Path, name: str, mine: dict[str, str]) -> str:
+    """How this start differs from the first one of the run, which wrote what it is like to state/NAME; empty if it does
+    not."""
+    path = run_dir / "state" / name
+    write_first(path, typed.dumps(mine))
+    first, unset = read_json(path), "not set"
+    differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))
+    return "; ".join(f"{key} is {mine.get(key, unset)} here and {first.get(key, unset)} there" for key in differing)
 
 
 class RankFiles:

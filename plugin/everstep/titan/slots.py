@@ -12,13 +12,15 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.observability import structured_logger as sl
 
 from everstep.attention.guard import Checks
+from everstep.run.exits import UNFIT_EXIT, TrainerEnds
 from everstep.step.interfaces import OutOfData
 from everstep.step.private import local
 from everstep.titan import private
 from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.group import all_in_group, sum_in_group
-from everstep.titan.names import DataloaderExhaustedError
+from everstep.titan.names import DATALOADER, DataloaderExhaustedError
+from everstep.titan.run_files import differences
 from everstep.titan.state import digest, rows_of, slot_seed
 
 OPTIMIZER_SLOT = -1
@@ -81,13 +83,19 @@ class Slots:
         self.source = self._opened_source()
 
     def _opened_source(self) -> SlotSource:
-        """The dataloader, read by slot."""
+        """The dataloader, read by slot. Raises TrainerEnds if another start of the run read other data."""
         trainer = self._trainer
         source = trainer.dataloader
         assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
         source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches, self.dp_rank, self.dp_size)
+        turns = DATALOADER in trainer.config.checkpoint.exclude_from_loading  # to other data, perhaps
+        told = not turns and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
+        if told:
+            raise TrainerEnds(
+                UNFIT_EXIT, f"the data of this host is not that of the run's first start: {told}. Bring the same here"
+            )
         return source
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
