@@ -106,7 +106,7 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
 def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     """As on Slurm, and with torchrun."""
     run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1]).commit(3, 2, [0, 1])
-    run.logged[1]["steps"] = 4
+    run.logged[1] |= {"steps": 4, "nominal_groups": 3}
 
     def told():
         figures = figures_of(read(run.events))
@@ -125,6 +125,7 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     assert told()[0] == "running", "it was started again"
     run.add(102, "training_done", 0, 3)
     assert told() == ("done", ["The run ended at step 3 of 4."])
+    assert figures_of(read(run.events))["groups"] == 3
     run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1])
     end(3, 0, "failed")
     end(3, 1, "failed")

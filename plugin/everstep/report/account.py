@@ -64,6 +64,7 @@ class Account:
         self.faults.take(event, session)
         self.batch = event.get("global_batch_size", self.batch)
         self.steps = event.get("steps") or self.steps
+        session.nominal = session.nominal or event.get("nominal_groups", 0)
         match kind:
             case "run_started":
                 session.nominal, session.ending = event["groups"], None

@@ -21,7 +21,7 @@ _DURATIONS = (
 )  # fmt: skip
 _COUNTS = (
     "survives", "bytes", "count", "inner_steps", "payload_bytes", "kept_bytes", "gradient_bytes", "rounds_again",
-    "attempt", "ranks_per_group", "survived",
+    "attempt", "ranks_per_group", "nominal_groups", "survived",
 )  # fmt: skip
 
 FIELDS: dict[str, Any] = {

@@ -317,6 +317,7 @@ class TrainerWork(ABC):
             source=source,
             history=f"{self._trainer.history:x}",
             slots=self.shares,
+            nominal_groups=config.fault_tolerance.groups,
             steps=config.semi_sync.commits(config.training.steps),
             global_batch_size=config.training.global_batch_size * self._slots.steps_per_commit,
             ranks=dist.get_world_size(),
