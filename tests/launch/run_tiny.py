@@ -74,7 +74,7 @@ def main():
         page="--tiny.page" in flags,
     )
     try:
-        sys.exit(supervisor.run(settings, view.open_view()))
+        sys.exit(supervisor.run(settings, view.open_view().show))
     except LaunchError as error:
         print(f"everstep: {error}", file=sys.stderr)
         sys.exit(2)

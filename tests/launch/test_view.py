@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+from everstep.commands.watch import Watch, watch
+from everstep.launch.status import status
 from everstep.launch.view import RunState
 from timeline import Timeline
 
@@ -22,7 +24,7 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
 SHOWN_TO_NOBODY = """
 import json, sys
 from everstep.launch.view import open_view
-show = open_view()
+show = open_view().show
 for event in json.loads(sys.argv[1]):
     show([event])
 """
@@ -36,3 +38,10 @@ def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_view_of_a_run_that_nobody_supervises_ends_with_it(tmp_path):
+    """As on Slurm, or with torchrun."""
+    run = Timeline().start(0.0, 0, 1).commit(1.0, 1, (0, 1)).add(2.0, "training_done", 0, 1).write(tmp_path)
+    assert watch(Watch(run_dir=run), []) == 0
+    assert "run     done" in status(run).splitlines()

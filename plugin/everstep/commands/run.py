@@ -65,7 +65,7 @@ def run(command: Run, flags: Sequence[str]) -> int:
         flags=[*flags, *([] if command.steps is None else ["--training.steps", str(command.steps)])],
     )
     settings = supervisor.RunSettings(order, command.page, command.chaos_every or 0.0)
-    status = supervisor.run(settings, view.open_view())
+    status = supervisor.run(settings, view.open_view().show)
     print(f"Everything of this run is in {run_dir}")
     try:
         figures = write_report(run_dir)

@@ -27,11 +27,9 @@ def watch(command: Watch, flags: Sequence[str]) -> int:
     from everstep.run.events import EventTail
 
     require_events(command.run_dir)
-    tail, show = EventTail(command.run_dir), open_view()
+    tail, view = EventTail(command.run_dir), open_view()
     while True:
-        events = tail.new()
-        show(events)
-        endings = [event for event in events if event["kind"] in ("run_started", "run_ended")]
-        if endings and endings[-1]["kind"] == "run_ended":
-            return int(endings[-1].get("status") == "failed")
+        view.show(tail.new())
+        if view.status != "running":
+            return int(view.status == "failed")
         time.sleep(POLL_S)

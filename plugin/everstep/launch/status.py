@@ -41,7 +41,9 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     """What to say first, and of each group, of a run on one machine."""
     holder = holder_of(run_dir)
     if holder is None:
-        return [f"run     {state.ended or 'not running on this machine, and nothing says how it ended'}"], []
+        how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
+        unknown = state.status == "running"
+        return [f"run     {'not running on this machine, and nothing says how it ended' if unknown else how}"], []
     going = f"run     running (pid {holder[0]}), {duration(max(0.0, time.time() - holder[1]))} so far"
     going += "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)

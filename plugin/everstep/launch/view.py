@@ -97,11 +97,10 @@ class RunState(Account):
             lines.append(self.progress())
         return "\n".join(lines)
 
-    @property
-    def ended(self) -> str:
-        """How the run ended; empty while it goes."""
-        ending = self.current.ending
-        return f"{ending['status']}, {ending['reason']}" if ending else ""
+    def show(self, events: list[dict]) -> None:
+        """Take events in, and print what there is to tell."""
+        for line in filter(None, map(self.apply, events)):
+            print(line, flush=True)
 
     def pace(self) -> list[Commit]:
         """The last commits of this session, RATE_WINDOW and one before, that follow on each other: when everybody had
@@ -141,16 +140,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def open_view() -> OnEvents:
-    """Shows a run as lines; call it with each batch of new events.
-
-    A reader who goes away (a closed pipe, a terminal, a full disk) ends the view, not the run.
-    """
+def open_view() -> RunState:
+    """Of a run, to be shown each batch of new events. A reader who goes away (a closed pipe, a terminal, a full disk)
+    ends the view, not the run."""
     keep_on_without_output()
-    state = RunState()
-
-    def show(events: list[dict]) -> None:
-        for line in filter(None, map(state.apply, events)):
-            print(line, flush=True)
-
-    return show
+    return RunState()
