@@ -55,14 +55,18 @@ class TinyAgent(Tiny):
     """One agent of two ranks, in a session of its own, as a batch job starts it."""
 
     CODE = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
 from everstep.config.sections import FaultTolerance
-from everstep.launch import group
+from everstep.launch import children, group, offspring
 from everstep.launch.agent import run_agent
 from everstep.launch.settings import GroupSettings
 told = json.loads(sys.argv[1])
 group.STOP_GRACE_S = told.pop("stop_grace_s", 120.0)
+if told.pop("unkillable", False):
+    to_child, offspring.kill = children.Child.signal, lambda processes: None
+    children.Child.signal = lambda child, signum: signum == signal.SIGKILL or to_child(child, signum)
+    group.LITTER_PATIENCE_S = children.KILL_GRACE_S = 1.0
 section = FaultTolerance(**told.pop("fault_tolerance"))
 settings = GroupSettings(run_dir=Path(told.pop("run_dir")), fault_tolerance=section, **told)
 sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))

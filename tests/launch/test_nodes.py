@@ -1,6 +1,7 @@
 """Groups on several nodes, and nodes that are left."""
 
 import os
+import re
 import signal
 import time
 
@@ -87,6 +88,25 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
     died = first.events("workers_died")
     assert any(one["exitcodes"] == {"1": 1} for one in died), "a peer failed before it was ended"
     assert not any(one["by_itself"] for one in died)
+
+
+def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path):
+    """A driver holds it in the kernel, say. Without another node to go to it is told, and waited for."""
+    away, waits = (
+        agent("--training.steps", "1000000", group=group, job=7 + group, unkillable=True, node=node)
+        for group, node in enumerate(("n3", ""))
+    )
+    for group, one in enumerate((away, waits)):
+        until(lambda one=one, group=group: len(one.events("training_started", group=group)) == 2, "both to train")
+        os.kill(one.events("workers_started", group=group)[0]["pids"][0], signal.SIGKILL)
+    assert away.process.wait(DEADLINE_S) == NODE_BAD_EXIT
+    found = read_json(bad_node_file(tmp_path / "run", 0))
+    assert re.fullmatch(r"rank 1 \(process \d+\) has not ended since it was killed 1 s ago", found["reason"])
+    told = waits.wait_for("resource_shortage", group=1)
+    assert "rank 1 (process" in told["reason"]
+    waits.process.send_signal(signal.SIGTERM)
+    assert waits.process.wait(DEADLINE_S) == 1
+    assert waits.events("agent_ended", group=1)[0]["status"] == "killed"
 
 
 @pytest.mark.parametrize(

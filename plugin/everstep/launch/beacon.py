@@ -4,6 +4,7 @@ The launcher's loop with a lighthouse and no group. Of two lighthouses of a run 
 """
 
 import socket
+import time
 from pathlib import Path
 
 from everstep.launch.launcher import Launcher
@@ -14,6 +15,7 @@ from everstep.run.directory import End, over_file, stop_file, wanted_groups
 from everstep.run.files import read_typed
 
 PRELOAD = ("everstep.quorum.lighthouse",)
+LOOK_S = 1.0
 LINGER_S = 60.0
 """How long after the last sign of life of any group the lighthouse stays when all groups have ended."""
 
@@ -36,13 +38,16 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             where = f"{launcher.page} on {socket.gethostname()}"
             print(f"the run's page: {where} (ssh -L from where you are)", flush=True)
         launcher.import_all(PRELOAD, run_dir / "logs" / "imports.log")
-        launcher.run(
-            lambda: (
-                bool(launcher.stops)  # the stop file is for groups, which finish their step
-                or lighthouse.superseded
-                or is_over(run_dir, config.groups)
-            )
-        )
+        next_look = 0.0
+
+        def ends() -> bool:
+            nonlocal next_look
+            if launcher.stops or time.monotonic() < next_look:  # all of a cluster shares that file system
+                return bool(launcher.stops)  # the stop file is for groups, which finish their step
+            next_look = time.monotonic() + LOOK_S
+            return lighthouse.superseded or is_over(run_dir, config.groups)
+
+        launcher.run(ends)
         why = "asked to" if launcher.stops else "there is another" if lighthouse.superseded else "the run is over"
         stopped = f"; {stop_file(run_dir)} is there" if stop_file(run_dir).exists() else ""
         print(f"the lighthouse ends: {why}{stopped}", flush=True)

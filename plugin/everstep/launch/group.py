@@ -7,6 +7,7 @@ group whose rank died is torn down by SIGKILL at once: there is nothing left to 
 nothing of the last one is left, nor of what its workers started themselves. Each restart is decided by `watchdog`.
 """
 
+import errno
 import signal
 import socket
 import time
@@ -39,7 +40,7 @@ PEER_FAILS_ELSEWHERE_S = 0.5
 STOP_GRACE_S = 120.0
 """How long workers may take to end cleanly."""
 LITTER_PATIENCE_S = 30.0
-"""How long the next incarnation waits for what the last one's workers started and what SIGKILL does not end."""
+"""How long the next incarnation waits for what SIGKILL does not end, of workers or of what they started."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """After how many failures in a row it is said: the first three, and each time they have doubled."""
 
@@ -252,6 +253,8 @@ class Group:
         """Once nothing of the incarnation is left, nor of what its workers started: what comes after it."""
         ended_s = time.monotonic() - now.ending_mono
         if now.running:
+            if ended_s > LITTER_PATIENCE_S:
+                self._leave_behind(now.running[0], ended_s)
             return
         left = self._children.left_behind()
         offspring.kill(left)
@@ -266,6 +269,17 @@ class Group:
             self._end_stopped(meeting)
         elif not now.dead and len(now.ended) == len(now.place.ranks) and not meeting.is_awaited:
             self._end_done()
+
+    def _leave_behind(self, stuck: Child, ended_s: float) -> None:
+        """A driver or a file system holds a worker in the kernel, where no signal ends it. Raises OSError if there is
+        nothing to do but wait."""
+        reason = f"rank {stuck.rank} (process {stuck.pid}) has not ended since it was killed {ended_s:.0f} s ago"
+        if self._stopping():
+            self.finish("killed", reason)
+        elif self.settings.node:
+            self.finish("node_bad", reason)
+        else:
+            raise OSError(errno.EAGAIN, reason)
 
     def _end_done(self) -> None:
         """All workers have done their work."""
