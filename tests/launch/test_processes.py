@@ -168,6 +168,8 @@ def test_nothing_that_a_worker_started_outlives_its_incarnation_or_the_launcher(
     known = [int(pid) for pid in run.events("warning", group=0)[-1]["text"].split()]
     assert len(known) == 3
     assert all(map(alive, known))
+    guard = min(psutil.Process(run.process.pid).children(), key=lambda child: child.create_time())
+    guard.kill()
     os.kill(run.workers(0)[0], signal.SIGKILL)
     again = run.wait_for("workers_started", group=0, incarnation=1)
     assert not any(map(alive, known)), "they are gone before the next incarnation starts"

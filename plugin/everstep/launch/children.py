@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import time
@@ -44,7 +45,8 @@ class Children:
     which kills what those leave behind if the launcher is killed."""
 
     def __init__(self) -> None:
-        self._guard = offspring.Guard()
+        os.environ[offspring.RUN_MARK] = self._mark = secrets.token_hex(8)
+        self._guard = Child(0, exitcode=0)  # the first one is still to come
         self._alive: dict[int, Child] = {}
         self.awake_mono = self.looked_mono = time.monotonic()
         """`looked_mono`: when the last wait ended, in monotonic seconds; `awake_mono`: from when on silence counts. A
@@ -57,14 +59,17 @@ class Children:
 
     def left_behind(self) -> list[psutil.Process]:
         """What processes that have ended had started, and what is left of it."""
-        return offspring.left_behind({*self._alive, self._guard.pid})
+        return offspring.left_behind(self._alive)
 
     def start(self, request: Request, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if there is no room for it."""
-        child = Child(fork(request), rank)
-        self._alive[child.pid] = child
-        self._guard.watch(child.pid)
-        return child
+        if not self._guard.alive:
+            self._guard = self._known(offspring.fork_guard(self._mark, self._wake_r))
+        return self._known(fork(request), rank)
+
+    def _known(self, pid: int, rank: int = 0) -> Child:
+        self._alive[pid] = Child(pid, rank)
+        return self._alive[pid]
 
     def wait(self, timeout_s: float) -> None:
         """Until a child has ended, a signal has come, or for so long."""
@@ -82,19 +87,15 @@ class Children:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, exitcode = found[0], os.waitstatus_to_exitcode(found[1])
                 if child := self._alive.pop(pid, None):
-                    self._guard.forget(pid)
                     child.exitcode, child.ended_mono = exitcode, time.monotonic()
 
     def kill_everything(self) -> None:
         """Nothing that was started here outlives this call, but for the keepers of snapshots, and for the process that
         tells of the run."""
-        self._alive.clear()
+        self._alive = {self._guard.pid: self._guard}
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline and (left := self.left_behind()):
             offspring.kill(left)
             self._reap()
             time.sleep(0.005)
-
-    def close(self) -> None:
-        """Let the guard go."""
-        self._guard.close()
+        self._guard.signal(signal.SIGKILL)

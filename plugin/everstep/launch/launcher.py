@@ -75,7 +75,6 @@ class Launcher:
 
     def __exit__(self, *_: object) -> None:
         self.children.kill_everything()
-        self.children.close()
         if self._teller is not None:
             self._teller.close()
         for signum, handler in self._old_handlers.items():

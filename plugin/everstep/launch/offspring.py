@@ -1,17 +1,14 @@
 """What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
 
 The launcher adopts them, and they are known by not being in the session of a worker that lives. Keepers of snapshots
-are meant to stay. If the launcher is killed, the kernel kills the workers, and the guard what they had started: it is
-known by the session that a worker led, or by a variable that was in its environment when it was executed.
+are meant to stay. If the launcher is killed, the kernel kills the workers, and a guard what they had started.
 """
 
 import contextlib
-import mmap
 import os
-import secrets
 import signal
 import time
-from collections.abc import Collection, Set
+from collections.abc import Collection
 
 import psutil
 
@@ -20,7 +17,7 @@ from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
 """In the environment of everything that is executed below a launcher."""
-LOOK_S, MOST = 0.5, 8192
+LOOK_S = 0.5
 KEPT = ("everstep.snapshot.keeper", live.__name__)
 """Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
 server."""
@@ -54,56 +51,37 @@ def is_kept(process: psutil.Process) -> bool:
         return False
 
 
-class Guard:
-    """A process that outlives this one for a moment, and then kills what this one's children have started.
-
-    Both have a table of those that live.
-    """
-
-    def __init__(self) -> None:
-        launcher_pid, mark = os.getpid(), secrets.token_hex(8)
-        os.environ[RUN_MARK] = mark
-        self._children = memoryview(mmap.mmap(-1, 8 * MOST)).cast("q")
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                _guard(launcher_pid, mark, self._children)
-            finally:
-                os._exit(0)
-
-    def watch(self, pid: int) -> None:
-        """A child was started."""
-        self._children[self._children.tolist().index(0)] = pid
-
-    def forget(self, pid: int) -> None:
-        """A child has ended."""
-        self._children[self._children.tolist().index(pid)] = 0
-
-    def close(self) -> None:
-        """There is nothing to guard any more."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+def fork_guard(mark: str, fd: int) -> int:
+    """Fork a process that outlives this one for a moment, and then kills what was started below it; its pid. What was
+    executed has `mark` as RUN_MARK in its environment; what was forked alone has this process's descriptor `fd`. Raises
+    OSError if the system has no room for another process."""
+    launcher_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _guard(launcher_pid, mark, fd)
+        finally:
+            os._exit(0)
+    return pid
 
 
-def _guard(launcher_pid: int, mark: str, children: memoryview) -> None:
+def _guard(launcher_pid: int, mark: str, fd: int) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     for signum in STOPS:
         signal.signal(signum, signal.SIG_IGN)
     while os.getppid() == launcher_pid:
         time.sleep(LOOK_S)
-    sessions = set(children) - {0}
-    while found := [one for one in psutil.process_iter() if _belongs(one, sessions, mark) and not is_kept(one)]:
+    held = os.readlink(f"/proc/self/fd/{fd}")
+    while found := [one for one in psutil.process_iter() if _belongs(one, mark, fd, held) and not is_kept(one)]:
         kill(found)
         psutil.wait_procs(found, timeout=1.0)
 
 
-def _belongs(process: psutil.Process, sessions: Set[int], mark: str) -> bool:
+def _belongs(process: psutil.Process, mark: str, fd: int, held: str) -> bool:
     try:
-        if process.uids().real != os.geteuid():
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
             return False
-        started_here = os.getsid(process.pid) in sessions or process.environ().get(RUN_MARK) == mark
-        return started_here and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):  # it has ended
+        return process.environ().get(RUN_MARK) == mark or os.readlink(f"/proc/{process.pid}/fd/{fd}") == held
+    except (psutil.Error, OSError):  # it has ended, is another user's, or has no such descriptor
         return False
