@@ -169,6 +169,8 @@ class Life:
             self.world.note(self.name, "is done", None, {"end": end.name})
             if len(set(self.endings)) > 1:
                 self.world.judge.violate("ranks end differently", f"{self.name}: {self.endings}")
+            if end is Turn.LEFT and min(rank.leave_at for rank in self.ranks) > self.world.scheduler.now:
+                self.world.judge.violate("leaves unasked", self.name)
             self.world.scheduler.call_in(0.5, self.world.life_ended)
 
 

@@ -35,7 +35,7 @@ FAILURES = 3
 """Attempts of one group that may fail for each fault, and without any."""
 STUCK = 4
 """So many times its bound without a commit a run counts as stuck."""
-STAYS, AUDITS, HEALS, MISSES, IN_VAIN = 3, 3, 4, 3, 2
+STAYS, AUDITS, HEALS, FAILED_HEALS, MISSES, IN_VAIN = 3, 3, 4, 2, 3, 2
 CALM_S = 5.0
 """After a fault, for a quorum that nobody needs: who beats has been told what there was to tell."""
 AGAIN = 1.5
@@ -215,6 +215,8 @@ class World:
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
         self.last_event = self.last_fault = 0.0
+        self.failed_heals = Counter[str]()
+        """By rank, in a row while nothing broke."""
         self.top = self.rewound = 0
         """The newest step that some group had; how many were lost with all that had their state."""
         self.applied_count = 0
@@ -257,8 +259,8 @@ class World:
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
-        if kind == "heal_failed" and not fields["reason"]:
-            self.judge.violate("no reason", f"a heal failed as {who} says")
+        if kind == "heal_failed":
+            self._judge_failed_heal(who, fields["reason"])
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
         if kind == "audit":
@@ -425,11 +427,21 @@ class World:
 
     def judge_heal(self, rank: Rank, state: State) -> None:
         """Where most groups are sound, an audit does not send a sound one to take over what the ill one has."""
+        self.failed_heals[rank.name] = 0
         able = self.with_state()
         ill = [life for life in able if life.flipped()]
         if rank.life.group.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
             self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
         rank.life.group.named = rank.life.proven = False
+
+    def _judge_failed_heal(self, who: str, reason: str) -> None:
+        """It says why, and where nothing breaks one of the next succeeds."""
+        if not reason:
+            self.judge.violate("no reason", f"a heal failed as {who} says")
+        calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open() and not self.plan.heal_fails
+        self.failed_heals[who] = self.failed_heals[who] + 1 if calm else 0
+        if self.failed_heals[who] > FAILED_HEALS:
+            self.judge.violate("does not heal", f"{who} has failed {self.failed_heals[who]} times: {reason}")
 
     def judge_healing(self, rank: Rank) -> None:
         """Whoever heals while nothing breaks can compute then."""
