@@ -60,6 +60,18 @@ def test_who_waits_in_vain_is_told_why():
     at[0].close()
 
 
+def test_the_longest_timeout_that_a_config_may_have_is_none_that_the_gate_refuses():
+    at = [a_gate(1)]
+    member = a_member(0, at)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(member.ask, a_request(0), timedelta(seconds=3e8))
+        try:
+            assert found.result(timeout=SOON.total_seconds())[1] == [a_request(0)]
+        finally:
+            member.leave()
+    at[0].close()
+
+
 def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting():
     """A gate that hears of it after the one that counts takes it for that one; the others wait for who makes steps."""
     at, fenced = [a_gate(2)], threading.Event()

@@ -90,6 +90,11 @@ def test_who_gives_up_has_left_already_or_is_cut_off_has_not_died(members):
     between.close()
 
 
+def test_the_longest_timeout_that_a_config_may_have_is_none_that_the_kernel_refuses(members):
+    patient = PeerWatch("127.0.0.1", print, TOKEN, timedelta(seconds=3e8))
+    patient.begin(KEY, {1: members[0][0].address}, timedelta(seconds=60))
+
+
 def test_a_peer_that_is_not_there_is_named(members):
     watches, nobody = members[0], f"127.0.0.1:{free_port()}"
     with pytest.raises(PeerLost, match=nobody) as lost:

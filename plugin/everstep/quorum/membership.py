@@ -23,7 +23,7 @@ from everstep.run import typed
 PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.5, 4
 """The longest time between two heartbeats, and how many missed in a row make a group count as lost."""
-ASK_AGAIN_S = 0.1
+ASK_AGAIN_S, LONGEST_S = 0.1, 86400.0
 SPARE = 0.05
 """Of a group's patience: what the lighthouse waits less, so that its reason arrives before the group gives up."""
 
@@ -35,7 +35,7 @@ class Asked:
 
     replica: str
     said: str = ""
-    timeout_s: Annotated[float, typed.Within(0.001, 86400.0)] = 1.0
+    timeout_s: Annotated[float, typed.Within(0.001, LONGEST_S)] = 1.0
     makes: str = ""
 
 
@@ -59,20 +59,16 @@ class Line:
         try:
             channel = self._channel if address == self.address else None
             if channel is None:
-                channel = self._connect(address, min(timeout, self._connect_timeout))
+                self.end()
+                self.address, patience = address, min(timeout, self._connect_timeout)
+                channel = wire.connect(address.rstrip("/").rpartition("/")[2], self._token, patience, purpose=PURPOSE)
+                with self._lock:
+                    self._channel = channel
             channel.set_timeout(timeout)
             return channel.ask(message)
         except wire.WireError:
             self.end()
             raise
-
-    def _connect(self, address: str, timeout: timedelta) -> wire.Channel:
-        self.end()
-        self.address = address
-        channel = wire.connect(address.rstrip("/").rpartition("/")[2], self._token, timeout, purpose=PURPOSE)
-        with self._lock:
-            self._channel = channel
-        return channel
 
     def end(self) -> None:
         """End the connection; what another thread waits for on it fails."""
@@ -122,7 +118,7 @@ class Membership:
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         """The next quorum: torchft's id, and what its members say of themselves. Raises QuorumUnavailable: none came in
         time, or what came is not for this request."""
-        patience_s = timeout.total_seconds()
+        patience_s = min(timeout.total_seconds(), LONGEST_S)
         deadline = time.monotonic() + patience_s
         while True:
             try:

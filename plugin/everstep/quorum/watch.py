@@ -62,7 +62,8 @@ class PeerWatch:
 
     def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes, silence: timedelta) -> None:
         self._on_loss, self._token = on_loss, token
-        self._ask_every_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
+        asked_s = max(1, round(silence.total_seconds() / (1 + KEEPALIVES)))
+        self._ask_every_s = min(asked_s, 32767)  # Linux takes no more
         self._lock = threading.Lock()
         self._connections: defaultdict[bytes, list[socket.socket]] = defaultdict(list)
         """By process group, to and from its other members."""
