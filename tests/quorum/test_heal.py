@@ -15,6 +15,7 @@ from everstep.quorum import heal
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted
 from everstep.wire import parse_address
 from everstep.wire.channel import Channel
+from watched import until
 
 TOKEN = bytes(range(32))
 SOON = timedelta(seconds=60)
@@ -105,11 +106,25 @@ def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(ser
     assert_same(got[0], before)
 
 
-def test_a_host_without_memory_for_a_copy_serves_nobody(server, monkeypatch):
-    monkeypatch.setattr(heal, "room_for", lambda nbytes: contextlib.nullcontext(nbytes < 1000))
+@pytest.mark.parametrize(
+    ("rooms", "reason"), [([False], "without memory for [0-9]* bytes"), ([True, False], "no memory for a copy")]
+)
+def test_a_host_without_memory_for_a_copy_takes_none_and_serves_nobody(server, monkeypatch, rooms, reason):
+    left = iter(rooms)
+    monkeypatch.setattr(heal, "room_for", lambda nbytes: contextlib.nullcontext(next(left)))
     server.serve(2, 0, a_state())
-    with pytest.raises(HealError, match="no memory for a copy"):
+    with pytest.raises(HealError, match=reason):
         fetch(a_state(), server.address, step=2)
+
+
+def test_a_door_that_shuts_waits_for_no_joiner_that_waits_for_a_step():
+    door, state = Door("127.0.0.1", TOKEN, SOON), a_state()
+    begin = time.monotonic()
+    joiner = Fetch([door.address], Wanted(3, 0, ""), state.tensors, TOKEN, SOON)
+    until(lambda: any(thread.name == "wire-peer" for thread in threading.enumerate()), "its request to come")
+    door.shutdown()
+    until(lambda: joiner.error, "the joiner to hear of it")
+    assert time.monotonic() - begin < 0.5 * SOON.total_seconds()
 
 
 def test_a_joiner_is_told_what_ended_a_copy_in_the_middle(server, monkeypatch):

@@ -64,6 +64,8 @@ class SimReducer:
     def own_finite(self) -> bool:
         return not any(slot == GARBAGE for _, slot in self._work.gradient)
 
+    nbytes = 1
+
     def stash(self) -> list[Contribution]:
         return list(self.total)
 

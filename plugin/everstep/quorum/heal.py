@@ -213,7 +213,7 @@ class Door:
     def shutdown(self) -> None:
         """Cut every joiner off and stop listening."""
         self.close()
-        self._server.close()
+        self._server.close(wait=False)  # a joiner's thread may wait for a step that does not come
 
     def _talk(self, channel: wire.Channel) -> None:
         copy, schema = self._admit(channel.receive_frame())
@@ -275,28 +275,36 @@ class Fetch:
         self._reasons: list[str] = []
         self.took_s = 0.0
         self._begun = time.monotonic()
-        try:
-            self._tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=HOST) for n, t in like.items()}
-            self._sink = wire.Pieces(list(map(_memory_of, self._tensors.values())))
-        except RuntimeError as error:
-            addresses, self._reasons = (), [f"without memory for {self.nbytes} bytes: {error}".splitlines()[0]]
-        self._sources = [
-            threading.Thread(target=self._take_from, args=(address,), name="heal", daemon=True) for address in addresses
-        ]
-        for source in self._sources:
-            source.start()
+        self._thread = threading.Thread(target=self._take, args=(addresses, like), name="heal", daemon=True)
+        self._thread.start()
 
     @property
     def error(self) -> str:
         """Why it failed for good; empty while it is under way or done."""
-        if any(source.is_alive() for source in self._sources) or self.state is not None:
+        if self._thread.is_alive() or self.state is not None:
             return ""
         return f"no state of step {self._wanted.step} {'; '.join(self._reasons)}"
 
-    def room(self) -> contextlib.AbstractContextManager[bool]:
-        """Whether this host has memory for the sums of another step, which are copied in the context. They are never
-        larger than the state."""
-        return room_for(self.nbytes)
+    def room(self, nbytes: int) -> contextlib.AbstractContextManager[bool]:
+        """Whether this host has memory for so many bytes besides the state, which are copied in the context."""
+        return room_for(nbytes)
+
+    def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:
+        """Take the state, if this host has memory for it besides what others on it are about to take."""
+        with room_for(self.nbytes) as has_room:
+            try:
+                if not has_room:
+                    raise RuntimeError("this host has less free")
+                self._tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=HOST) for n, t in like.items()}
+            except RuntimeError as error:
+                self._reasons.append(f"without memory for {self.nbytes} bytes: {error}".splitlines()[0])
+                return
+            self._sink = wire.Pieces(list(map(_memory_of, self._tensors.values())))
+            sources = [threading.Thread(target=self._take_from, args=(one,), daemon=True) for one in addresses]
+            for source in sources:
+                source.start()
+            for source in sources:
+                source.join()
 
     def _take_from(self, address: str) -> None:
         """Take what one source gives, until the state is whole or the source fails: wrong token, step, history, rank or

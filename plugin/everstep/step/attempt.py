@@ -1,7 +1,6 @@
 """What the parts of an attempt pass to each other."""
 
 import enum
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from everstep.quorum.request import Quorum, State
 from everstep.run.events import EventLog
 from everstep.step import ledger
 from everstep.step.interfaces import Clock, Commit, RunFiles, Timeouts
+from everstep.step.reduction import GradientReducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class Healing:
     commits: list[tuple[Commit, Any]] = field(default_factory=list)
     full: bool = False
 
-    def keep(self, commit: Commit, copy_sums: Callable[[], Any]) -> None:
+    def keep(self, commit: Commit, reducer: GradientReducer) -> None:
         """Keep a commit with a copy of its sums, unless this host has no memory for that: then this healing is over."""
-        with self.fetch.room() as has_room:
+        with self.fetch.room(reducer.nbytes) as has_room:
             self.full = self.full or not has_room
             if not self.full:
-                self.commits.append((commit, copy_sums()))
+                self.commits.append((commit, reducer.stash()))
 
     @property
     def error(self) -> str:

@@ -313,6 +313,11 @@ class GradientReducer:
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
         return all_within(LARGEST_PART, own)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the sums."""
+        return sum(bucket.memory.flat.nbytes for bucket in self._buckets)
+
     def stash(self) -> tuple[int, list[torch.Tensor]]:
         """A copy of the finished sums, in host memory, and which fragment they are of."""
         return self._now, [bucket.memory.flat.to("cpu", copy=True) for bucket in self._buckets]
