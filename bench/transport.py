@@ -50,7 +50,7 @@ def member(store: str, pipe: Connection) -> None:
         "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN
     )
     # Here and not while a time is taken: it asks the name server for an address's name.
-    column._keep_store(store, reach(store, CONNECT))
+    column._stores[store] = reach(store, CONNECT)
     board = reach(store, CONNECT)
     me, under_way = psutil.Process(), []
     while True:

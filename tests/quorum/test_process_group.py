@@ -62,7 +62,7 @@ def assert_they_add(board, key, *members):
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
     cross, go_on, broken = crosses(timedelta(seconds=2)), threading.Event(), []
     # Reached before: that may take longer than the column may wait.
-    cross._keep_store(f"{HOST}:{board.port}", reach(f"{HOST}:{board.port}", LONG))
+    cross._stores[f"{HOST}:{board.port}"] = reach(f"{HOST}:{board.port}", LONG)
 
     class Stuck(Communicator):
         def connect(self, key):
@@ -82,6 +82,23 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     assert broken == [False], "what it waits for is broken when it is left behind"
     go_on.set()
     until(lambda: broken == [False, True], "what was connected too late is broken")
+
+
+def test_a_member_that_does_not_come_is_not_waited_for_as_long_as_a_backend_that_loads(board):
+    column = RankColumn(
+        "nccl",
+        column=0,
+        host=HOST,
+        connect_timeout=SHORT,
+        reduce_timeout=LONG,
+        token=TOKEN,
+        make=lambda backend, *more: Communicator("gloo", *more),
+    )
+    column.warm(f"{HOST}:{board.port}", LONG)
+    peer = PeerWatch(HOST, lambda _: None, TOKEN, LONG)
+    with pytest.raises(SumsBroken, match="DistStoreError"):
+        column.connect(place(board, "one comes", [column, peer]))
+    column.abort()
 
 
 def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(board, crosses):

@@ -143,7 +143,7 @@ def _hang(world: World, life: Life, rank: Rank, size: float) -> None:
 
 def _last_message(world: World, life: Life, rank: Rank, size: float) -> None:
     """The last message of a sum does not reach one rank."""
-    _only_if(rank.sums is not None and rank.sums.connected)
+    _only_if(rank.sums is not None and rank.sums.size > 0)
     rank.process.lose_next = True
 
 

@@ -57,8 +57,7 @@ def test_a_tally_brings_the_bits_of_owner_and_auditor_together():
     sums = SlotSums(zeros, zeros, torch.ones(3, dtype=torch.float64), frozenset())
 
     def tally(held, *bits):
-        flags = {"leaving": False, "exhausted": False, "refused": False}
-        return ledger.Tally.of(frozenset(held), sums, **flags, bits=bits)
+        return ledger.Tally(tuple(int(slot in held) for slot in range(SLOTS)), sums, 0, 0, 0, bits=bits)
 
     parts = [tally([1, 2, 3], most, 0, 0, 17), tally([0, 4, 5, 6, 7], 0, most - 1, 17, 0)]
     total = ledger.Tally.decode(sum(part.encode() for part in parts), SLOTS, len(audited))

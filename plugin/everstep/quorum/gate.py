@@ -67,10 +67,6 @@ SILENCE = timedelta(minutes=10)
 """After so long a member that says nothing is taken for gone; it connects again if it is not."""
 
 
-class GateError(RuntimeError):
-    """The gate cannot stand, or its lighthouse is gone; in one sentence."""
-
-
 @dataclass(frozen=True)
 class _Waiting:
     """A member's newest request, and where it waits for the answer."""
@@ -106,7 +102,7 @@ class Gate:
         tell: called now and then with how many strangers were refused, and where the last one came from.
 
     Raises:
-        GateError: the lighthouse is not there, or `bind` cannot be listened on.
+        ConnectionError: the lighthouse is not there, or `bind` cannot be listened on.
     """
 
     def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], object]) -> None:
@@ -127,7 +123,7 @@ class Gate:
         try:
             self._beats, *self._clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
         except Exception as error:  # the Rust client raises several unrelated types
-            raise GateError(f"torchft's lighthouse does not answer behind its gate: {error}") from error
+            raise ConnectionError(f"torchft's lighthouse does not answer behind its gate: {error}") from error
         self._changed = threading.Condition()
         """Guards all that follows; notified when those that wait for their turn may have it."""
         self._heard: dict[str, float] = {}
@@ -156,12 +152,9 @@ class Gate:
         """Set when the lighthouse does not answer any more."""
         self._closed = threading.Event()
         host, port = bind
-        try:
-            self._server = wire.Server(
-                host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
-            )
-        except wire.WireError as error:
-            raise GateError(str(error)) from error
+        self._server = wire.Server(
+            host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
+        )
         self.address = self._server.address
         """`host:port` where groups reach it."""
         threading.Thread(target=self._keep_beating, name="lighthouse-heartbeats", daemon=True).start()

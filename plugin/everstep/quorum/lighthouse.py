@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.quorum.gate import Gate, GateError, Rules
+from everstep.quorum.gate import Gate, Rules
 from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
@@ -30,9 +30,8 @@ def serve(options: argparse.Namespace) -> None:
     lighthouse answers.
 
     Raises:
-        GateError: as of `Gate`, or torchft's lighthouse ended.
-        ValueError: there is no token that can be trusted in the run directory, or `bind` is no address.
-        WireError: the same of `bind`.
+        ConnectionError: as of `Gate`, or torchft's lighthouse ended, or `bind` is no address.
+        ValueError: there is no token that can be trusted in the run directory.
     """
     token, place = run_token(options.run_dir), parse_address(options.bind)
     events = EventLog(options.run_dir, None, None, "lighthouse")
@@ -45,7 +44,7 @@ def serve(options: argparse.Namespace) -> None:
     heart = BeatFile(lighthouse_beat_path(options.run_dir))
     while not stops:
         if gate.lost.is_set():
-            raise GateError("torchft's lighthouse has gone from behind its gate")
+            raise ConnectionError("torchft's lighthouse has gone from behind its gate")
         heart.beat("serves")
         time.sleep(LOOK_EVERY_S)
     gate.close()
@@ -66,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
         die_with_parent(os.getppid())
     try:
         serve(options)
-    except (GateError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"lighthouse: {error}", file=sys.stderr)
         return 1
     return 0

@@ -94,10 +94,12 @@ class RankColumn:
         """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
         and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
         self._lock = threading.Lock()
-        self._watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
-        self.address = self._watch.address
+        self.watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
+        """Knows which ranks have died."""
+        self.address = self.watch.address
         """`host:port` that the other members of the column reach this rank under."""
-        self._reach = Reach(token, connect_timeout)
+        self.reach = Reach(token, connect_timeout)
+        """Knows which ranks could not be connected to lately."""
         self._key = b""
         self._rank = 0
         self._token, self._place = token, b""
@@ -105,18 +107,7 @@ class RankColumn:
         self.payload_bytes = 0
         """What this rank gave into sums so far."""
         self.size = 0
-
-    @property
-    def connected(self) -> bool:
-        return self.size > 0
-
-    def unreached(self) -> frozenset[str]:
-        """Addresses of ranks that could not be connected to lately."""
-        return self._reach.missing()
-
-    def ended(self) -> frozenset[str]:
-        """Addresses of ranks that are known to have died since they were connected to."""
-        return self._watch.ended
+        """How many members are connected."""
 
     def connect(self, place: Place, timeout: timedelta | None = None) -> None:
         """Build the process groups anew. Raises SumsBroken: some member did not come in time."""
@@ -125,7 +116,7 @@ class RankColumn:
         place = replace(place, key=f"everstep/{place.key}/{self._column}")
         # Taken, so that one that a thread was left behind with is not used again.
         reached = self._stores.pop(place.store, None)
-        building = _Building(place, self._new_lines, self._watch, timeout, reached)
+        building = _Building(place, self._new_lines, self.watch, timeout, reached)
         self._key = building.key
         building.start()
         # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
@@ -136,8 +127,11 @@ class RankColumn:
             building.join(CONNECT_POLL_S)
         lines, error = building.take()
         if lines:
-            self._keep_store(place.store, building.reached)
-            self._reach.reached(place.others.values())
+            if building.reached is not None:
+                self._stores[place.store] = building.reached
+            if len(self._stores) > STORES_KEPT:
+                del self._stores[next(iter(self._stores))]  # the one not used for longest
+            self.reach.reached(place.others.values())
             with self._lock:
                 self._lines, self._rank, self.size = lines, place.rank, len(place.peers)
             self._place, self._gathered = building.key, 0
@@ -145,7 +139,7 @@ class RankColumn:
         if lost or not lines:
             self.abort()
             if not lost:  # a member that leaves knows better why
-                self._reach.failed(place.peers[peer] for peer in building.unreached)
+                self.reach.failed(place.peers[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
@@ -163,12 +157,7 @@ class RankColumn:
         if self._backend != "gloo":
             self.connect(Place(os.urandom(16).hex(), store, 0, 0, (self.address,)), timeout)
             self.abort()
-
-    def _keep_store(self, address: str, reached: dist.TCPStore | None) -> None:
-        if reached is not None:
-            self._stores[address] = reached
-            if len(self._stores) > STORES_KEPT:
-                del self._stores[next(iter(self._stores))]  # the one not used for longest
+            self._stores.clear()  # one that would wait for as long in each quorum
 
     def start(self, tensor: torch.Tensor, timeout: timedelta, which: int = GRADIENTS) -> Sum:
         """Begin to sum in place what is in `tensor` once the current stream has done what it was given so far. `which`:
@@ -222,7 +211,7 @@ class RankColumn:
         self.size = 0
         key, self._key = self._key, b""
         if key:
-            self._watch.end(key)
+            self.watch.end(key)
         self._break()
 
     def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:

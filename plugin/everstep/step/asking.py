@@ -48,9 +48,9 @@ class Asker:
             connected: key of the quorum whose process group it is connected in; empty for none.
         """
         self._asked += 1
-        begun, group, missing = self._host.clock.now(), self._group, self._group.sums.unreached()
+        begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reach.missing()
         unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
-        ended = group.sums.ended()
+        ended = group.sums.watch.ended
         said = self._decisions.gather("ask", [group.door.address, group.sums.address, unreached])
         request = Request(
             group=group.id,

@@ -349,21 +349,6 @@ class Tally:
     wanting: int = 0
     bits: tuple[int, ...] = ()
 
-    @staticmethod
-    def of(
-        held: frozenset[int],
-        sums: SlotSums,
-        *,
-        leaving: bool,
-        exhausted: bool,
-        refused: bool,
-        wanting: bool = False,
-        bits: Sequence[int] = (),
-    ) -> "Tally":
-        """One group's, with these slots in its sum."""
-        coverage = tuple(int(slot in held) for slot in range(len(sums.tokens)))
-        return Tally(coverage, sums, int(leaving), int(exhausted), int(refused), int(wanting), tuple(bits))
-
     def encode(self) -> torch.Tensor:
         """As a float64 vector; sums of such vectors are tallies again."""
         flags = [self.leaving, self.exhausted, self.refused, self.wanting, *self.bits]

@@ -30,15 +30,7 @@ from everstep.quorum.request import NOTHING, Quorum, State
 from everstep.run.typed import UnfitError
 from everstep.step import ledger
 from everstep.step.asking import Asker
-from everstep.step.attempt import (
-    Attempt,
-    Beginning,
-    Group,
-    Healing,
-    Host,
-    Rules,
-    Turn,
-)
+from everstep.step.attempt import Attempt, Beginning, Group, Healing, Host, Rules, Turn
 from everstep.step.decisions import Decisions
 from everstep.step.holding import OTHER_BITS, Holding
 from everstep.step.interfaces import Commit, Work
@@ -218,7 +210,7 @@ class StepProtocol:
             over=self._asker.over(self.state.step),
             asked_to_leave=self._files.asked_to_leave(),
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
-            lost_peers=self._connected is not None and not self._sums.connected,
+            lost_peers=self._connected is not None and not self._sums.size,
             state_is_here=healing is not None and not healing.error and healing.fetch.state is not None,
             heal_failed=healing.error if healing is not None else "",
             slot_us=self._holding.pace.slot_us,
@@ -426,14 +418,14 @@ class StepProtocol:
         if not summed:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")
-        mine = ledger.Tally.of(
-            frozenset(self._holding.held.slots),
-            results,
-            leaving=self.leaving,
-            exhausted=attempt.exhausted,
-            refused=attempt.refused,
-            wanting=self.leaving or self._wants_quorum(attempt),
-            bits=self._holding.bits(attempt.plan),
+        mine = ledger.Tally(
+            coverage=tuple(int(slot in self._holding.held.slots) for slot in range(self._rules.slots)),
+            sums=results,
+            leaving=int(self.leaving),
+            exhausted=int(attempt.exhausted),
+            refused=int(attempt.refused),
+            wanting=int(self.leaving or self._wants_quorum(attempt)),
+            bits=tuple(self._holding.bits(attempt.plan)),
         )
         tally: ledger.Tally | None = None
         reason = unsound
@@ -512,7 +504,7 @@ class StepProtocol:
     def _follow(self, commit: Commit) -> None:
         """Keep a commit for when the state is here that it is to be applied to."""
         if self._healing is not None:
-            self._healing.keep(commit, self._reducer.stash)
+            self._healing.keep(commit, self._reducer)
         self._holding.start()
         self._tries, self._progress = 0, self._clock.now()
 
