@@ -178,6 +178,15 @@ def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datase
             )
 
 
+def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):
+    """Else a run that leaves the position out of its checkpoints would begin it again."""
+    usual, eager, finite = (
+        streams(base(**settings), tokenizer, 1).fingerprint()
+        for settings in ({}, {"pin_memory": True, "prefetch_factor": 4}, {"infinite": False})
+    )
+    assert usual == eager != finite
+
+
 def shuffled(register):
     rows = [{"text": f"<{number}>" + "abcdefg"[: number % 7]} for number in range(80)]
     register("shuffled", lambda path: Dataset.from_list(rows).to_iterable_dataset(4).shuffle(seed=1, buffer_size=5))

@@ -35,6 +35,8 @@ from everstep.titan.names import (
 
 logger = logging.getLogger(__name__)
 
+_SPEED = {"persistent_workers": False, "pin_memory": False, "prefetch_factor": None}
+"""Settings of dataloaders that change no batch, with torchtitan's defaults."""
 _RANK = "dp_rank_"
 """How a checkpoint names the streams that a data-parallel rank knew."""
 
@@ -149,7 +151,9 @@ class SlotStreams(SlotSource):
         self._held = {key: batch for key, batch in self._held.items() if key[0] >= self._steps}
 
     def fingerprint(self) -> str:
-        config = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(self._base.to_dict(), sort_keys=True))
+        settings = self._base.to_dict()
+        settings |= {key: value for key, value in _SPEED.items() if key in settings}
+        config = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(settings, sort_keys=True))
         return f"{type(self._base).__qualname__} {config}, rows of {self._runtime['seq_len']}"
 
     def require_vocab(self, vocab_size: int) -> None:
