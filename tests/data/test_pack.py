@@ -90,7 +90,9 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path, documents, tok
     for name in ("lines.jsonl", "lines.jsonl.gz"):
         write_lines(tmp_path / name, documents)
     write_parquet(tmp_path / "table.parquet", documents)
-    for name in ("texts", "lines.jsonl", "lines.jsonl.gz", "table.parquet"):
+    (tmp_path / "written" / "by-spark.parquet").mkdir(parents=True)
+    write_parquet(tmp_path / "written" / "by-spark.parquet" / "part-0.parquet", documents)
+    for name in ("texts", "lines.jsonl", "lines.jsonl.gz", "table.parquet", "written"):
         out = tmp_path / f"{name}.tokens"
         footer = pack(Pack((tmp_path / name,), out))
         assert texts_in(out, tokenizer) == documents

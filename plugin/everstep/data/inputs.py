@@ -29,7 +29,8 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise DataError(f"no input file {path}.")
-        files += sorted(file for file in path.rglob("*") if _reader(file)) if path.is_dir() else [path]
+        below = (file for file in path.rglob("*") if _reader(file) and not file.is_dir())
+        files += sorted(below) if path.is_dir() else [path]
     if not files:
         raise DataError(f"no input: name text, JSONL or parquet files, or directories of {', '.join(_READERS)}.")
     return files
