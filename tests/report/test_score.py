@@ -105,8 +105,7 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
 
 def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     """As on Slurm, and with torchrun."""
-    run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1]).commit(3, 2, [0, 1])
-    run.logged[1] |= {"steps": 4, "nominal_groups": 3}
+    run, asked = Timeline(), {"steps": 4, "nominal_groups": 3}
 
     def told():
         figures = figures_of(read(run.events))
@@ -115,17 +114,24 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     def end(t, group, status, *before):
         for kind in before:
             run.add(t, kind, group, 2)
-        run.add(t + 0.1, "agent_ended", group, role="agent", status=status, reason="")
+        run.add(t + 0.5, "agent_ended", group, role="agent", status=status, reason="")
 
+    run.start(1, 0, 1).logged[-1] |= asked
+    run.commit(2, 1, [0, 1]).commit(3, 2, [0, 1])
     end(4, 1, "failed")
     assert told() == ("running", ["The run is not done: running."]), "the other group goes on"
     end(5, 0, "stopped", "training_done")
     assert told() == ("stopped", [])
-    run.start(100, 0, 1, step=3, source="disk").commit(101, 3, [0, 1])
+    run.start(100, 0, 1, step=3, source="disk").logged[-1] |= asked
+    run.commit(101, 3, [0, 1])
     assert told()[0] == "running", "it was started again"
+    assert figures_of(read(run.events))["training_s"] == 101 - 1
+    run.add(99, "agent_up", 0, role="agent", pid=1)
+    figures = figures_of(read(run.events))
+    found = [figures[name] for name in ("sessions", "groups", "wall_s", "training_s")]
+    assert found == [2, 3, 5.5 - 1 + 101 - 99, 5 - 1 + 101 - 100], "it was submitted again"
     run.add(102, "training_done", 0, 3)
     assert told() == ("done", ["The run ended at step 3 of 4."])
-    assert figures_of(read(run.events))["groups"] == 3
     run = Timeline().start(1, 0, 1).commit(2, 1, [0, 1])
     end(3, 0, "failed")
     end(3, 1, "failed")

@@ -55,7 +55,8 @@ class Account:
     def take(self, event: dict[str, Any]) -> list[str]:
         """Take note of one event; the sentences on what is wrong that are new with it."""
         kind, t = event["kind"], event["t"]
-        if not self.sessions or (kind == "run_started" and self.counts["run_started"]):
+        again = kind == "run_started" and self.counts["run_started"]
+        if not self.sessions or again or (kind == "agent_up" and self.status != "running"):  # of a run on a cluster
             self._begin(t)
         session = self.sessions[-1]
         session.last = max(session.last, t)
@@ -127,6 +128,7 @@ class Account:
                 group.history, group.committed = commit.history, True
                 if self.newest is not before:
                     session.ends.clear()
+                    session.done = None
                     self.faults.committed(commit, session)
                     insort(session.commits, commit, key=lambda one: one.t)
                     self.taking_part = set(commit.groups)
