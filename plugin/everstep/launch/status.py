@@ -26,7 +26,7 @@ def status(run_dir: Path) -> str:
         state.apply(event)
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
-    fates = f"{state.faults.kills} kills, {state.counts['workers_died']} deaths so far"
+    fates = f"{state.faults.kills} kills, {state.faults.deaths} deaths so far"
     lines.append(f"groups  {state.names()} in the last step; {fates}")
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():

@@ -65,6 +65,9 @@ class Faults:
         """Those whose cost is not known yet."""
         self._hit: dict[int | None, float] = {}
         self._up_since: dict[int, float] = {}
+        self._dead: set[int] = set()
+        self.deaths = 0
+        """Of a group's workers, for whatever reason."""
 
     def take(self, event: dict[str, Any], session: Session) -> None:
         """Take note of one event of a session, of any kind and rank."""
@@ -78,11 +81,14 @@ class Faults:
                 self._hit.update(dict.fromkeys(groups or (None,), t))
             case "workers_started":
                 self._up_since[group] = t
-            case "workers_died" if any(event["exitcodes"].values()) or not event["exitcodes"]:
+                self._dead.discard(group)
+            case "workers_died" if group not in self._dead:  # each node of a group tells of the same death
+                self.deaths += 1
+                self._dead.add(group)
                 struck = max(self._hit.get(group, float("-inf")), self._hit.get(None, float("-inf")))
-                if struck == float("-inf") or struck < self._up_since.get(group, float("-inf")):
+                explained = struck > float("-inf") and struck >= self._up_since.get(group, float("-inf"))
+                if not explained and (any(event["exitcodes"].values()) or not event["exitcodes"]):
                     self._struck(t, UNPROVOKED, (group,), session)
-                    self._hit[group] = t  # another node of the group may tell the same death
 
     def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
         fault = Fault(t, name, groups, session.commits[-1] if session.commits else None)

@@ -73,7 +73,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         **productivity(account, final, step_s, times["time_by_group"]),
         "tokens": tokens,
         "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
-        "deaths": account.counts["workers_died"],
+        "deaths": account.faults.deaths,
         "give_ups": {str(group): why for group, one in going if (why := one.given_up) is not None},
         "error": account.troubles.error or None,
         "troubles": account.troubles.sentences,
