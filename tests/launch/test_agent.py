@@ -85,15 +85,15 @@ def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):
 
 
 def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
-    one = agent("--training.steps", "1000000", stop_grace_s=1.0)
+    one = agent("--training.steps", "1000000", stop_grace_s=1.0, stall_timeout_s=2.0)
     until(lambda: both_train(one), "both ranks to train")
     below = psutil.Process(one.process.pid).children(recursive=True)
     os.kill(one.events("workers_started")[0]["pids"][0], signal.SIGSTOP)
     asked = time.monotonic()
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 1
-    assert one.events("agent_ended")[0]["reason"] == "did not end within 1 s and was killed"
-    assert time.monotonic() - asked >= 1.0
+    assert one.events("agent_ended")[0]["reason"] == "did not end within 3 s and was killed"
+    assert time.monotonic() - asked >= 3.0
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
 
 

@@ -87,7 +87,7 @@ class FaultTolerance:
 
     stall_timeout_s: float = 120.0
     """A group whose ranks make no progress for this long is killed and restarted by its agent. Must be longer
-    than quorum_timeout_s, reduce_timeout_s and the longest slot."""
+    than quorum_timeout_s, reduce_timeout_s, the longest slot and the writing of a checkpoint."""
 
     startup_timeout_s: float = 900.0
     """The same before a group's first step: imports, model, compilation, checkpoint. A group that could not commit a

@@ -38,7 +38,7 @@ PEER_FAILS_WITHIN_S = 0.1
 PEER_FAILS_ELSEWHERE_S = 0.5
 """The same for somebody on another node, whose agent has to tell."""
 STOP_GRACE_S = 120.0
-"""How long workers may take to end cleanly."""
+"""How long workers may take to end cleanly, beside `stall_timeout_s`, for which they may write a checkpoint."""
 LITTER_PATIENCE_S = 30.0
 """How long the next incarnation waits for what SIGKILL does not end, of workers or of what they started."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
@@ -227,9 +227,10 @@ class Group:
 
     def _stop_cleanly(self, now: Incarnation) -> None:
         """Ask the workers to stop, again and again: a signal that comes while one starts is lost to its handler."""
-        self._stop_deadline = self._stop_deadline or time.monotonic() + STOP_GRACE_S
+        grace_s = STOP_GRACE_S + self.settings.fault_tolerance.stall_timeout_s
+        self._stop_deadline = self._stop_deadline or time.monotonic() + grace_s
         if self._is_overdue() and now.running:
-            self._unclean = f"did not end within {STOP_GRACE_S:g} s and was killed"
+            self._unclean = f"did not end within {grace_s:g} s and was killed"
             now.kill()
             return
         for child in now.running:
