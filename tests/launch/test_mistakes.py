@@ -54,6 +54,9 @@ MISTAKES = {
     "scale folder --groups 2": "folder is no run directory",
     "submit good.toml": "there is no sbatch here",
     "agent good.toml --run-dir folder": "--group is missing",
+    "agent good.toml --run-dir folder --group -1": "--group at least 0",
+    "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
+    "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "chaos folder": "give --every SECONDS",
 }
 

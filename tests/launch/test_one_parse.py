@@ -56,18 +56,24 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
     assert config.dump_folder == str(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("name", "flags"), [("run.toml", FLAGS), ("run/config.toml", [])])
-def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(settled, tmp_path, monkeypatch, name, flags):
-    """The run directory's own config is not read again; another one is, and is the same run's."""
+@pytest.mark.parametrize(
+    ("name", "flags", "ranks", "judged"),
+    [("run.toml", FLAGS, 1, 2), ("run/config.toml", [], 1, 0), ("run/config.toml", [], 2, 1)],
+)
+def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(
+    settled, tmp_path, monkeypatch, name, flags, ranks, judged
+):
+    """The run directory's own config is not read again; another one is, and is the same run's, and so are other ranks
+    than it was judged for."""
     asked, agents, beacons = [], [], []
     in_this_process = monkeypatch.setattr
     in_this_process(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
     in_this_process("everstep.launch.agent.run_agent", agents.append)
     in_this_process("everstep.launch.beacon.keep_up", lambda *told: beacons.append(told[2]))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
-    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1), flags)
+    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1, ranks=ranks), flags)
     cluster.lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
     (settings,), (beacon,) = agents, beacons
-    assert len(asked) == (2 if flags else 0)
+    assert len(asked) == judged
     assert (settings.groups, settings.run_dir) == (2, tmp_path / "run")
     assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance

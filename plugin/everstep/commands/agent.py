@@ -59,6 +59,8 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
     place = allocation() if command.group is None else {name: getattr(command, name) for name in given}
     if not place:
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
+    if command.ranks < 1 or place["group"] < 0 or not 0 <= place["node_rank"] < place["nodes"]:
+        raise LaunchError("--ranks and --nodes must be at least 1, --group at least 0, --node-rank below --nodes.")
     prepared = settled(command.config, run_dir, flags, command.groups, command.ranks * place["nodes"])
     section = prepared.fault_tolerance
     return run_agent(

@@ -256,7 +256,7 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | Non
     require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
         found = take_answer(run_dir)
-        if isinstance(found, Prepared) and groups in (None, found.groups):
+        if isinstance(found, Prepared) and groups in (None, found.groups) and ranks in (0, found.ranks):
             return found
     return prepared(Order(str(config), list(flags), groups, ranks, str(run_dir)))
 
