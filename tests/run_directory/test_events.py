@@ -1,6 +1,7 @@
 """What the event log promises: every process can append, whatever was written whole can be read, and what was damaged
 or planted is skipped and counted."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,6 +10,8 @@ import signal
 
 from everstep.launch.view import RunState
 from everstep.report import metrics
+from everstep.run import events
+from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import EventLog, EventTail, read_events
 from run_directory.test_damage import write_events
 
@@ -48,18 +51,13 @@ def test_what_somebody_else_wrote_of_a_trouble_or_a_check_ends_no_reader(tmp_pat
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
-    from everstep.run import events
-
     monkeypatch.setattr(events, "LONGEST_LINE", 1000)
-    monkeypatch.setattr(events, "LONGEST_READ", 1000)
+    monkeypatch.setattr(events, "READ_AT_ONCE", 1000)
     write_events(tmp_path)
     with (tmp_path / "events" / "long.jsonl").open("wb") as file:
         file.write(b"x" * 100_000 + b'\n{"t":1.0,"kind":"after"}\n')
     assert sum(event["kind"] == "after" for event in read_events(tmp_path)) == 1
-    tail, found = EventTail(tmp_path), []
-    for _ in range(200):
-        found += tail.new()
-    assert sum(event["kind"] == "after" for event in found) == 1
+    assert sum(event["kind"] == "after" for event in EventTail(tmp_path).new()) == 1
 
 
 def test_a_line_torn_by_a_crash_is_skipped_and_does_not_swallow_the_next_writer(tmp_path):
@@ -141,3 +139,35 @@ def test_a_full_disk_costs_the_event_and_is_said_once(tmp_path, capsys):
     log.emit("lost")
     log.emit("lost")
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_where_a_run_is_is_told_without_reading_every_step_of_it(tmp_path, monkeypatch):
+    """What is rare counts wherever it stands, and of what every step has the newest, in the order in which it came."""
+    monkeypatch.setattr(events, "NEAR", 15_000)
+    steps, commit = 500, {"groups": [0, 1], "loss": 1.0, "tokens": 1.0}
+    logs = [EventLog(tmp_path, group, 0, "worker") for group in range(2)]
+    for log in logs:
+        log.emit("training_started", 0, source="fresh")
+    for step, log in itertools.product(range(1, steps + 1), logs):
+        log.emit("attempt", step, attempt=1, committed=True, recomputed=0)
+        log.emit("commit", step, **commit, history=f"{step:x}", parent=f"{step - 1:x}")
+        if step == 100:
+            log.emit("snapshot_protected", step, members=[0, 1], survives=1, exposed=[])
+            log.emit("snapshot_unprotected", step + 5, reason="a disk")
+            log.emit("slot_refused", step, slot=3, reason="why")
+    whole, quick, tail = RunState(), RunState(), EventTail(tmp_path)
+    for event in read_events(tmp_path):
+        whole.apply(event)
+    found = list(tail.past(lately=OF_EVERY_STEP))
+    assert len(found) < 200
+    for event in found:
+        quick.apply(event)
+    for state in (whole, quick):
+        assert state.newest.step == steps
+        assert len(state.pace()) > 5
+        assert state.counts["slot_refused"] == 2
+    assert quick.progress() == whole.progress()
+    assert (quick.protection.line(), quick.troubles.sentences) == (whole.protection.line(), whole.troubles.sentences)
+    assert tail.new() == []
+    log.emit("warning", text="later")
+    assert [event["text"] for event in tail.new()] == ["later"]

@@ -14,8 +14,8 @@ POLL_S = 0.25
 
 @dataclass(kw_only=True)
 class Watch:
-    """Watch a run, here or on a cluster: a line for each step and for what happens. Ends with the run, or with Ctrl-C,
-    which does nothing to it."""
+    """Watch a run, here or on a cluster: what happened last, then a line for each step and for what happens. Ends with
+    the run, or with Ctrl-C, which does nothing to it."""
 
     run_dir: tyro.conf.Positional[Path]
     """The run directory."""
@@ -24,10 +24,14 @@ class Watch:
 def watch(command: Watch, flags: Sequence[str]) -> int:
     """Exit status 1 when the run failed."""
     from everstep.launch.view import open_view
+    from everstep.run.event_fields import OF_EVERY_STEP
     from everstep.run.events import EventTail
 
     require_events(command.run_dir)
     tail, view = EventTail(command.run_dir), open_view()
+    for event in tail.past(lately=OF_EVERY_STEP):
+        view.apply(event)
+    print(*view.recent, view.progress(), sep="\n", flush=True)
     while True:
         view.show(tail.new())
         if view.status != "running":

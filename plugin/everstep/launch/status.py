@@ -10,6 +10,7 @@ from everstep.report.score import duration
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import End, holder_of, over_file, require_events, stop_file
+from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import read_events
 from everstep.run.files import read_typed
 
@@ -22,7 +23,7 @@ def status(run_dir: Path) -> str:
     """
     require_events(run_dir)
     state = RunState()
-    for event in read_events(run_dir):
+    for event in read_events(run_dir, lately=OF_EVERY_STEP):
         state.apply(event)
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]

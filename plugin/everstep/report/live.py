@@ -116,7 +116,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     from everstep.report.metrics import text
     from everstep.report.notify import Webhook
     from everstep.report.page import write_report
-    from everstep.run.events import EventTail
+    from everstep.run.events import EventTail, read_events
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
@@ -140,18 +140,18 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
-    tail, over, due, since = EventTail(run_dir), False, time.monotonic(), None
+    tail, over, due, first = EventTail(run_dir), False, time.monotonic(), True
+    since = max((event["t"] for event in read_events(run_dir, {"run_started"})), default=0.0)
     while not over:
         over = bool(select.select([0], [], [], POLL_S)[0])
-        said, events, first = [], tail.new(), since is None
-        if since is None:
-            since = max((event["t"] for event in events if event["kind"] == "run_started"), default=0.0)
-        for event in events:
+        said = []
+        for event in tail.past() if first else tail.new():
             before = now.newest
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event, now)))
         say(now.troubles.sentences if first else said)  # what was over when this process began is not told
+        first = False
         served["metrics"] = text(now, ft.groups, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()

@@ -103,6 +103,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 """By kind, the fields that must be there and not None."""
 OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
 """Kinds of every step, which rank 0 tells for its group."""
+OF_EVERY_STEP = OF_RANK_0 | {"snapshot", "snapshot_protected", "attention_schedule"}
+"""Kinds of which a long run has millions, and who looks where it is needs the last."""
 
 _CHECKS = {name: typed.converter(kind) for name, kind in FIELDS.items()}
 _CHECKS["groups"] = typed.converter(list[Group] | None)

@@ -11,6 +11,7 @@ most one torn line, which readers skip and the next writer closes. A line that i
 (`everstep.run.event_fields`), however it came there, is skipped too.
 """
 
+import contextlib
 import errno
 import heapq
 import json
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,11 @@ from everstep.run.regular import NotRegularError, open_regular
 
 LONGEST_LINE = 16 << 20
 """Bytes; a commit names every slot of a step."""
-LONGEST_READ = 64 << 20
-"""Bytes of one file after which a tail stops until the next call."""
 MOST_UNWRITTEN = 100
 READ_AT_ONCE = 1 << 16
 """Bytes of each log that are kept while those of a run are merged."""
+NEAR = 1 << 20
+"""Bytes from the end of a log."""
 _END = 1 << 16
 """Bytes at the end of a log in which an event is looked for first."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
@@ -106,11 +107,15 @@ class EventLog:
             self._fd = -1
 
 
+def _kind_of(line: bytes) -> str:
+    """To look is cheaper than to parse it, and safe, as an event's kind stands before its own fields."""
+    found = _KIND.search(line)
+    return found[1].decode(errors="replace") if found else ""
+
+
 def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
     """The event of a line; None: it is none, or of none of these kinds."""
-    # To look is cheaper than to parse it, and safe, as an event's kind stands before its own fields.
-    found = None if kinds is None else _KIND.search(line)
-    if kinds is not None and found and found[1].decode(errors="replace") not in kinds:
+    if kinds is not None and (kind := _kind_of(line)) and kind not in kinds:
         return None
     try:
         event = json.loads(line)
@@ -153,23 +158,18 @@ def _lines(path: Path, offset: int, most: int) -> list[bytes]:
     return lines
 
 
-def _read_file(path: Path, kinds: Set[str] | None) -> Iterator[dict[str, Any]]:
-    """Its events. It is open only while some lines are read: a run may have more logs than a process descriptors."""
-    offset = 0
-    while lines := _lines(path, offset, READ_AT_ONCE):
-        offset += sum(map(len, lines))
-        yield from filter(None, (_parse(line, kinds) for line in lines))
-
-
-def read_events(run_dir: Path, kinds: Set[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_events(
+    run_dir: Path, kinds: Set[str] | None = None, lately: Set[str] = frozenset()
+) -> Iterator[dict[str, Any]]:
     """All events of a run so far, in order of wall time; each file's own order is kept even if a clock jumps.
 
     Args:
         kinds: only events of these. A run directory without events yields nothing.
+        lately: of these kinds, such as OF_EVERY_STEP, only what stands near the end of its log, and the newest before.
+
+    Raises OSError when a log cannot be read now.
     """
-    files = sorted((Path(run_dir) / "events").glob("*.jsonl"))
-    readers = (_read_file(path, kinds) for path in files)
-    yield from heapq.merge(*readers, key=lambda event: event["t"])
+    return EventTail(run_dir).past(kinds, lately)
 
 
 def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
@@ -210,13 +210,44 @@ class EventTail:
     def new(self) -> list[dict[str, Any]]:
         """Events since the last call, by wall time. A line still being written is left for the next call, as is a log
         that cannot be read now."""
-        batches = []
-        for path in sorted(self._folder.glob("*.jsonl")):
-            offset = self._offsets.get(path, 0)
-            try:
-                lines = _lines(path, offset, LONGEST_READ) if path.lstat().st_size > offset else []
-            except OSError:
-                continue
-            self._offsets[path] = offset + sum(map(len, lines))
-            batches.append(list(filter(None, map(_parse, lines))))
-        return list(heapq.merge(*batches, key=lambda event: event["t"]))
+        return list(_merged(map(_as_far_as_it_goes, map(self._read, self._logs()))))
+
+    def past(self, kinds: Set[str] | None = None, lately: Set[str] = frozenset()) -> Iterator[dict[str, Any]]:
+        """As `read_events`, of what was appended since the last call; to be read to its end, after which `new` goes on.
+        It takes little memory, however much that is."""
+        return _merged([self._read(log, kinds, lately) for log in self._logs()])
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._folder.glob("*.jsonl"))
+
+    def _read(
+        self, path: Path, kinds: Set[str] | None = None, lately: Set[str] = frozenset()
+    ) -> Iterator[dict[str, Any]]:
+        """It is open only while some lines are read: a run may have more logs than a process descriptors."""
+        try:
+            size, at = path.lstat().st_size, self._offsets.get(path, 0)
+        except FileNotFoundError:
+            return
+        early: dict[int, bytes] = {}
+        newest: dict[str, int] = {}
+        while at < size and (lines := _lines(path, at, READ_AT_ONCE)):
+            for line in lines:
+                if lately and at < size - NEAR and (kind := _kind_of(line)) in lately:
+                    early.pop(newest.get(kind, -1), None)
+                    newest[kind] = at
+                early[at] = line
+                at += len(line)
+            self._offsets[path] = at
+            if not lately or at >= size - NEAR:
+                yield from filter(None, (_parse(line, kinds) for line in early.values()))
+                early.clear()
+        yield from filter(None, (_parse(line, kinds) for line in early.values()))
+
+
+def _as_far_as_it_goes(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        yield from events
+
+
+def _merged(logs: Iterable[Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    return heapq.merge(*logs, key=lambda event: event["t"])
