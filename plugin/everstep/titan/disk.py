@@ -168,10 +168,10 @@ class DiskCheckpoints:
                 raise
             tell(error)
             return
-        begun = self._manager.save_future
+        begun = self._manager.save_future if saved else None  # one that saves nothing has no such name
         if saved and begun is None:
             tell(None)
-        elif saved:
+        elif begun is not None:
             self._manager.save_future = ended = Future()
             begun.add_done_callback(lambda done: ended.set_result(tell(done.exception())))
 
