@@ -16,6 +16,7 @@ CODED = ("snapshot_protected", {"members": [0, 1], "survives": 1, "exposed": []}
 ALONE = ("snapshot_protected", {"members": [0], "survives": 0, "exposed": [0]})
 COMMIT = ("commit", {})
 STARTED = ("workers_started", {"pids": [7], "incarnation": 1})
+ENDED = ("agent_ended", {"status": "stopped", "reason": "asked to"})
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 CUT = {"groups": [1], "cut": [[0, 1]]}
 
@@ -208,6 +209,18 @@ def test_each_is_gone_with_its_cause(cause):
     assert b"everstep_trouble_info{" not in metrics.text(now, 3, 1)
 
 
+@pytest.mark.parametrize(("cause", "cure"), [
+    ("a network in two", ("commits", {})),
+    ("a worker's state on a full disk", STARTED),
+    *((cause, ENDED) for cause in ("failing alike", "hung in a sum", "a device's memory")),
+])  # fmt: skip
+def test_none_stays_when_who_told_of_it_is_gone(cause, cure):
+    """Whoever starts in its place does not know of it."""
+    line = story(cause)[0]
+    add(line, 1020, 20, *cure)
+    assert read(line.logged).troubles.sentences == []
+
+
 def test_what_is_no_cause_is_no_trouble():
     """Nor is a first snapshot that survives no host, as with one host only."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
@@ -215,7 +228,7 @@ def test_what_is_no_cause_is_no_trouble():
         ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
-        ("agent_ended", {"status": "stopped", "reason": "asked to"}), ("audit", {"agreed": True, "differing": []}),
+        ENDED, ("audit", {"agreed": True, "differing": []}),
         ("left_out", {"groups": [], "cut": []}), ("training_done", {}),
     ]):  # fmt: skip
         add(line, 2 + index, index + 1, kind, fields)
@@ -245,7 +258,10 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
     line.add(1050, "run_ended", role="supervisor", status="stopped", reason="stopped cleanly")
     line.add(1060, "run_started", role="supervisor", groups=3)
     ended = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="done", reason="finished")
-    for told, left in ((line, 0), (ended, 1)):
+    submitted = Timeline().start(1, 0).commit(2, 1, (0,)).add(3, "unfit", 0, 1, reason="rank 0 is sick")
+    submitted.add(4, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
+    submitted.add(5, "agent_up", 0, role="agent", pid=7)
+    for told, left in ((line, 0), (ended, 1), (submitted, 0)):
         assert len(read(told.events).troubles.sentences) == left
 
 

@@ -99,6 +99,7 @@ class Account:
         self.current.close()
         self.sessions.append(Session(t, t))
         self.taking_part.clear()
+        self.troubles = Troubles()
 
     def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any] | None:
         """Take note of what speaks for a group; what earlier events add to it."""

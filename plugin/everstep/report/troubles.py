@@ -31,6 +31,8 @@ CLOCKS_S = 60.0
 LONGEST = 600
 """Characters of a sentence: a reason may quote a whole message of somebody else's."""
 
+AWAY = ("workers_died", "workers_started", "agent_ended")
+"""Kinds of events of which the processes of a group that had something to tell are gone."""
 EVERY_RANK = frozenset(("unfit", "not_finite"))
 """Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
@@ -77,6 +79,8 @@ class Trouble:
             return True
         if self.row.who == "{group}" and begin.get("group") not in (None, event.get("group")):
             return False
+        if begin["kind"] == "left_out" and event["kind"] == "commit":  # of a start that was not told of it
+            return {*begin["groups"]} <= {*event["groups"]}
         is_later = (event.get("step") or 0) > (begin.get("step") or -1)
         return event["kind"] in self.row.ends and (is_later or self.row.guarantee not in ("finite", "hosts"))
 
@@ -104,7 +108,7 @@ ROWS: dict[str, Row] = {
     "workers_unprotected": Row(
         "workers",
         "If {risk} now, the run ends: {cause}. Make room in hosts' memory or the run directory's storage.",
-        ends=("workers_protected",),
+        ends=("workers_protected", *AWAY),
         who="{group}",
     ),
     "checkpoint_failed": Row(
@@ -116,27 +120,27 @@ ROWS: dict[str, Row] = {
     "left_out": Row(
         "reach",
         "Groups {names} are left out until that is mended: {apart}.",
-        ends=("left_out",),
+        ends=("left_out", "commit"),
         when=lambda event: bool(event.get("groups")),
     ),
     "group_failing": Row(
         "group",
         "{Cause}; it starts again in {again_s:g} s. Its log: logs/group-{group}/rank-0.log.",
-        ends=("commit",),
+        ends=("commit", "agent_ended"),
         who="{group}",
     ),
     "workers_stalled": Row(
         "group",
         "Group {group} hung: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s. It is killed and "
         "starts again; all ranks' stacks are in logs/group-{group}/.",
-        ends=("commit",),
+        ends=("commit", "agent_ended"),
         who="{group}",
     ),
     "straggler": Row(
         "pace",
         "Group {group} is slow: a slot takes it {pace:g} times as long as the fastest group, so it gets fewer. Look at "
         "its hosts for other load or a throttled device, or take them out of service.",
-        ends=("straggler", "workers_started", "agent_ended"),
+        ends=("straggler", *AWAY),
         who="{group}",
         when=lambda event: (event.get("pace") or 1.0) > 1.0,
     ),
@@ -151,7 +155,7 @@ ROWS: dict[str, Row] = {
         "machine",
         "Group {group} ran out of memory: {why}. It starts again; lower [training] local_batch_size, or set "
         '[activation_checkpoint] mode = "full".',
-        ends=("commit",),
+        ends=("commit", "agent_ended"),
         who="{group}",
         when=_out_of_memory,
     ),
@@ -292,9 +296,7 @@ class Troubles:
         that are new with it."""
         told = dict(self.now)
         self.now = {key: one for key, one in told.items() if not one.is_ended_by(event)}
-        if event["kind"] == "run_started":
-            self.now, self._death, self._skipped, self._survived = {}, {}, Counter(), 0
-        elif event["kind"] == "run_ended" and event.get("status") != "failed":
+        if event["kind"] == "run_ended" and event.get("status") != "failed":
             lasting = ("data", "end") if event.get("status") == "done" else None
             self.now = {key: one for key, one in self.now.items() if key == lasting}
         if not event.get("rank"):
