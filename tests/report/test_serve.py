@@ -2,6 +2,7 @@
 
 import http.client
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -41,6 +42,25 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     for connection in held:
         connection.close()
     assert urllib.request.urlopen("http://{}:{}/".format(*place), timeout=30).read() == b"here"
+
+
+def test_a_server_of_names_that_does_not_answer_holds_nothing_up(monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(serve.socket, "getfqdn", lambda: answers.wait(30) and "Node7.example")
+    listening = socket.create_server(("127.0.0.1", 0))
+    begin = time.monotonic()
+    serve.serve(listening, {"/"}, "text/html", lambda: b"here")
+    place = "{}:{}".format(*listening.getsockname())
+    assert urllib.request.urlopen(f"http://{place}/", timeout=10).read() == b"here"
+    assert time.monotonic() - begin < 20
+    answers.set()
+
+    def by_name():
+        connection = http.client.HTTPConnection(place, timeout=30)
+        connection.request("GET", "/", headers={"Host": "node7.example"})
+        return connection.getresponse().status == 200
+
+    until(by_name, "its name")
 
 
 @pytest.fixture(scope="module")

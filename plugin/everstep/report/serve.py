@@ -19,7 +19,9 @@ CONNECTION_S = 10.0
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
     """Serve one document of a content type under some paths on a listening socket, as long as this process lives."""
     host = listening.getsockname()[0]
-    names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+    names = {host.lower(), "localhost", socket.gethostname().lower()}
+    # A server of names that does not answer is waited for half a minute.
+    threading.Thread(target=lambda: names.add(socket.getfqdn().lower()), daemon=True).start()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = CONNECTION_S
