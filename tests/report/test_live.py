@@ -177,13 +177,13 @@ def test_they_end_with_their_launcher(tmp_path):
 def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own():
     event = Timeline().commit(1.0, 1, groups=(0,), loss=7.5).logged[0]
     event["metrics"] = {"throughput(tps)": 10.0, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}
-    drawn = scalars_of(event | {"inner_steps": 5, "payload_bytes": 100, "kept_bytes": 7}, Account())
+    drawn = scalars_of(event | {"inner_steps": 5, "payload_bytes": 100, "kept_bytes": 7})
     assert (drawn["throughput(tps)"], drawn["mfu(%)"]) == (10.0, 1.5)
     assert drawn["loss_metrics/global_avg_loss"] == 7.5, "the whole run's, not the rank's"
     assert {tag: value for tag, value in drawn.items() if tag.startswith("semi_sync/")} == {
         "semi_sync/inner_steps": 5.0, "semi_sync/bytes_across_groups": 100.0, "semi_sync/bytes_kept": 7.0,
     }  # fmt: skip
-    assert scalars_of({"kind": "validation", "loss": 3.0}, Account()) == {"validation_metrics/loss": 3.0}
+    assert scalars_of({"kind": "validation", "loss": 3.0}) == {"validation_metrics/loss": 3.0}
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):

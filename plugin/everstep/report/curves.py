@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.report.account import Account
-from everstep.report.checking import ACTIONS, checks
 from everstep.report.notify import Outlet
 
 SCALARS = {
@@ -106,19 +104,9 @@ class Curves(Outlet):
             sink.close()
 
 
-def scalars_of(event: dict[str, Any], account: Account) -> dict[str, float]:
-    """What is drawn of a validation, or of a commit that is heard of first; with it what the attention checks found
-    by then, and what they cost and leave."""
+def scalars_of(event: dict[str, Any]) -> dict[str, float]:
+    """What is drawn of a validation, or of a commit that is heard of first."""
     if event["kind"] == "validation":
         return {VALIDATION_LOSS: float(event["loss"])}
     scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}
-    scalars |= {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}
-    if account.current.schedules:
-        found = checks(account)
-        drawn = {
-            "findings": sum(found[f"findings_{action}"] for action in ACTIONS),
-            "ranks_unfit": found["ranks_unfit"],
-        }
-        drawn |= {"overhead": found["attention_overhead"], "rate": found["attention_rate"]}
-        scalars |= {f"attention/{name}": float(value) for name, value in drawn.items() if value is not None}
-    return scalars
+    return scalars | {tag: float(event[field]) for field, tag in SCALARS.items() if event.get(field) is not None}

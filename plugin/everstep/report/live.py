@@ -149,7 +149,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             before = now.newest
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
-                curves.put((event["step"], event["t"], scalars_of(event, now)))
+                curves.put((event["step"], event["t"], scalars_of(event)))
         say(now.troubles.sentences if first else said)  # what was over when this process began is not told
         first = False
         served["metrics"] = text(now, ft.groups, ft.min_groups)
