@@ -1,6 +1,8 @@
 """Who connects without the token costs nothing and gets nowhere; who has it gets in, whatever the others do."""
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -50,6 +52,19 @@ def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
     assert threading.active_count() <= threads + 1
     for one in crowd:
         one.close()
+
+
+def test_who_opens_a_door_may_have_a_descriptor_for_each_member():
+    """A trainer has two for each other group, and the connections of its sums."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
+    server = wire.Server("127.0.0.1", TOKEN, echo, SOON)
+    try:
+        members = [wire.connect(server.address, TOKEN, SOON) for _ in range(50)]
+        assert all(member.ask({"a": 1}) == {"a": 1} for member in members)
+    finally:
+        server.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_handshake_has_one_deadline_however_busily_a_stranger_sends(monkeypatch):

@@ -8,7 +8,6 @@ restart on the same port the groups report again and the next quorum forms.
 
 import argparse
 import os
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -35,8 +34,6 @@ def serve(options: argparse.Namespace) -> None:
     """
     token, place = run_token(options.run_dir), parse_address(options.bind)
     events = EventLog(options.run_dir, None, None, "lighthouse")
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a descriptor for each group, and for strangers
     stops = collect_stops()
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, options.groups)
     gate = Gate(token, place, rules, lambda count, last: events.emit("stranger_refused", count=count, reason=last))

@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -230,9 +229,6 @@ def _settle_in() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
-    with contextlib.suppress(OSError, ValueError):  # keepers of large runs have hundreds of connections
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import math
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -124,6 +125,8 @@ class Door:
         """
         if len(token) < 16:
             raise ValueError("the run's token must have at least 16 bytes")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # there may be hundreds of members
         host = host or socket.gethostname()
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
