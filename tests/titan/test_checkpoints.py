@@ -1,4 +1,4 @@
-"""What is told of checkpoints that are written while training goes on."""
+"""Checkpoints on disk: what a torn one may not be taken for, and what is told of them."""
 
 import errno
 from types import SimpleNamespace
@@ -6,45 +6,69 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-from everstep.titan.checkpoints import write_aside
-from everstep.titan.disk import DiskCheckpoints
+from everstep.titan.disk import DiskCheckpoints, write_aside
 from everstep.titan.names import CheckpointManager
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-@pytest.fixture
-def alone():
+
+@pytest.fixture(params=["disabled", "async"])
+def manager(request, tmp_path):
+    """torchtitan's, of the only rank of a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
+    config = CheckpointManager.Config(enable=True, interval=10, async_mode=request.param)
+    parts = {"model_parts": [torch.nn.Linear(3, 2)], "optimizers": {}, "lr_schedulers": {}, "dataloader": {}}
+    manager = CheckpointManager(config, **parts, states={}, sd_adapter=None, base_folder=str(tmp_path))
+    yield manager
+    manager.close()
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_other(alone, tmp_path, monkeypatch, mode):
+def raises(error):
+    def refused(*args, **kwargs):
+        raise error
+
+    return refused
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monkeypatch):
+    write_aside(manager, 0, "a")
+
+    def saved_at_last():
+        manager.save(10)
+        manager.maybe_wait_for_saving()
+        return [path.name for path in (tmp_path / "checkpoint").iterdir()]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "finish", raises(OSError("disk full")))
+        with pytest.raises(CheckpointException, match="disk full"):
+            saved_at_last()
+    manager.save_future = None
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["writing-trainer-0-a"]
+    assert manager._find_load_step() == -1
+    write_aside(manager, 0, "b")
+    assert saved_at_last() == ["step-10"]
+    assert manager._find_load_step() == 10
+
+
+def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_other(tmp_path, manager, monkeypatch):
     """The disk is full at step 10, and has room again at 20; the name of step 30 is taken."""
-    config = CheckpointManager.Config(enable=True, interval=10, async_mode=mode)
-    further = {"model_parts": [torch.nn.Linear(4, 4)], "optimizers": {}, "lr_schedulers": {}, "dataloader": {}}
-    manager = CheckpointManager(config, **further, states={}, sd_adapter=None, base_folder=str(tmp_path))
-    told, here = [], tmp_path / "checkpoint"
+    told = []
     place = SimpleNamespace(
         events=SimpleNamespace(emit=lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))),
         files=SimpleNamespace(beat=lambda *said: None),
     )
-    disk = DiskCheckpoints(
-        SimpleNamespace(config=SimpleNamespace(checkpoint=config), checkpointer=manager, place=place)
-    )
+    config = SimpleNamespace(checkpoint=SimpleNamespace(enable=True))
+    disk = DiskCheckpoints(SimpleNamespace(config=config, checkpointer=manager, place=place))
     write_aside(manager, 0, "life")
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", full)
+        patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))
         disk.save(10, 10)
         manager.maybe_wait_for_saving()
-    (here / "step-30").touch()
+    (tmp_path / "checkpoint" / "step-30").touch()
     for step in (20, 25, 30, 40):
         disk.save(step, step)
     manager.maybe_wait_for_saving()
@@ -57,4 +81,3 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     assert "No space left" in told[0][2]
     assert "GiB free there" in told[0][2]
     assert "Not a directory" in told[2][2]
-    manager.close()

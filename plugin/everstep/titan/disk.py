@@ -1,26 +1,41 @@
-"""A trainer's checkpoints on disk: which one a run goes on from, and when one is written."""
+"""A trainer's checkpoints on disk: which one a run goes on from, when one is written, and when it gets its name."""
 
+import dataclasses
 import functools
 import re
 import shutil
 import time
 import traceback
-from collections.abc import Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
+from everstep.foreign import replace
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.titan import private
 from everstep.titan.data.slots import SlotSource
-from everstep.titan.group import all_in_group
+from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
-from everstep.titan.parts import WORKERS, checkpoints_in, give_up, read_alone, tensors_in, workers_in
+from everstep.titan.parts import (
+    FIRST,
+    WORKERS,
+    Parts,
+    checkpoints_in,
+    give_up,
+    put_in_place,
+    read_alone,
+    tensors_in,
+    workers_in,
+)
 
 HISTORY = "history"
 DATA_BEGAN = "data_began_after"
@@ -219,3 +234,60 @@ def _room(folder: str) -> str:
         return f" ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free there)"
     except OSError:  # object storage
         return ""
+
+
+def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
+    """Have torchtitan's checkpoint manager write aside: a checkpoint gets its name when it is whole. A group that is
+    killed while it writes leaves nothing that could be taken for a checkpoint, and two that write the same step, in
+    two histories, do not mix their files. Another manager, or one of a folder that is no local one, stays as it is.
+
+    Args:
+        life: names the folder that this group writes to; another one after every start. What earlier starts of the
+            group have left half written is removed.
+        parts: of a semi-synchronous run.
+    """
+    if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
+        if parts is not None and manager.enable:
+            why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
+            raise TrainerEnds(USAGE_EXIT, why)
+        return
+    aside, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
+    for left in Path(manager.folder).glob(f"{aside}*") if is_first else ():
+        shutil.rmtree(left, ignore_errors=True)
+
+    def save_aside(state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        target = Path(checkpoint_id)
+        draft, put = target.with_name(aside + life), functools.partial(put_in_place, target=target)
+        if parts is not None and WORKERS in state_dict:
+            folder, name = parts.folder(target), FIRST
+            if TRAIN_STATE not in state_dict:
+                draft = target.with_name(f"{draft.name}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
+                name = f"{folder.name}-{draft.name}"
+            put = functools.partial(parts.bring, folder=folder, name=name, target=target)
+        if is_first:  # the others write after a collective that rank 0 has not come to yet
+            shutil.rmtree(draft, ignore_errors=True)
+        name_it = functools.partial(put, draft) if is_first else lambda: None
+        begun = save(manager, state_dict, str(draft), *args, **kwargs)
+        if isinstance(begun, AsyncSaveResponse):
+            return dataclasses.replace(begun, upload_completion=_named(begun.upload_completion, name_it))
+        if isinstance(begun, Future):
+            return _named(begun, name_it)
+        dist.barrier()  # what is written in another format is put together by all ranks
+        error = ""
+        try:
+            name_it()
+        except OSError as failed:
+            error = str(failed)
+        if sum_in_group(bool(error)):
+            raise not_saved(error or f"{target} could not get its name")
+        return begun
+
+    replace(manager, "dcp_save", save_aside)
+
+
+def _named(written: Future, name_it: Callable[[], None]) -> Future:
+    """Ends once what is being written has its name."""
+    executor = ThreadPoolExecutor(1, "naming")
+    named = executor.submit(lambda: (written.result(), name_it()))
+    executor.shutdown(wait=False)
+    return named

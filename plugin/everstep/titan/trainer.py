@@ -27,9 +27,8 @@ from everstep.snapshot.segment import run_id
 from everstep.step.attempt import Turn
 from everstep.step.interfaces import OutOfData
 from everstep.titan import attention, cpu, exactness
-from everstep.titan.checkpoints import write_aside
 from everstep.titan.data.binding import bind_data
-from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints
+from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints, write_aside
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.participation import Participation
