@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 
 from everstep.launch.view import RunState
 from everstep.report import metrics
@@ -130,6 +131,13 @@ def test_a_disk_that_takes_a_part_of_an_event_costs_that_one(tmp_path, capsys):
     assert [event["kind"] for event in read_events(tmp_path)] == ["before", "after"]
     assert [event["kind"] for event in log.unwritten] == ["torn", "refused"]
     assert "No space left" in capsys.readouterr().err
+
+
+def test_what_a_host_slept_is_in_the_dates(tmp_path, monkeypatch):
+    log, clock = EventLog(tmp_path, None, None, "chaos"), time.clock_gettime
+    before = log.emit("before")["t"]
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 3600 * (which == time.CLOCK_BOOTTIME))
+    assert 3600 < log.emit("after")["t"] - before < 3660
 
 
 def test_a_full_disk_costs_the_event_and_is_said_once(tmp_path, capsys):

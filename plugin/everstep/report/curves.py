@@ -19,9 +19,6 @@ SCALARS = {
     "lr": "lr",
     "tokens": "tokens",
     "took_s": "time_metrics/end_to_end(s)",
-    "inner_steps": "semi_sync/inner_steps",
-    "payload_bytes": "semi_sync/bytes_across_groups",
-    "kept_bytes": "semi_sync/bytes_kept",
 }
 """Fields of `commit` events, with torchtitan's names for them. What else torchtitan measures, of the rank that told of
 the commit, is in its field `metrics` by those names."""

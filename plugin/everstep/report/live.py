@@ -64,8 +64,7 @@ class Teller:
             except OSError as error:
                 print(f"everstep: no figures on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
         fds = {name: one.fileno() for name, one in self._sockets.items()}
-        asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds}
-        self._asked = json.dumps(asked).encode() + b"\n"
+        self._asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds, "told": 0.0}
         self._run_dir = run_dir
         self._process = self._start()
 
@@ -78,7 +77,7 @@ class Teller:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended by now
-            process.stdin.write(self._asked)
+            process.stdin.write(json.dumps(self._asked).encode() + b"\n")
             process.stdin.flush()
         return process
 
@@ -86,7 +85,9 @@ class Teller:
         """To be called now and then. Raises OSError if there is no room for a process."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            if self._process.poll() is not None:
+            if self._process.poll() is None:
+                self._asked["told"] = time.time() - LOOK_S
+            else:
                 self._process = self._start()
 
     def close(self) -> None:
@@ -101,7 +102,9 @@ class Teller:
             one.close()
 
 
-def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int]) -> None:
+def tell(
+    run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int], told: float = 0.0
+) -> None:
     """Tell of a run, as its config asks for, until stdin ends.
 
     Events are read once. Curves begin with the run's newest start, as those of earlier ones are drawn already; on a
@@ -110,6 +113,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
 
     Args:
         fds: the listening sockets of "page" and "metrics", if they are wanted.
+        told: up to which wall time in seconds the webhook was told of what began.
     """
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
@@ -150,9 +154,12 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event)))
-        say(now.troubles.sentences if first else said)  # what was over when this process began is not told
+        if first:  # what was over when this process began is not told
+            said = [one.sentence for one in now.troubles.now.values() if one.event["t"] > told]
+        say(said)
         first = False
-        served["metrics"] = text(now, ft.groups, ft.min_groups)
+        if "metrics" in fds:
+            served["metrics"] = text(now, ft.groups, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()
             write(now)

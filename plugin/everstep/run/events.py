@@ -67,8 +67,9 @@ class EventLog:
         self._complained = False
         self.unwritten: list[dict[str, Any]] = []
         """The newest events that the disk refused, for who wants to tell them otherwise."""
-        # The wall clock of a host may be set while we run; what happened did not happen in another order.
-        self._wall, self._mono = time.time(), time.monotonic()
+        # The wall clock of a host may be set while we run; what happened did not happen in another order. A host may
+        # also sleep meanwhile, which the monotonic clock leaves out.
+        self._booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
         # The last writer may have died inside a line, or a full disk taken a part of one: ours must not continue it.
@@ -77,10 +78,9 @@ class EventLog:
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
         """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0, or has a reason to tell.
         `step` is the committed step worked on, counted from 1."""
-        mono = time.monotonic()
         event = {
-            "t": self._wall - self._mono + mono,
-            "mono": mono,
+            "t": self._booted + time.clock_gettime(time.CLOCK_BOOTTIME),
+            "mono": time.monotonic(),
             **self._head,
             "step": step,
             "kind": kind,
