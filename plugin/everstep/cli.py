@@ -6,7 +6,7 @@ command is given, so `everstep --help` answers at once.
 
 import contextlib
 import difflib
-import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from everstep.run.directory import LaunchError
 BROKEN_PIPE_EXIT = 141
 """What a shell gives for a command that died of SIGPIPE."""
 INTERRUPTED_EXIT = 130
+STACK = ("torch", "torchtitan", "torchft", "numpy", "tyro")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ def _usage() -> str:
     return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."])
 
 
+def _versions() -> str:
+    found = [f"python {sys.version.split()[0]}"]
+    for name in STACK:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} is missing")
+    return f"everstep {everstep.__version__} ({', '.join(found)})"
+
+
 def _dispatch(args: Sequence[str]) -> int:
     name = args[0] if args else ""
     if name == "help" and len(args) > 1:
@@ -64,9 +75,7 @@ def _dispatch(args: Sequence[str]) -> int:
         print(f"Everstep {everstep.__version__}: pretraining with torchtitan that nothing stops.\n\n{_usage()}")
         return 0 if name else 2
     if name in ("-V", "--version", "version"):
-        from everstep.commands.version import versions
-
-        print(versions())
+        print(_versions())
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)

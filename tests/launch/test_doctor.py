@@ -5,6 +5,7 @@ import json
 import pytest
 
 from everstep.launch import doctor
+from everstep.run.devices import VISIBLE, visible
 from watched import everstep
 
 
@@ -27,6 +28,11 @@ def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdi
     assert line.verdict == verdict
     assert what in line.found
     assert ("bind_host" in line.advice) == (verdict != "ok")
+
+
+def test_gpus_that_only_a_variable_names_are_none(monkeypatch):
+    monkeypatch.setenv(VISIBLE, "0,1,7,8")
+    assert visible(2) == ["0", "1"]
 
 
 CONFIG = """

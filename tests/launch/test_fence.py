@@ -52,6 +52,7 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     ended = old.events("agent_ended", status="fenced")[0]
     assert ended["t"] < second["t"]
     assert new.process.poll() is None
+    assert agent("--training.steps", "1000000", job=7, restart=1).process.wait(DEADLINE_S) == FENCED_EXIT, "it runs"
 
 
 def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path):

@@ -29,6 +29,23 @@ def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
     assert slurm.alive_jobs(run_dir) == {"groups": "7"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "exports"),
+    [
+        ([], "ALL,EVERSTEP="),
+        (["--export", "NONE"], "EVERSTEP="),
+        (["--export=ALL,MINE=1"], "ALL,MINE=1,EVERSTEP="),
+    ],
+)
+def test_a_job_knows_its_everstep_whatever_else_it_is_to_know(tmp_path, flags, exports):
+    submission = slurm.Submission(tmp_path / "run.toml", tmp_path, 1, sbatch_flags=["-p", "gpu", *flags])
+    words = submission.commands()["groups"]
+    (told,) = [word for word in words if word.startswith("--export")]
+    assert told.startswith(f"--export={exports}/")
+    assert words[words.index("-p") + 1] == "gpu"
+    assert "NONE" not in words
+
+
 def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):
     assert "there is no squeue here" in slurm.stop(tmp_path)
     assert stop_file(tmp_path).exists()

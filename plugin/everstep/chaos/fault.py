@@ -20,20 +20,14 @@ class Injection:
     procs: list[Proc]
     """They get `signum`."""
     signum: Signals = SIGKILL
-    target_group: int | list[int] | None = None
-    """The group or groups it hits; None when it hits something else."""
+    groups: list[int] = field(default_factory=list)
+    """The groups it hits; none when it hits something else."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Whatever else its event should say."""
     lasts_s: float = 0.0
     """After so long the processes, which it stops, go on. 0: it does not end."""
     segments: list[Segment] = field(default_factory=list)
     """Memory that is lost with them."""
-
-    @property
-    def groups(self) -> list[int]:
-        if isinstance(self.target_group, int):
-            return [self.target_group]
-        return list(self.target_group or ())
 
 
 @dataclass(kw_only=True)

@@ -48,7 +48,7 @@ def _hit_worker(fault: Fault, target: Target, choose: random.Random, *, signum: 
     worker = choose.choice(workers) if fault.rank is None else workers[fault.rank]
     lasts_s = fault.duration_s if signum == SIGSTOP else 0.0
     told = {"target_rank": worker.rank}
-    return Injection(procs=[worker], signum=signum, target_group=group, fields=told, lasts_s=lasts_s)
+    return Injection(procs=[worker], signum=signum, groups=[group], fields=told, lasts_s=lasts_s)
 
 
 def _why_no_worker(fault: Fault, run: View) -> str | None:
@@ -86,7 +86,7 @@ def _kill_host(fault: Fault, target: Target, choose: random.Random) -> Injection
     group = fault.victim(target.run, choose)
     return Injection(
         procs=[*target.run.workers(group), *target.keepers(group)],
-        target_group=group,
+        groups=[group],
         segments=own_segments(target.run_dir, target.run.keepers(group)),
     )
 
@@ -98,7 +98,7 @@ def _kill_lighthouse(fault: Fault, target: Target, choose: random.Random) -> Inj
 def kill_workers(target: Target, groups: list[int]) -> Injection:
     """All workers of these groups at once."""
     workers = [worker for group in groups for worker in target.run.workers(group)]
-    return Injection(procs=workers, target_group=groups if len(groups) > 1 else groups[0])
+    return Injection(procs=workers, groups=groups)
 
 
 def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:

@@ -40,9 +40,10 @@ class Runner:
 
     def _inject(self, fault: Fault, choose: random.Random) -> None:
         injection = FAULTS[fault.name].plan(fault, self.target, choose)
-        named = {"fault": fault.name, "target_group": injection.target_group}
+        groups = injection.groups
+        named = {"fault": fault.name, "target_group": groups[0] if len(groups) == 1 else groups or None}
         lasts: dict[str, Any] = {"lasts_s": injection.lasts_s} if injection.lasts_s else {}
-        self.target.run.hit(injection.groups)
+        self.target.run.hit(groups)
         self._events.emit("fault", **named, pids=[proc.pid for proc in injection.procs], **injection.fields, **lasts)
         self.target.signal(injection.procs, injection.signum)
         for segment in injection.segments:

@@ -49,10 +49,10 @@ class Agent:
 def agent(command: Agent, flags: Sequence[str]) -> int:
     """`everstep agent`; returns the exit status."""
     from everstep.launch.agent import run_agent
-    from everstep.launch.machine import local_host
     from everstep.launch.prepare import settled
     from everstep.launch.settings import GroupSettings
     from everstep.launch.slurm import allocation
+    from everstep.quorum.interface import interface_of
 
     run_dir = command.run_dir.resolve()
     given = ("group", "restart", "nodes", "node_rank")
@@ -68,7 +68,7 @@ def agent(command: Agent, flags: Sequence[str]) -> int:
             run_dir=run_dir,
             groups=prepared.groups,
             ranks=command.ranks,
-            host=command.host or section.bind_host or local_host(),
+            host=command.host or section.bind_host or interface_of("").address,
             fault_tolerance=section,
             **place,
         )

@@ -126,7 +126,7 @@ def submit(command: Submit, flags: Sequence[str]) -> int:
         ranks_per_node=command.ranks_per_node,
     )
     if command.dry_run:
-        print(slurm.describe_commands(submission))
+        print(*map(shlex.join, submission.commands().values()), sep="\n")
     else:
         print(slurm.describe_submission(submission, slurm.submit(submission)))
     return 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import doctor as room
-from everstep.launch.machine import local_host
 from everstep.launch.prepare import Line, Order, prepared
+from everstep.quorum.interface import interface_of
 from everstep.run.directory import LaunchError
 
 
@@ -58,7 +58,7 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
     except LaunchError as error:
         lines = [Line("config", "error", str(error), "change the file, or the flag")]
     else:
-        host = found.fault_tolerance.bind_host or local_host()
+        host = found.fault_tolerance.bind_host or interface_of("").address
         lines = list(room.examine(found, command.nodes_per_group, run_dir, host))
     print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
     return int(room.broken(lines))

@@ -139,7 +139,7 @@ class Group:
         if self._heart is None:  # it has not come so far
             return
         self._heart.beat(phase)
-        if self.settings.shared:  # other hosts look as well
+        if self.settings.job or self.settings.nodes > 1:  # other hosts look as well
             run_dir, group, node_rank = self.settings.run_dir, self.settings.group, self.settings.node_rank
             push([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])
 

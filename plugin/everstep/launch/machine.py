@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everstep.launch.scarce import is_scarce
-from everstep.quorum.interface import interface_of
 from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
@@ -18,11 +17,6 @@ PORTS = range(20_000, 32_000)
 """Below the ports of Linux's outgoing connections: the lighthouse must get its own back."""
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_FREE_BYTES = 64 << 20
-
-
-def local_host() -> str:
-    """The address at which other machines of a cluster reach this one."""
-    return interface_of("").address
 
 
 def devices_of_group(visible: Sequence[str], group: int, ranks: int) -> str | None:

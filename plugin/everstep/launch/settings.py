@@ -44,11 +44,6 @@ class GroupSettings:
         return Claim(self.job, self.restart)
 
     @property
-    def shared(self) -> bool:
-        """Whether other hosts look for the group's beats."""
-        return self.job > 0 or self.nodes > 1
-
-    @property
     def worker_argv(self) -> list[str]:
         """What a worker of this group is started with: the settled config, and its place in the run."""
         return [

@@ -56,20 +56,34 @@ class Submission:
     def commands(self) -> dict[str, list[str]]:
         """The sbatch commands, by job, as they are run."""
         name, logs = self.config.stem, self.run_dir / "logs"
-        here = f"--export=ALL,EVERSTEP={Path(sys.executable).with_name('everstep')}"
         common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
-        sbatch = ["sbatch", "--parsable", here]
+        sbatch = ["sbatch", "--parsable"]
         array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
             "lighthouse": [
                 *sbatch, f"--job-name={name}-lighthouse", f"--output={logs}/lighthouse-job.log",
-                *self.lighthouse_flags, str(SCRIPTS / "lighthouse.sbatch"), *common, *["--page"] * self.page,
+                *_exporting(self.lighthouse_flags),
+                str(SCRIPTS / "lighthouse.sbatch"), *common, *["--page"] * self.page,
             ],
             "groups": [
-                *sbatch, *array, "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log", *self.sbatch_flags,
+                *sbatch, *array, "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log",
+                *_exporting(self.sbatch_flags),
                 str(SCRIPTS / "train.sbatch"), *common, "--ranks", str(self.ranks_per_node),
             ],
         }  # fmt: skip
+
+
+def _exporting(flags: Sequence[str]) -> list[str]:
+    """sbatch's flags, with which a job knows this Everstep, whatever else they have it know."""
+    others, given, words = list[str](), "ALL", iter(flags)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name == "--export":
+            given = value if has_value else next(words, given)
+        else:
+            others.append(word)
+    ours = f"EVERSTEP={Path(sys.executable).with_name('everstep')}"
+    return [f"--export={ours}" if given in ("NONE", "NIL") else f"--export={given},{ours}", *others]
 
 
 def job_file(run_dir: Path) -> Path:
@@ -220,10 +234,6 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
             target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
         target.append(flag)
     return slurm, titan
-
-
-def describe_commands(submission: Submission) -> str:
-    return "\n".join(shlex.join(command) for command in submission.commands().values())
 
 
 def _sbatch(command: Sequence[str]) -> str:

@@ -14,4 +14,4 @@ use it."""
 def visible(found: int) -> list[str]:
     """Names, as in `VISIBLE`, of the GPUs of which this process sees `found`."""
     names = os.environ.get(VISIBLE, "")
-    return names.split(",") if names and found else [str(index) for index in range(found)]
+    return names.split(",")[:found] if names else [str(index) for index in range(found)]

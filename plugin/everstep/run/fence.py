@@ -80,8 +80,12 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
     with locked(path):
         before = read_typed(_Fence, path)
         if before and before.claim > claim:
-            raise Fenced(f"group {group} was started again as {before.claim} on {before.host}")
-        if not hold_alone(path.with_suffix(".alive")) and before and before.claim == claim:
+            raise Fenced(
+                f"group {group} was started again as {before.claim} on {before.host}; if that start is over for good, "
+                f"on another cluster say, remove {path}"
+            )
+        alone = hold_alone(path.with_suffix(".alive"))
+        if not alone and before and before.claim == claim:
             raise Fenced(
                 f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
                 f"place, give a higher --restart than {claim.restart}"
@@ -89,6 +93,8 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         write_json(path, asdict(_Fence(claim, socket.gethostname(), os.getpid())))
     while before and before.claim != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
+    if not alone:  # the one before had it
+        hold_alone(path.with_suffix(".alive"))
 
 
 def _is_gone(run_dir: Path, group: int) -> bool:
