@@ -69,3 +69,16 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
     assert spent == {"productive": 9 + 10}, "it did not start up before it came"
     assert figures["restarting_s"] == 0, "nobody died"
     assert figures["badput"]["idle"] == 0, "only one group was there at first"
+
+
+def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so():
+    """With its host its agent is gone too, and tells of no death."""
+    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=9).start(0, 0, 1)
+    run.commit(10, 1, [0, 1]).commit(20, 2, [0])
+    account = read(run.events)
+    assert [group.alive for group in account.current.groups.values()] == [True, False]
+    run.start(50, 1, step=3).add(60, "quorum", 1, 3, wait_s=1.0)
+    account = read(run.events)
+    assert all(group.alive for group in account.current.groups.values())
+    spent = {state: seconds for state, seconds in account.times()["time_by_group"]["1"].items() if seconds}
+    assert spent == {"productive": 10 + 9, "stalled": 10, "restarting": 30, "waiting": 1}

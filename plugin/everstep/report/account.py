@@ -128,6 +128,9 @@ class Account:
                 commit.continued |= group.committed
                 group.history, group.committed = commit.history, True
                 if self.newest is not before:
+                    for gone in {*before.groups} - {*commit.groups} if before else ():
+                        if gone in session.groups:
+                            session.groups[gone].lose(commit.t)
                     session.ends.clear()
                     session.done = None
                     self.faults.committed(commit, session)

@@ -63,6 +63,7 @@ class Group:
             case "quorum":
                 self._until(t - (event.get("wait_s") or 0.0), self._usual)
                 self._until(t, "waiting")
+                self.alive = True
             case "quorum_failed" | "waiting_for_state":
                 self._until(t, "waiting")
             case "heal":
@@ -86,6 +87,12 @@ class Group:
                     self._until(t, self._usual)
                 self.alive, self.ended = False, True
                 self.given_up = event["reason"] if event.get("status") == "failed" else None
+
+    def lose(self, t: float) -> None:
+        """The others went on without it: its host may be gone, and then nobody says so."""
+        if self.alive:
+            self._until(t, "stalled")
+            self.alive = False
 
     def close(self, end: float) -> None:
         """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
