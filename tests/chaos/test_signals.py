@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from everstep.chaos import signals
-from everstep.chaos.kinds import own_segments
+from everstep.chaos.fault import Fault
+from everstep.chaos.kinds import FAULTS, own_segments
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc, View
 from everstep.run.directory import LaunchError, holder_of
@@ -81,6 +82,8 @@ def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_pa
     )
     view.hit(hit)
     assert view.candidates(1) == candidates
+    if candidates:
+        assert "no rank 5" in FAULTS["kill-worker"].why_not(Fault(name="kill-worker", rank=5), view)
 
 
 def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):

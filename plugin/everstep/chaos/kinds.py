@@ -52,8 +52,9 @@ def _hit_worker(fault: Fault, target: Target, choose: random.Random, *, signum: 
 
 
 def _why_no_worker(fault: Fault, run: View) -> str | None:
-    if fault.rank is not None and fault.group is not None and fault.rank >= len(run.workers(fault.group)):
-        return f"group {fault.group} has no rank {fault.rank}"
+    groups = run.candidates() if fault.group is None else [fault.group]
+    if fault.rank is not None and any(fault.rank >= len(run.workers(group)) for group in groups):
+        return f"group {groups[0]} has no rank {fault.rank}"
     return fault.why_no_group(run)
 
 

@@ -60,7 +60,7 @@ class Runner:
             try:
                 self.target.signal(stopped, SIGCONT)
                 self._events.emit("fault_undone", **named)
-            except LaunchError as error:
+            except (LaunchError, OSError) as error:
                 self._events.emit("fault_undo_failed", **named, reason=str(error))
         return bool(self._held)
 
