@@ -130,7 +130,7 @@ class Account:
                 if self.newest is not before:
                     for gone in {*before.groups} - {*commit.groups} if before else ():
                         if gone in session.groups:
-                            session.groups[gone].lose(commit.t)
+                            session.groups[gone].lose(commit.t, before.t)
                     session.ends.clear()
                     session.done = None
                     self.faults.committed(commit, session)

@@ -88,9 +88,10 @@ class Group:
                 self.alive, self.ended = False, True
                 self.given_up = event["reason"] if event.get("status") == "failed" else None
 
-    def lose(self, t: float) -> None:
-        """The others went on without it: its host may be gone, and then nobody says so."""
-        if self.alive:
+    def lose(self, t: float, before: float) -> None:
+        """The others went on from their step of `before` to that of `t` without it: its host may be gone, and then
+        nobody says so. One that was started meanwhile is not lost."""
+        if self.alive and self.ready_t < before:
             self._until(t, "stalled")
             self.alive = False
 
