@@ -87,7 +87,7 @@ def test_status_and_view(run_dir):
     ],
 )  # fmt: skip
 def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line):
-    told = Timeline()
+    told = Timeline().add(0, "run_started", role="supervisor", groups=3)
     for group in range(3):
         told.add(0.5, "keeper_found", group, None, host="abc"[group], pid=7, address="h:1")
     for step in range(1, 9):
@@ -96,6 +96,20 @@ def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line)
     kind, step, fields = event
     told.add(9.0, kind, 0, step, **fields)
     assert read(told.events).protection.line() == line
+
+
+def test_a_snapshot_that_is_lost_protects_no_more():
+    """As when all hosts are lost and the run goes back to a checkpoint, in the same start or the next one's."""
+    run = Timeline().start(0, 0)
+    for step in (1, 2, 3, 4):
+        run.commit(float(step), step, groups=(0,))
+    run.add(4.5, "snapshot_protected", 0, 4, members=[0], survives=0, exposed=[0])
+    assert read(run.events).protection.line().startswith("protected: step 4, 0 steps old")
+    again = [*run.events]
+    assert read(run.start(6, 0, step=3).commit(7.0, 3, groups=(0,)).events).protection.line() == ""
+    ended = {"role": "agent", "group": 0, "rank": None, "step": None, "mono": 0.0}
+    again += [ended | {"t": 5.0, "kind": "agent_ended", "status": "stopped", "reason": ""}]
+    assert read([*again, ended | {"t": 6.0, "kind": "agent_up", "pid": 7}]).protection.line() == ""
 
 
 def test_a_run_whose_snapshots_all_failed_is_unprotected():

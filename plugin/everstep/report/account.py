@@ -99,7 +99,7 @@ class Account:
         self.current.close()
         self.sessions.append(Session(t, t))
         self.taking_part.clear()
-        self.troubles = Troubles()
+        self.troubles, self.protection = Troubles(), Protection()
 
     def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any] | None:
         """Take note of what speaks for a group; what earlier events add to it."""
@@ -128,16 +128,22 @@ class Account:
                 commit.continued |= group.committed
                 group.history, group.committed = commit.history, True
                 if self.newest is not before:
-                    for gone in {*before.groups} - {*commit.groups} if before else ():
-                        if gone in session.groups:
-                            session.groups[gone].lose(commit.t, before.t)
-                    session.ends.clear()
-                    session.done = None
-                    self.faults.committed(commit, session)
-                    insort(session.commits, commit, key=lambda one: one.t)
-                    self.taking_part = set(commit.groups)
+                    self._made(commit, before, session)
                 return commit.apart()
         return None
+
+    def _made(self, commit: Commit, before: Commit | None, session: Session) -> None:
+        """Take note of a step that was made after another."""
+        for number, group in session.groups.items():
+            if before is not None and number in before.groups and number not in commit.groups:
+                group.lose(commit.t, before.t)
+        if commit.step <= self.protection.step:  # with that snapshot the run had not gone back
+            self.protection.step, self.protection.committed = 0, commit.step
+        session.ends.clear()
+        session.done = None
+        self.faults.committed(commit, session)
+        insort(session.commits, commit, key=lambda one: one.t)
+        self.taking_part = set(commit.groups)
 
     @property
     def status(self) -> str:

@@ -29,8 +29,6 @@ class Protection:
         """Take note of one event, of any kind and rank."""
         group, step = event.get("group"), event.get("step") or 0
         match event["kind"]:
-            case "run_started":
-                self.committed, self.step, self._failed = 0, 0, False
             case "snapshot_failed" | "snapshot_unprotected":
                 self._failed = True
             case "commit":
