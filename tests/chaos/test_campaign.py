@@ -10,8 +10,8 @@ import pytest
 from everstep.chaos.campaign import read_campaign
 from everstep.chaos.kinds import FAULTS
 from everstep.report.score import score
-from everstep.run.directory import LaunchError
-from watched import LOSS_TOLERANCE, environment, write_config
+from everstep.run.directory import LaunchError, holder_of
+from watched import LOSS_TOLERANCE, environment, until, write_config
 
 CAMPAIGN = Path(__file__).resolve().parents[2] / "configs" / "chaos" / "every-kind.toml"
 
@@ -54,12 +54,20 @@ def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path):
         attention_check={"enable": True, "frequency": 1.0},
     )
     run_dir = tmp_path / "run"
-    words = ["everstep.chaos.trial", config, "--run-dir", run_dir, "--verify", "--campaign", CAMPAIGN]
-    command = [sys.executable, "-m", *map(str, words)]
-    # A run directory that others could write to would be refused.
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, umask=0)
-    figures, said = score(run_dir, tmp_path / "run-reference"), done.stdout + done.stderr
-    assert done.returncode == 0, said
+
+    def start(*words):
+        command = [sys.executable, "-m", "everstep.cli", *map(str, words)]
+        # A run directory that others could write to would be refused.
+        return subprocess.Popen(command, env=environment(), stdout=log, stderr=log, umask=0)
+
+    with (tmp_path / "log").open("w") as log:
+        broken = start("run", config, "--run-dir", run_dir)
+        until(lambda: (run_dir / "config.toml").exists() and holder_of(run_dir), "the run to be there")
+        chaos = start("chaos", run_dir, "--campaign", CAMPAIGN)
+        statuses = [chaos.wait(), broken.wait(), start("run", config, "--run-dir", tmp_path / "whole").wait()]
+    said = (tmp_path / "log").read_text()
+    assert statuses == [0, 0, 0], said
+    figures = score(run_dir, tmp_path / "whole")
     assert figures["status"] == "done", said
     assert figures["last_step"] == figures["steps"] == figures["loss_delta_steps"] == steps, said
     assert (figures["samples_lost"], figures["samples_repeated"], figures["attempts_thrown_away"]) == (0, 0, 0), said

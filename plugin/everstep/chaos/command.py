@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,6 @@ from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import FAULTS, require, why_never
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Schedule
-from everstep.chaos.target import Target
 from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
 from everstep.run.stops import collect_stops
@@ -27,8 +26,16 @@ UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """What to do to a run, and when."""
+class Chaos:
+    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
+
+    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
+    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
+    that (kill-all).
+    """
+
+    run_dir: tyro.conf.Positional[Path | None] = None
+    """The run directory of a run that is going on."""
 
     every: float | None = None
     """Seconds between faults. The first comes so long after the first step."""
@@ -46,46 +53,8 @@ class Plan:
     campaign: Path | None = None
     """A TOML file that says which fault comes at which step or time."""
 
-
-@dataclass(kw_only=True)
-class Chaos(Plan):
-    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
-
-    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
-    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
-    that (kill-all).
-    """
-
-    run_dir: tyro.conf.Positional[Path | None] = None
-    """The run directory of a run that is going on."""
-
     list: bool = False
     """Show every kind of fault and what it breaks, and end."""
-
-
-def settle(plan: Plan) -> tuple[Schedule, list[Fault], float | None]:
-    """The schedule of a plan, the faults of it that the run has to allow, which were asked for by their names, and for
-    how many seconds to inject. Raises LaunchError for what makes no sense; there need not be a run yet."""
-    campaign = read_campaign(plan.campaign) if plan.campaign else Campaign([])
-    if plan.every is None and not campaign.faults:
-        raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
-    if plan.every is not None and plan.every <= 0:
-        raise LaunchError("--every must be more than 0 seconds.")
-    names = plan.faults.split(",") if plan.faults else DEFAULT_FAULTS
-    if names != ["all"]:
-        require(names)
-    faults = [Fault(name=name) for name in (FAULTS if names == ["all"] else names)]
-    schedule = Schedule(campaign.faults, campaign.seed if plan.seed is None else plan.seed, plan.every, faults)
-    asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
-    return schedule, asked, seconds(plan.for_) if plan.for_ else None
-
-
-def runner_of(target: Target, schedule: Schedule, asked: list[Fault]) -> Runner:
-    """Raises LaunchError for a kind of fault that this run never allows."""
-    for fault in asked:
-        if reason := why_never(fault, target):
-            raise LaunchError(f"{reason}.")
-    return Runner(target, schedule)
 
 
 def chaos(command: Chaos, flags: Sequence[str]) -> int:
@@ -95,29 +64,42 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
     if command.list:
         print(listing())
         return 0
+    schedule, asked = _plan(command)
+    for_s = seconds(command.for_) if command.for_ else None
     if command.run_dir is None:
         raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
-    schedule, asked, for_s = settle(command)
-    runner = runner_of(find_target(command.run_dir), schedule, asked)
-    stops = collect_stops()
-    _, unmet = inject(runner, for_s, lambda: bool(stops))
-    return int(bool(unmet))
-
-
-def inject(runner: Runner, for_s: float | None, stopping: Callable[[], bool]) -> tuple[str, list[str]]:
-    """Inject, telling on stdout what happens; returns why it ended (see `drive`), and a sentence, said on stderr too,
-    for each fault that should have been and was not."""
-    begin = time.monotonic()
+    target = find_target(command.run_dir)
+    for fault in asked:
+        if reason := why_never(fault, target):
+            raise LaunchError(f"{reason}.")
+    runner, stops, begin = Runner(target, schedule), collect_stops(), time.monotonic()
 
     def say(event: dict) -> None:
         if event["kind"] in SHOWN and (line := describe(event)):
-            print(f"{time.monotonic() - begin:8.1f} s  step {runner.target.run.step:5}  {line}", flush=True)
+            print(f"{time.monotonic() - begin:8.1f} s  step {target.run.step:5}  {line}", flush=True)
 
-    why = drive(runner, say, for_s, stopping)
-    unmet = runner.schedule.unmet() if why != "stopped" else []
+    why = drive(runner, say, for_s, lambda: bool(stops))
+    unmet = schedule.unmet() if why != "stopped" else []
     print(f"{runner.injected} faults in {time.monotonic() - begin:.0f} s.", flush=True)
     print(*unmet, sep="\n", end="\n" if unmet else "", file=sys.stderr)
-    return why, unmet
+    return int(bool(unmet))
+
+
+def _plan(command: Chaos) -> tuple[Schedule, list[Fault]]:
+    """The schedule, and the faults of it that the run has to allow, which were asked for by their names. Raises
+    LaunchError for what makes no sense."""
+    campaign = read_campaign(command.campaign) if command.campaign else Campaign([])
+    if command.every is None and not campaign.faults:
+        raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
+    if command.every is not None and command.every <= 0:
+        raise LaunchError("--every must be more than 0 seconds.")
+    names = command.faults.split(",") if command.faults else DEFAULT_FAULTS
+    if names != ["all"]:
+        require(names)
+    faults = [Fault(name=name) for name in (FAULTS if names == ["all"] else names)]
+    seed = campaign.seed if command.seed is None else command.seed
+    asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
+    return Schedule(campaign.faults, seed, command.every, faults), asked
 
 
 def seconds(text: str) -> float:

@@ -201,9 +201,9 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     return [sentence for sentence, holds in broken.items() if holds]
 
 
-def summary(figures: dict[str, Any], may_stop: bool = False) -> str:
+def summary(figures: dict[str, Any]) -> str:
     """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
-    return "\n".join([_table(lines_of(figures)), *(verdict(figures, may_stop) or [KEPT])])
+    return "\n".join([_table(lines_of(figures)), *(verdict(figures) or [KEPT])])
 
 
 def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
