@@ -52,15 +52,10 @@ RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused
 def describe(event: dict) -> str:
     """One event, seen alone, as a line for people; empty for those that would only fill the screen."""
     found = trouble(event)
-    return told(event) if found is None else found.sentence
-
-
-def told(event: dict) -> str:
-    """The same of an event as it is, whatever is degraded by it."""
-    event, kind = Fields(event), event["kind"]
-    if kind in RANK_0 and event.get("rank"):
-        return ""
-    return LINES.get(kind, "").format_map(event)
+    if found is not None:
+        return found.sentence
+    repeats = event["kind"] in RANK_0 and event.get("rank")
+    return "" if repeats else LINES.get(event["kind"], "").format_map(Fields(event))
 
 
 def show_plainly(events: list[dict]) -> None:
@@ -90,8 +85,8 @@ class RunState(Account):
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         if unchecked and self.current.schedules:
             lines.append(f"attention: {covered(checks(self))}")
-        lines = lines or [line for line in [told(event)] if line and trouble(event) is None]
-        lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines]
+        lines = lines or ([describe(event)] if trouble(event) is None else [])
+        lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines if line]
         self.recent.extend(lines)
         if self.newest is not before:
             lines.append(self.progress())

@@ -66,6 +66,8 @@ class Faults:
         self._hit: dict[int | None, float] = {}
         self._up_since: dict[int, float] = {}
         self._dead: set[int] = set()
+        self.kills = 0
+        """Injected faults that took processes away."""
         self.deaths = 0
         """Of a group's workers, for whatever reason."""
 
@@ -93,6 +95,7 @@ class Faults:
     def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
         fault = Fault(t, name, groups, session.commits[-1] if session.commits else None)
         self.found.append(fault)
+        self.kills += fault.kills and name != UNPROVOKED
         self._open.append(fault)
 
     def committed(self, commit: Commit, session: Session) -> None:
@@ -105,11 +108,6 @@ class Faults:
                 if group in session.groups and session.groups[group].ready_t > fault.t:
                     fault.back.setdefault(group, commit.t)
         self._open = [one for one in self._open if len(one.after) < FOLLOWING or len(one.back) < len(one.groups)]
-
-    @property
-    def kills(self) -> int:
-        """Injected faults that took processes away."""
-        return sum(fault.kills and fault.name != UNPROVOKED for fault in self.found)
 
 
 def normal_step_s(commits: Sequence[Commit], disturbed: Set[int]) -> float | None:
