@@ -435,9 +435,11 @@ class World:
         rank.life.group.named = rank.life.proven = False
 
     def _judge_failed_heal(self, who: str, reason: str) -> None:
-        """It says why, and where nothing breaks one of the next succeeds."""
+        """It says why, and where nothing breaks and hosts have memory one of the next succeeds."""
         if not reason:
             self.judge.violate("no reason", f"a heal failed as {who} says")
+        if "memory" in reason:
+            return
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open() and not self.plan.heal_fails
         self.failed_heals[who] = self.failed_heals[who] + 1 if calm else 0
         if self.failed_heals[who] > FAILED_HEALS:
