@@ -74,7 +74,7 @@ def test_who_gives_up_has_left_already_or_is_cut_off_has_not_died(members):
     watches, losses = members
 
     def cut(channel, key):
-        with channel.detach() as connection:
+        with channel.sock as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     between = wire.Door("127.0.0.1", TOKEN, cut, purpose=watch.PURPOSE)

@@ -93,7 +93,7 @@ class PeerWatch:
 
         def reach(address: str) -> socket.socket | wire.WireError:
             try:
-                return wire.connect(address, self._token, timeout, purpose=PURPOSE, subject=key).detach()
+                return wire.connect(address, self._token, timeout, purpose=PURPOSE, subject=key).sock
             except wire.WireError as error:
                 return error
 
@@ -147,7 +147,7 @@ class PeerWatch:
 
     def _admit(self, member: wire.Channel, key: bytes) -> None:
         with self._lock:
-            self._keep(key, member.detach())
+            self._keep(key, member.sock)
             if key in self._over:  # the caller is late, and is to know that nobody has died
                 self._drop(self._connections.pop(key))
 

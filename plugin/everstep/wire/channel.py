@@ -76,11 +76,6 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _timeval(timeout: timedelta) -> bytes:
-    s = max(timeout.total_seconds(), 0.001)
-    return struct.pack("@ll", int(s), int(s % 1 * 1_000_000))
-
-
 def encoded(message: dict[str, Any]) -> bytes:
     """A message as it is sent."""
     return json.dumps(message, separators=(",", ":")).encode()
@@ -93,7 +88,7 @@ class Channel:
     _incoming: Sealer
 
     def __init__(self, sock: socket.socket, peer: str, timeout: timedelta) -> None:
-        self._sock, self.peer, self._deadline = sock, peer, math.inf
+        self.sock, self.peer, self._deadline = sock, peer, math.inf
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.set_timeout(timeout)
@@ -111,30 +106,27 @@ class Channel:
 
     def _wait_at_most(self, seconds: float) -> None:
         self._kernel_s = seconds
+        micros = max(1000, int(seconds * 1_000_000))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _timeval(timedelta(seconds=seconds)))
+            self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
 
     def set_deadline(self, deadline: float) -> None:
         """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
         self._deadline = deadline
         self._wait_at_most(self._timeout_s)
 
-    def detach(self) -> socket.socket:
-        """The raw socket, with its kernel timeouts; the channel is no longer of use."""
-        return self._sock
-
     def close(self) -> None:
-        self._sock.close()
+        self.sock.close()
 
     def cut(self) -> None:
         """End the connection from another thread: a send or receive in progress fails at once."""
         with contextlib.suppress(OSError):  # it may have ended by itself
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def hung_up(self) -> bool:
         """Whether the other side has closed the connection, or died. May be asked by another thread."""
         try:
-            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
             return False
         except OSError:
@@ -152,7 +144,7 @@ class Channel:
                 if abs(self._kernel_s - left_s) > 0.1:  # to tell the kernel each time costs as much as to receive
                     self._wait_at_most(left_s)
             try:
-                n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
+                n = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
                 late = self._deadline - time.monotonic() < 0.1
                 how = "took too long" if late else f"was silent for {self._timeout_s:g} s"
@@ -171,7 +163,7 @@ class Channel:
     def send(self, data: bytes | bytearray) -> None:
         """Send bytes as they are. Raises WireError as `receive_into`."""
         try:
-            self._sock.sendall(data)
+            self.sock.sendall(data)
         except BlockingIOError:
             raise WireError(f"{self.peer} took nothing for {self._timeout_s:g} s") from None
         except OSError as error:
