@@ -98,4 +98,6 @@ class Children:
             offspring.kill(left)
             self._reap()
             time.sleep(0.005)
-        self._guard.signal(signal.SIGKILL)
+        if self._guard.alive:
+            self._guard.signal(signal.SIGKILL)
+            os.waitpid(self._guard.pid, 0)  # or a container whose first process reaps nobody keeps it
