@@ -5,8 +5,7 @@ from pathlib import Path
 
 from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
-from everstep.report.checking import checks, covered, judged
-from everstep.report.score import duration
+from everstep.report.score import checks, covered, duration, judged
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import End, holder_of, over_file, require_events, stop_file

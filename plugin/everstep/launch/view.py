@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
-from everstep.report.checking import checks, covered
 from everstep.report.lineage import Commit
-from everstep.report.score import duration
+from everstep.report.score import checks, covered, duration
 from everstep.report.troubles import Fields, trouble
 
 RATE_WINDOW = 20

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from everstep.report.account import Account
-from everstep.report.checking import ACTIONS, checks
+from everstep.report.score import ACTIONS, checks
 from everstep.report.troubles import GUARANTEES, ROWS
 from everstep.run.event_fields import NEEDED
 
