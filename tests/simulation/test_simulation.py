@@ -198,7 +198,7 @@ def test_a_group_that_waits_at_a_lighthouse_that_falls_silent_asks_the_one_that_
     silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)
     outcome, _ = run_of("join", silent, published, slot_s=4.0, quorum_s=60.0, steps=14)
     assert not outcome.violations
-    assert min(at for at, who, what, *_ in outcome.trace if (who, what) == ("3.0/0", "applied")) < 13.0 + 30.0
+    assert min(at for at, who, what, *_ in outcome.trace if (who, what) == ("3.0/0", "quorum")) < 13.0 + 30.0
 
 
 def test_a_group_that_is_asked_to_leave_says_so_and_costs_the_others_no_attempt() -> None:
