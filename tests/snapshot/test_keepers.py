@@ -66,7 +66,9 @@ def test_a_killed_keeper_is_replaced_and_a_removed_segment_made_anew(monkeypatch
     for module in (copier, keepers, segment):
         monkeypatch.setattr(module, "KEEPER_SILENT_S", 0.5)
     with Cluster(1) as run:
-        watch = keepers.KeeperWatch(run.segment(0), 0, lambda: run.start_keeper(0))
+        monkeypatch.setenv("RANK", "0")
+        watched = run.run_dir, "127.0.0.1", run.settings_of(0), run.segment(0)
+        watch = keepers.KeeperWatch(*watched, Mock(), pytest.fail)
         run.commit(1)
         run.wait()
         run.lose_host(0)

@@ -216,8 +216,10 @@ class BufferWriter:
 
         Raises SnapshotError when there is no room or no permission; its size is then as before, its content maybe gone.
         """
-        if self._map is not None and self._still_there() and file_bytes(payload_bytes) <= len(self._map):
-            return
+        if self._map is not None and file_bytes(payload_bytes) <= len(self._map):
+            mine = os.fstat(self._fd)
+            if mine.st_nlink > 0 and mine.st_size >= len(self._map):  # nobody has removed or cut it
+                return
         self.release()
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -236,10 +238,6 @@ class BufferWriter:
             if isinstance(error, SnapshotError):
                 raise
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
-
-    def _still_there(self) -> bool:
-        mine = os.fstat(self._fd)
-        return mine.st_nlink > 0 and mine.st_size >= len(self._map or b"")
 
     def begin(self) -> None:
         """Wipe the header. From here to `publish` the buffer holds nothing."""

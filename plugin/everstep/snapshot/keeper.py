@@ -90,7 +90,8 @@ class Keeper:
         coding.join(JOIN_S)  # it would make files anew in a segment that is being removed
         self.segment.remove()
         for group in {group for group, _ in self._watches}:
-            self._forget(group)
+            with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
+                peers.place_file(self.run_dir, group).unlink()
         return why or "the run is over"
 
     def _code(self, bell: int) -> None:
@@ -107,10 +108,6 @@ class Keeper:
             waits = Waits(time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S)
             for watch, header in seen:
                 watch.deal(header, waits)
-
-    def _forget(self, group: int) -> None:
-        with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
-            peers.place_file(self.run_dir, group).unlink()
 
     def _watch_new_ranks(self) -> None:
         try:

@@ -80,16 +80,28 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
 
 
 class KeeperWatch(threading.Thread):
-    """Sees to it that this host has a keeper, for a trainer, from now until `end`.
+    """Has this host's keeper look after a group, from now until `end`; one rank of the group on each host does so.
+    Training goes on without a keeper.
 
     Args:
-        rank: whose notes tell whether the keeper lives.
-        start: starts the keeper, or finds it; called at once, and again whenever it has fallen silent.
+        host: what the keeper listens on.
+        segment: of the group.
+        failed: is told why there is none.
     """
 
-    def __init__(self, segment: Segment, rank: int, start: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        host: str,
+        settings: Snapshot,
+        segment: Segment,
+        events: EventLog,
+        failed: Callable[[str], object],
+    ) -> None:
         super().__init__(name="keeper-watch", daemon=True)
-        self._segment, self._rank, self._start = segment, rank, start
+        self._run_dir, self._host, self._settings = run_dir, host, settings
+        self._segment, self._events, self._failed = segment, events, failed
+        self._rank = int(os.environ["RANK"])
         self.looked = threading.Event()
         """Set once it is there, or could not be started."""
         self._over = threading.Event()
@@ -98,45 +110,24 @@ class KeeperWatch(threading.Thread):
     def run(self) -> None:
         try:
             while not self._over.is_set():
-                self._start()
+                self._start_keeper()
                 self.looked.set()
                 while not self._over.wait(KEEPER_SILENT_S) and not self._segment.read_notes(self._rank).is_silent:
                     self._segment.ring()  # there is a use for it, also where nothing is published
         finally:
             self.looked.set()
 
+    def _start_keeper(self) -> None:
+        try:
+            place = start_keeper(self._run_dir, self._segment.group, self._host, self._settings, self._rank)
+            self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
+        except (SnapshotError, OSError) as error:
+            self._failed(str(error))
+
     def end(self) -> None:
         """No keeper is started from now on, but for one that has not come up in 10 s."""
         self._over.set()
         self.join(10.0)
-
-
-def watch_keeper(
-    run_dir: Path,
-    host: str,
-    settings: Snapshot,
-    segment: Segment,
-    events: EventLog,
-    failed: Callable[[str], object],
-) -> KeeperWatch | None:
-    """Have this host's keeper look after a group from now on; one rank of the group on each host does so. Training goes
-    on without a keeper.
-
-    Args:
-        host: what the keeper listens on.
-        segment: of the group.
-        failed: is told why there is none.
-    """
-    rank = int(os.environ["RANK"])
-
-    def start() -> None:
-        try:
-            place = start_keeper(run_dir, segment.group, host, settings, rank)
-            events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
-        except (SnapshotError, OSError) as error:
-            failed(str(error))
-
-    return KeeperWatch(segment, rank, start) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:

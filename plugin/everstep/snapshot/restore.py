@@ -26,7 +26,7 @@ from everstep.snapshot.buffer import as_table, chunk_digests, chunks, root_of
 from everstep.snapshot.header import Header, coverage_error, read_list
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code
-from everstep.snapshot.sources import Column, code_of
+from everstep.snapshot.sources import Column
 
 PARALLEL = 8
 """Keepers that one rank reads from at a time."""
@@ -199,7 +199,7 @@ def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_pa
         if root_of(chunk_digests(fetched[header.name].data)) != header.root:
             raise RestoreError(f"{what}: the parity of group {header.group} is not what was coded", [header.name])
     said = {fetched[header.name][header.last_section :].tobytes() for header in held}
-    code = code_of(held[0])
+    code = Code(held[0].parity_group, held[0].parity)
     try:
         shards = {h.group: fetched[h.name][: h.last_section].reshape(h.parity, -1) for h in held}
         covers = read_list(json.loads(max(said)))

@@ -37,12 +37,8 @@ class SnapshotSection:
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ValueError("snapshot.interval must be at least 1 step")
-        if self.parity not in (0, 1, 2):
-            raise ValueError("snapshot.parity must be 0, 1 or 2")
         if not 2 <= self.parity_group <= 128:
             raise ValueError("snapshot.parity_group must be 2 to 128 groups")
-        if self.failure_domain not in ("host", "group"):
-            raise ValueError("snapshot.failure_domain must be host or group")
 
 
 @dataclass(kw_only=True, slots=True)

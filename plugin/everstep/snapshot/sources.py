@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from everstep.snapshot.agreement import named
 from everstep.snapshot.header import Header, Moment, coverage_error, listed, read_list
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
@@ -182,7 +183,7 @@ def _column(held: Sequence[Held]) -> tuple[Column | None, str]:
     missing = [group for group in held[0].header.members if group not in data]
     codes, why_not = _codes(frozenset(missing), data, pieces)
     if why_not:
-        return None, f"no keeper has the part of {_names(missing)}, and {why_not}"
+        return None, f"no keeper has the part of {named(missing)}, and {why_not}"
     uncovered = "" if missing else coverage_error([buffer.header for buffer in data.values()])
     return (None, uncovered) if uncovered else (Column(data, codes), "")
 
@@ -202,7 +203,9 @@ def _codes(
             continue
         there = {group for group, root in zip(header.parity_group, header.roots, strict=True)
                  if group in data and data[group].header.root == root}  # fmt: skip
-        why_not = code_of(header).lacks(frozenset(header.parity_group) - there, frozenset(held))
+        why_not = Code(header.parity_group, header.parity).lacks(
+            frozenset(header.parity_group) - there, frozenset(held)
+        )
         if why_not:
             why = f"it cannot be decoded: {why_not}"
             continue
@@ -211,14 +214,5 @@ def _codes(
     return (tuple(chosen), "") if not left else ((), why)
 
 
-def code_of(header: Header) -> Code:
-    """The code that a parity buffer is a piece of."""
-    return Code(header.parity_group, header.parity)
-
-
 def _any(held: Mapping[int, Held]) -> Header:
     return next(iter(held.values())).header
-
-
-def _names(groups: list[int]) -> str:
-    return ("group " if len(groups) == 1 else "groups ") + ", ".join(map(str, groups))

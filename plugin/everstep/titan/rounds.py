@@ -10,6 +10,7 @@ not carry takes the newest state from there and makes the rounds since again: of
 the global parameters (`round_state.Mark`).
 """
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place, WorkerStore
-from everstep.snapshot.keepers import end_keepers, watch_keeper
+from everstep.snapshot.keepers import KeeperWatch, end_keepers
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
@@ -94,7 +95,9 @@ class Rounds(TrainerWork):
         place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
         segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
         failed = lambda why: self._events.emit("warning", text=f"workers' states are not in this host's memory: {why}")  # noqa: E731
-        self._keeper = watch_keeper(place.run_dir, place.host, settings, segment, self._events, failed)
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        watched = place.run_dir, place.host, settings, segment, self._events, failed
+        self._keeper = KeeperWatch(*watched) if first else None
         self.store = WorkerStore(
             WorkerStates(place.run_dir, segment),
             rank=dist.get_rank(),

@@ -16,7 +16,7 @@ from everstep.quorum.request import Quorum
 from everstep.run.events import EventLog
 from everstep.snapshot.agreement import Agreed, Word
 from everstep.snapshot.copier import Copier
-from everstep.snapshot.keepers import end_keepers, watch_keeper
+from everstep.snapshot.keepers import KeeperWatch, end_keepers
 from everstep.snapshot.layout import Layout, Shard, State
 from everstep.snapshot.parity import location_of
 from everstep.snapshot.recovery import recover
@@ -53,7 +53,8 @@ class Snapshots:
         self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
-        self._keeper = watch_keeper(run_dir, host, settings, self._segment, events, failed)
+        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        self._keeper = KeeperWatch(run_dir, host, settings, self._segment, events, failed) if first else None
 
     def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
         """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
