@@ -99,5 +99,5 @@ class Children:
             self._reap()
             time.sleep(0.005)
         if self._guard.alive:
-            self._guard.signal(signal.SIGKILL)
+            os.kill(self._guard.pid, signal.SIGKILL)
             os.waitpid(self._guard.pid, 0)  # or a container whose first process reaps nobody keeps it
