@@ -188,10 +188,17 @@ class DiskCheckpoints:
             tell(None)
         elif begun is not None:
             self._manager.save_future = ended = Future()
-            begun.add_done_callback(lambda done: ended.set_result(tell(done.exception())))
+
+            def end(done: Future) -> None:
+                try:
+                    tell(done.exception())
+                finally:  # whoever waits for it goes on in any case
+                    ended.set_result(None)
+
+            begun.add_done_callback(end)
 
     def _tell(self, step: int, commit: int, begin: float, is_part: bool, error: BaseException | None) -> None:
-        """What became of a checkpoint; whoever waits for it goes on in any case."""
+        """What became of a checkpoint."""
         if error is None:
             if not is_part:
                 self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
