@@ -53,7 +53,7 @@ def both(do):
 def run(tmp_path, monkeypatch):
     """By group and rank; keepers are not there, and what they note is the test's."""
     collectives = Collectives()
-    monkeypatch.setattr(snapshots, "KeeperWatch", lambda *_: None)
+    monkeypatch.setattr(snapshots.KeeperWatch, "of_first", lambda *_: None)
     monkeypatch.setattr(snapshots, "gather_json", collectives.gather)
     monkeypatch.setattr(snapshots, "least_in_group", collectives.least)
     token, run = run_token(tmp_path), {}

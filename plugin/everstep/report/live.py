@@ -120,7 +120,7 @@ def tell(
     from everstep.report.metrics import text
     from everstep.report.notify import Webhook
     from everstep.report.page import write_report
-    from everstep.run.events import EventTail, read_events
+    from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
     served = {"page": NO_PAGE_YET, "metrics": b""}
@@ -145,7 +145,8 @@ def tell(
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
     tail, over, due, first = EventTail(run_dir), False, time.monotonic(), True
-    since = max((event["t"] for event in read_events(run_dir, {"run_started"})), default=0.0)
+    begun = last_event(event_path(run_dir, None, None, "supervisor"), {"run_started"})
+    since = begun["t"] if begun else 0.0
     while not over:
         over = bool(select.select([0], [], [], POLL_S)[0])
         said = []

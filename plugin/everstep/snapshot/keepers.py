@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from everstep import wire
 from everstep.run.events import EventLog
@@ -80,8 +81,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
 
 
 class KeeperWatch(threading.Thread):
-    """Has this host's keeper look after a group, from now until `end`; one rank of the group on each host does so.
-    Training goes on without a keeper.
+    """Has this host's keeper look after a group, from now until `end`. Training goes on without a keeper.
 
     Args:
         host: what the keeper listens on.
@@ -106,6 +106,11 @@ class KeeperWatch(threading.Thread):
         """Set once it is there, or could not be started."""
         self._over = threading.Event()
         self.start()
+
+    @classmethod
+    def of_first(cls, *args: Any) -> "KeeperWatch | None":
+        """That of the first rank of a group on this host; the others have none."""
+        return cls(*args) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
     def run(self) -> None:
         try:

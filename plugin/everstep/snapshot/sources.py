@@ -203,9 +203,8 @@ def _codes(
             continue
         there = {group for group, root in zip(header.parity_group, header.roots, strict=True)
                  if group in data and data[group].header.root == root}  # fmt: skip
-        why_not = Code(header.parity_group, header.parity).lacks(
-            frozenset(header.parity_group) - there, frozenset(held)
-        )
+        code = Code(header.parity_group, header.parity)
+        why_not = code.lacks(frozenset(code.members) - there, frozenset(held))
         if why_not:
             why = f"it cannot be decoded: {why_not}"
             continue

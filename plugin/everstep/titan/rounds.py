@@ -10,7 +10,6 @@ not carry takes the newest state from there and makes the rounds since again: of
 the global parameters (`round_state.Mark`).
 """
 
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -95,9 +94,7 @@ class Rounds(TrainerWork):
         place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
         segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
         failed = lambda why: self._events.emit("warning", text=f"workers' states are not in this host's memory: {why}")  # noqa: E731
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        watched = place.run_dir, place.host, settings, segment, self._events, failed
-        self._keeper = KeeperWatch(*watched) if first else None
+        self._keeper = KeeperWatch.of_first(place.run_dir, place.host, settings, segment, self._events, failed)
         self.store = WorkerStore(
             WorkerStates(place.run_dir, segment),
             rank=dist.get_rank(),

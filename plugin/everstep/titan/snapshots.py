@@ -53,8 +53,7 @@ class Snapshots:
         self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        self._keeper = KeeperWatch(run_dir, host, settings, self._segment, events, failed) if first else None
+        self._keeper = KeeperWatch.of_first(run_dir, host, settings, self._segment, events, failed)
 
     def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
         """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
