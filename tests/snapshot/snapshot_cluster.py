@@ -245,6 +245,7 @@ def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: flo
             os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=duty)
+    os.kill(pid, signal.SIGSTOP)  # not only once the thread runs
     thread.start()
     try:
         yield
