@@ -1,5 +1,6 @@
 """What healing and snapshots carry, on a real module."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +159,18 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
     assert disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest() == 15
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match="step-15 has the model alone"):
+        disk_at(tmp_path).load()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path):
+    """The host lost its power as it was written. Without another one it is refused, by name."""
+    names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
+    before, cut = (checkpoint_of(tmp_path / f"step-{step}", *names) for step in (10, 15))
+    os.truncate(cut / ".metadata", 40)
+    assert disk_at(tmp_path).newest() == 10
+    before.rename(tmp_path / "step-10.kept")
+    with pytest.raises(TrainerEnds, match=r"step-15 has a damaged \.metadata"):
         disk_at(tmp_path).load()
 
 

@@ -110,7 +110,9 @@ class DiskCheckpoints:
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
         """Raises TrainerEnds if a checkpoint lacks what torchtitan would load of it."""
         why, position = "", {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
-        if not self._has_all(step, keys):
+        if not keys:
+            why = "has a damaged .metadata: move it away, or give [checkpoint] load_step with another one"
+        elif not self._has_all(step, keys):
             why = (
                 "has the model alone ([checkpoint] last_save_model_only), and training cannot go on from it: give "
                 "[checkpoint] load_step with an older one, or begin another run with initial_load_path"

@@ -6,7 +6,6 @@ own. They wait for one another in a folder of their step and history; whoever br
 name, with the parts below it.
 """
 
-import contextlib
 import re
 import shutil
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.tools.logging import logger
 
 WORKERS = "semi_sync"
 """Of what a checkpoint has, by name: a semi-synchronous run's."""
@@ -32,12 +32,18 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
-    """What a checkpoint has, its parts included: by name in which of them it is, and what is said of it there."""
+    """What a checkpoint has, its parts included: by name in which of them it is, and what is said of it there. Nothing
+    of a part whose `.metadata` is damaged."""
     found: dict[str, tuple[Path, Any]] = {}
     for path in (*folder.glob(".metadata"), *folder.glob("*/.metadata")):
-        with contextlib.suppress(OSError):  # it is just being moved
+        try:
             entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata
-            found |= {name: (path.parent, entry) for name, entry in entries.items()}
+        except OSError:  # it is just being moved
+            continue
+        except Exception as error:  # noqa: BLE001  whatever reading a damaged one can raise
+            logger.warning(f"{path} is damaged: {type(error).__name__}: {error}")
+            continue
+        found |= {name: (path.parent, entry) for name, entry in entries.items()}
     return found
 
 
