@@ -5,10 +5,12 @@ import pty
 import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from everstep.launch.worker import OOM_SCORE
 from everstep.run.stops import SAME_S
 from launched import DEADLINE_S, alive, until
 
@@ -61,6 +63,12 @@ def test_everything_listens_on_loopback_only(run):
     ]
     assert len(listening) >= 3, "the lighthouse and the groups' stores at least"
     assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}
+
+
+def test_the_kernel_takes_a_workers_memory_before_the_launchers(run):
+    scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (run.process.pid, *run.workers(0))}
+    launcher, *workers = scores.values()
+    assert all(worker == min(launcher + OOM_SCORE, 1000) for worker in workers)
 
 
 def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):

@@ -5,14 +5,17 @@ import itertools
 import json
 import os
 import re
+import resource
+import shutil
 import signal
 import time
 
 import pytest
 
+from everstep.launch import status, watchdog
 from everstep.launch.status import status as status_of
 from launched import DEADLINE_S, until
-from timeline import page_of
+from timeline import Timeline, page_of
 
 ENDLESS = ("--training.steps", "1000000")
 TOLD_S = 4.0
@@ -52,6 +55,51 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
     assert "it is tried again in" in run.said()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(DEADLINE_S) == 0
+
+
+def test_a_launcher_without_descriptors_says_so_on_the_console_too(start):
+    """Where it cannot read what it would show."""
+    run = start(1, 1, *ENDLESS)
+    run.wait_for("commit", group=0)
+    pid = run.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, before[1]))
+    os.kill(run.workers(0)[0], signal.SIGKILL)
+    until(lambda: "Events: [Errno 24] Too many open files" in run.said(), "the shortage", TOLD_S)
+    until(lambda: "Group 0: [Errno 24] Too many" in status_of(run.run_dir), "its group, by name once", TOLD_S)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    run.wait_for("commit", after=time.time(), group=0)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(DEADLINE_S) == 0
+
+
+def test_a_worker_without_descriptors_can_say_what_it_died_of(start):
+    run = start(1, 1, *ENDLESS, "--tiny.exhaust")
+    assert run.wait_for("workers_died")["error"] == "OSError: [Errno 24] Too many open files"
+    run.end()
+
+
+def test_a_full_disk_under_the_run_is_said_by_status(tmp_path, monkeypatch):
+    """No event can."""
+    Timeline().add(1000, "run_started", role="supervisor", groups=1, steps=9).write(tmp_path)
+    assert "WRONG" not in status_of(tmp_path)
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(status.shutil, "disk_usage", lambda path: usage)
+    assert f"WRONG   {tmp_path}: No space left on device; it is tried again" in status_of(tmp_path)
+
+
+@pytest.mark.parametrize(("line", "file"), [
+    ("0::/job", "job/memory.events"), ("4:memory:/job", "memory/job/memory.oom_control"), ("0::/job", "memory.events"),
+])  # fmt: skip
+def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(tmp_path, monkeypatch, line, file):
+    """In a container those of its own group stand at the mount."""
+    monkeypatch.setattr(watchdog, "CGROUP", tmp_path)
+    own, counts = tmp_path / "own", tmp_path / file
+    own.write_text(f"3:cpu,cpuacct:/job\n{line}\n")
+    assert watchdog.oom_kills(own) == 0
+    counts.parent.mkdir(parents=True, exist_ok=True)
+    counts.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert watchdog.oom_kills(own) == 3
 
 
 def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_and_not_given_up(start):

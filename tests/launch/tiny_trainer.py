@@ -6,6 +6,7 @@ It has no model and no torch, so that processes are what these tests are about. 
     --tiny.fail_group K              raise before the first step in group K
     --tiny.fail_in S, --tiny.skip    raise in step S, its group's name in line 2; not once that slot is poison
     --tiny.exit N                    leave with status N at once
+    --tiny.exhaust                   open descriptors until there are no more
     --tiny.vanish R                  rank R is gone at once, with status 0
     --tiny.litter                    start processes of its own and tell their pids
 
@@ -42,6 +43,8 @@ def main(argv):
     group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
     if flag(argv, "--tiny.exit") is not None:
         raise SystemExit(int(flag(argv, "--tiny.exit")))
+    while "--tiny.exhaust" in argv:
+        os.dup(0)
     if rank == int(flag(argv, "--tiny.vanish", "-1")):
         os._exit(0)
     if int(flag(argv, "--tiny.fail_group", "-1")) == group:

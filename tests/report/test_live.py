@@ -18,7 +18,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.report import metrics
 from everstep.report.account import Account
 from everstep.report.curves import WandB, scalars_of
-from everstep.report.live import Teller
+from everstep.report.live import PAUSE_S, Teller
 from everstep.run.events import EventLog
 from timeline import Timeline, page_of
 from watched import environment, until
@@ -112,7 +112,7 @@ KILLED_AT_THE_LAST_PAGE = """
 import os, sys
 from pathlib import Path
 from everstep.report import live, page
-page.write_report = lambda run_dir, **_: os._exit(9)
+page.report_of = lambda run_dir, **_: os._exit(9)
 live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3})
 """
 
@@ -163,6 +163,19 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
     assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:4])
     assert hook.texts[4].endswith(": The run failed: every group was given up.")
     assert "secret" not in page_of(run_dir).read_text()
+
+
+def test_a_page_that_cannot_be_written_is_served_and_told_of_once(told, hook, capfd):
+    """On a full disk, for instance, where no event can be written either."""
+    run_dir, figures, tell = told
+    (run_dir / "report.html").mkdir()
+    teller = tell()
+    until(lambda: "it is tried again in" in answer(teller.address), "what is wrong, on the page that is served")
+    assert 'everstep_degraded{guarantee="machine"} 1.0' in answer(figures).splitlines()
+    time.sleep(2 * PAUSE_S)
+    said = [line for line in capfd.readouterr().out.splitlines() if str(run_dir) in line]
+    assert [line.replace("everstep", run_dir.name, 1) for line in said] == hook.texts
+    assert len(hook.texts) == 1
 
 
 def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):

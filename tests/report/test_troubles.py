@@ -77,6 +77,9 @@ CAUSES = {
         "ran out of memory: rank 0 was killed by SIGKILL, by the kernel", COMMIT),
     "a process's memory": (
         "machine", [died("rank 0 exited with status 1", "MemoryError")], "memory: MemoryError", COMMIT),
+    "memory of PyTorch on a CPU": (
+        "machine", [died("rank 0 exited with status 1", "RuntimeError: DefaultCPUAllocator: can't allocate memory")],
+        "memory: RuntimeError: DefaultCPUAllocator", COMMIT),
     "no processes": ("machine", [("resource_shortage", {"reason": "Resource temporarily unavailable", "again_s": 2.0})],
                      "Group 1: Resource temporarily unavailable; it is tried again in 2 s. Free memory", STARTED),
     "a full disk for the launcher": (

@@ -139,7 +139,10 @@ class Launcher:
                 raise
             again_s = backoff_s(failures + 1, LONGEST_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
-            log.emit("resource_shortage", reason=f"{name}: {error}", again_s=again_s)
+            whose = f"{name}: " if log is self.events else ""
+            event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
+            if name == "events":  # from where it would be shown
+                self._show([event])
 
     def _give_up_together(self) -> None:
         """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has

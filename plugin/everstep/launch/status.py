@@ -1,17 +1,24 @@
 """Where a run is, for `everstep status`: as its events tell, on Slurm beside its groups as Slurm sees them."""
 
+import errno
+import os
+import shutil
 import time
 from pathlib import Path
 
 from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
 from everstep.report.score import checks, covered, duration, judged
+from everstep.report.troubles import shortage
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import End, holder_of, over_file, require_events, stop_file
 from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import read_events
 from everstep.run.files import read_typed
+
+NO_ROOM = 1 << 16
+"""Bytes that are left on a full disk: events say nothing of it."""
 
 
 def status(run_dir: Path) -> str:
@@ -24,6 +31,8 @@ def status(run_dir: Path) -> str:
     state = RunState()
     for event in read_events(run_dir, lately=OF_EVERY_STEP):
         state.apply(event)
+    if shutil.disk_usage(run_dir).free < NO_ROOM:
+        state.apply(shortage(run_dir, os.strerror(errno.ENOSPC)))
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     fates = f"{state.faults.kills} kills, {state.faults.deaths} deaths so far"

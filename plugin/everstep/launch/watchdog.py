@@ -20,6 +20,8 @@ HOPELESS = {
 }
 """Exit statuses after which workers are not started again, whatever other groups do, and why."""
 CGROUP = Path("/sys/fs/cgroup")
+OOM_COUNTS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
+"""By controller, of control groups of version 2 and 1: where they are mounted, and what counts kills for memory."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,15 @@ def describe_exit(exitcode: int) -> str:
 
 
 def oom_kills(own: Path = Path("/proc/self/cgroup")) -> int:
-    """Kills for memory in this process's control group so far (cgroup v2, `memory.events`); 0 where nobody counts."""
+    """Kills for memory in this process's control groups so far; 0 where nobody counts."""
+    found = 0
     try:
-        group = next(line.split(":", 2)[2] for line in own.read_text().splitlines() if line.startswith("0::"))
-        files = [folder / "memory.events" for folder in (CGROUP / group.lstrip("/"), CGROUP)]
-        text = next(file.read_text() for file in files if file.exists())
-        return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
-    except (OSError, ValueError, StopIteration):
+        for line in own.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            for mount, counts in (OOM_COUNTS[name] for name in OOM_COUNTS.keys() & controllers.split(",")):
+                files = [folder / counts for folder in (CGROUP / mount / group.lstrip("/"), CGROUP / mount)]
+                text = next((file.read_text() for file in files if file.exists()), "")
+                found += int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
+    except (OSError, ValueError):
         return 0
+    return found

@@ -24,6 +24,8 @@ from everstep.run.regular import read_regular
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
+OOM_SCORE = 300
+"""By which the kernel prefers a worker, in thousandths of all memory (`proc(5)`, oom_score_adj)."""
 STACKS_SIGNAL = signal.SIGUSR2
 """At which a worker writes the stacks of its threads, by faulthandler: also one that hangs in C or holds the GIL."""
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -63,11 +65,14 @@ def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]
             itself a store would listen on every interface, and others would have to wait for it. -1: another rank does.
     """
     rank = int(os.environ["RANK"])
+    _die_before_the_launcher()
     store = None if listener < 0 else _serve_store(listener)
+    spare = os.open(os.devnull, os.O_RDONLY)
     try:
         await_predecessor(Path(run_dir), group, rank)
         _work(Path(run_dir), group, incarnation, *task)
     except Exception as error:
+        os.close(spare)  # there may be no other descriptor
         with contextlib.suppress(OSError):  # a full disk
             write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
         if isinstance(error, TrainerEnds):
@@ -76,6 +81,14 @@ def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]
         raise
     _let_others_end()
     del store
+
+
+def _die_before_the_launcher() -> None:
+    """Have the kernel choose this process, and what it starts, when memory is used up: without its launcher the run
+    ends, and nobody says why."""
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):  # where that is not allowed
+        score.write_text(str(min(int(score.read_text()) + OOM_SCORE, 1000)))
 
 
 def _serve_store(listener: int) -> Any:

@@ -119,7 +119,8 @@ def tell(
     from everstep.report.curves import Curves, scalars_of
     from everstep.report.metrics import text
     from everstep.report.notify import Webhook
-    from everstep.report.page import write_report
+    from everstep.report.page import report_of, write_pages
+    from everstep.report.troubles import shortage
     from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
@@ -134,17 +135,17 @@ def tell(
         """Write the page as of this account, or of the logs as they are now."""
         try:
             if "page" in fds and now.counts:
-                write_report(run_dir, account=account)
-                served["page"] = (run_dir / "report.html").read_bytes()
+                served["page"], figures = report_of(run_dir, account=account)
+                write_pages(run_dir, served["page"], figures)
         except OSError as error:  # a full disk, which takes no event either
-            print(f"everstep: the page is not written: {error}", flush=True)
-            head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
-            say(now.take(head | {"reason": f"{run_dir}: {error.strerror}", "again_s": PAUSE_S}))
+            sentences = now.take(shortage(run_dir, error.strerror, pause_s))
+            print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)
+            say(sentences)
 
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
-    tail, over, due, first = EventTail(run_dir), False, time.monotonic(), True
+    tail, over, due, first, pause_s = EventTail(run_dir), False, time.monotonic(), True, PAUSE_S
     begun = last_event(event_path(run_dir, None, None, "supervisor"), {"run_started"})
     since = begun["t"] if begun else 0.0
     while not over:
@@ -164,7 +165,8 @@ def tell(
         if not over and time.monotonic() >= due:
             began = time.process_time()
             write(now)
-            due = time.monotonic() + max(PAUSE_S, (time.process_time() - began) / SHARE)
+            pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
+            due = time.monotonic() + pause_s
     # The last page comes last: after a long run it takes longer than anybody waits.
     if hook is not None:
         hook.close()

@@ -27,8 +27,22 @@ Points = list[tuple[int, float | None]]
 
 
 def write_report(run_dir: Path, against: Path | None = None, account: Account | None = None) -> dict[str, Any]:
-    """Write RUN_DIR/report.html and report.json; the figures of the latter. The page of a run that goes on loads itself
-    again.
+    """Write RUN_DIR/report.html and report.json; the figures of the latter. See `report_of`."""
+    page, figures = report_of(run_dir, against, account)
+    write_pages(run_dir, page, figures)
+    return figures
+
+
+def write_pages(run_dir: Path, page: bytes, figures: Mapping[str, Any]) -> None:
+    """Raises OSError."""
+    write_whole(run_dir / "report.html", page)
+    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
+
+
+def report_of(
+    run_dir: Path, against: Path | None = None, account: Account | None = None
+) -> tuple[bytes, dict[str, Any]]:
+    """A run's page and its figures. The page of a run that goes on loads itself again.
 
     against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
     one's. account: what the run's events say, if they were read. Raises LaunchError when a directory holds no event
@@ -60,9 +74,7 @@ def write_report(run_dir: Path, against: Path | None = None, account: Account | 
         rows=rows,
         compared=against.resolve().name if against is not None else "",
     )
-    write_whole(run_dir / "report.html", text.encode())
-    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
-    return figures
+    return text.encode(), figures
 
 
 @functools.cache

@@ -5,9 +5,11 @@ The console, `everstep status`, the page, Prometheus and the webhook take them f
 that a snapshot no longer survives, data that ended.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from everstep.run.events import shown
@@ -33,6 +35,10 @@ LONGEST = 600
 
 AWAY = ("workers_died", "workers_started", "agent_ended")
 """Kinds of events of which the processes of a group that had something to tell are gone."""
+NO_MEMORY = (
+    "OutOfMemoryError", "MemoryError", "out of memory", "control group was used", "allocate memory", "bad_alloc",
+)  # fmt: skip
+"""Words of Python, CUDA, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
 EVERY_RANK = frozenset(("unfit", "not_finite"))
 """Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
@@ -87,9 +93,7 @@ class Trouble:
 
 def _out_of_memory(event: Mapping[str, Any]) -> bool:
     said = f"{event.get('reason')} {event.get('error')}"
-    return any(
-        words in said for words in ("OutOfMemoryError", "MemoryError", "out of memory", "control group was used")
-    )
+    return any(words in said for words in NO_MEMORY)
 
 
 def _no_snapshot(what: str) -> Row:
@@ -348,6 +352,12 @@ class Troubles:
     @property
     def sentences(self) -> list[str]:
         return [one.sentence for one in self.now.values()]
+
+
+def shortage(run_dir: Path, why: str, again_s: float = 2.0) -> dict[str, Any]:
+    """As the event of a run directory that takes no more events."""
+    head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
+    return head | {"reason": f"{run_dir}: {why}", "again_s": again_s}
 
 
 def _capital(text: str) -> str:
