@@ -42,3 +42,8 @@ def half_gigabyte() -> Trainer.Config:
 def two_gigabytes() -> Trainer.Config:
     """168 million parameters."""
     return _widened(1024, 13)
+
+
+def four_gigabytes() -> Trainer.Config:
+    """344 million parameters."""
+    return _widened(1472, 13)

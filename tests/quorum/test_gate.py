@@ -16,6 +16,7 @@ from torchft.coordination import LighthouseClient
 
 from everstep import wire
 from everstep.launch.machine import free_port
+from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
@@ -159,3 +160,14 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(light
     tmp_path.chmod(0o777)
     assert main(words) == 1
     assert "chmod go-w" in capsys.readouterr().err
+
+
+def test_a_group_that_is_too_few_is_told_so(tmp_path):
+    lighthouse = Lighthouse(tmp_path, min_groups=2)
+    member = lighthouse.member(0)
+    try:
+        with pytest.raises(QuorumUnavailable, match=r"^groups 0 are heard, and fault_tolerance\.min_groups is 2$"):
+            member.ask(a_request(0), timedelta(seconds=2))
+    finally:
+        member.leave()
+        lighthouse.end()

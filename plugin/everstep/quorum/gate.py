@@ -248,10 +248,9 @@ class Gate:
     def _beat(self, replica: str) -> None:
         try:
             self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
-        except TimeoutError:  # gRPC's DEADLINE_EXCEEDED or CANCELLED: it is busy
-            pass
-        except Exception:  # noqa: BLE001  any other status of gRPC: the lighthouse refuses no heartbeat
-            self.lost.set()
+        except Exception as error:  # noqa: BLE001  any status of gRPC: the lighthouse refuses no heartbeat
+            if not isinstance(error, TimeoutError):  # DEADLINE_EXCEEDED or CANCELLED: it is busy
+                self.lost.set()
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
@@ -278,6 +277,9 @@ class Gate:
         try:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
             quorum = client.quorum(replica_id=asked.replica, timeout=left)
+        except TimeoutError:
+            living = ", ".join(sorted(self._counting()))
+            return {"failed": f"groups {living} are heard, and fault_tolerance.min_groups is {self._min_groups}"}
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
         when = quorum.created.seconds, quorum.created.nanos

@@ -138,7 +138,7 @@ def tell(
                 served["page"], figures = report_of(run_dir, account=account)
                 write_pages(run_dir, served["page"], figures)
         except OSError as error:  # a full disk, which takes no event either
-            sentences = now.take(shortage(run_dir, error.strerror, pause_s))
+            sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)
             say(sentences)
 

@@ -6,7 +6,7 @@ that a snapshot no longer survives, data that ended.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,9 @@ MOST = 50
 GRACE_S = 5.0
 """What was to be tried again and failed again has said so by then."""
 QUORUM_S = 5.0
-"""A quorum that takes longer is told; shorter ones are the price of a death."""
+"""A quorum that takes longer, asked for once or several times, is told; shorter ones are the price of a death."""
+KEPT_OUT_S = 8.0
+"""How long a group that is ready may be in no quorum, while others make two steps."""
 SKIPPED = 10
 """Snapshots that were due and not taken, one after the other, before that is told."""
 CLOCKS_S = 60.0
@@ -38,7 +40,7 @@ AWAY = ("workers_died", "workers_started", "agent_ended")
 NO_MEMORY = (
     "OutOfMemoryError", "MemoryError", "out of memory", "control group was used", "allocate memory", "bad_alloc",
 )  # fmt: skip
-"""Words of Python, CUDA, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
+"""Words of Python, devices, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
 EVERY_RANK = frozenset(("unfit", "not_finite"))
 """Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
@@ -85,8 +87,9 @@ class Trouble:
             return True
         if self.row.who == "{group}" and begin.get("group") not in (None, event.get("group")):
             return False
-        if begin["kind"] == "left_out" and event["kind"] == "commit":  # of a start that was not told of it
-            return {*begin["groups"]} <= {*event["groups"]}
+        if begin["kind"] in ("left_out", "quorum_failed") and event["kind"] == "commit":
+            waiting = begin["groups"] if begin["kind"] == "left_out" else [begin["group"]]
+            return {*waiting} <= {*event["groups"]}
         is_later = (event.get("step") or 0) > (begin.get("step") or -1)
         return event["kind"] in self.row.ends and (is_later or self.row.guarantee not in ("finite", "hosts"))
 
@@ -183,6 +186,14 @@ ROWS: dict[str, Row] = {
         ends=("commit",),
         who="quorum",
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
+        once=True,
+    ),
+    "kept_out": Row(
+        "lighthouse",
+        "Group {group} is ready and has got no quorum for {waited_s:.0f} s, while others make steps. Check that its "
+        "hosts reach that of the lighthouse; its log: logs/group-{group}/rank-0.log.",
+        ends=("quorum", *AWAY),
+        who="{group}",
         once=True,
     ),
     "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # which says what to do
@@ -292,6 +303,11 @@ class Troubles:
     """The newest death of workers that had an error, in this start."""
     _skipped: Counter[int | None] = field(default_factory=Counter)
     """By group, snapshots that were due and not taken since one was coded."""
+    _ready: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By group that is ready and was in no quorum yet: since when, and the first step that others made since; -1: none.
+    """
+    _waited_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By group, for the quorum that it does not get."""
     _survived: int = 0
     """The most hosts that a snapshot of this start could lose."""
 
@@ -321,8 +337,18 @@ class Troubles:
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What the troubles before an event add to what it says."""
         match event["kind"]:
-            case "workers_died" if event.get("error"):
-                self._death = event
+            case "worker_ready":
+                self._ready[event["group"]] = event["t"], -1
+            case "commit":
+                return self._kept_out(event)
+            case "quorum_failed":
+                self._waited_s[event["group"]] += event.get("waited_s") or 0.0
+                return {"waited_s": self._waited_s[event["group"]]}
+            case "quorum" | "workers_died" | "agent_ended":
+                self._ready.pop(event["group"], None)
+                self._waited_s.pop(event["group"], None)
+                if event.get("error"):
+                    self._death = event
             case "snapshot_skipped":
                 self._skipped[event["group"]] += 1
                 return {"skipped": self._skipped[event["group"]]}
@@ -332,6 +358,19 @@ class Troubles:
                 return {"survived": self._survived}
             case "run_ended" if event["status"] == "failed":
                 return {"last_error": self._last_error(event["reason"])}
+        return {}
+
+    def _kept_out(self, commit: Mapping[str, Any]) -> dict[str, Any]:
+        """What a commit says of groups that are not in it."""
+        left_out = {*self.now["reach", ""].event["groups"]} if ("reach", "") in self.now else set()
+        for group in commit["groups"]:
+            self._ready.pop(group, None)
+        for group in self._ready.keys() - left_out:
+            since, step = self._ready[group]
+            if step < 0:  # it came in the middle of this one
+                self._ready[group] = since, commit["step"]
+            elif commit["step"] > step and commit["t"] > since + KEPT_OUT_S:
+                return {"kind": "kept_out", "group": group, "waited_s": commit["t"] - since}
         return {}
 
     def _last_error(self, reason: str) -> str:

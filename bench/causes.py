@@ -1,0 +1,651 @@
+"""Does a run say what is wrong with it? Real causes, each in a run of its own, and every way to hear of them.
+
+    python bench/causes.py [NAME …] [--jobs 2]
+
+Each row of CAUSES starts `everstep run` as a user does, waits until all groups take part, and breaks something: a disk
+(a small tmpfs), a limit of a process or a control group (version 1), a signal, or what trainers do (`cause_job.py`).
+Then it has to be said on the console, in `everstep status`, on the page, in Prometheus' figures and at the webhook:
+within LIMIT_S of the moment at which the run could know, which is the cause itself and what the row says it has to wait
+for. No cause may show a traceback of ours on the console. Needs root, for the small disks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from html import unescape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from everstep.launch.status import status
+from everstep.run.directory import LaunchError
+from everstep.run.events import read_events
+from everstep.snapshot.peers import read_places
+
+LIMIT_S, STARTS_S, LOOK_S = 10.0, 120.0, 0.1
+STALL_S = 6.0
+HERE = Path(__file__).parent
+LAST_WORDS = re.compile(r"^group \d+, incarnation \d+: (?:(?!^\d\d:\d\d:\d\d |^step ).*\n)*", re.MULTILINE)
+"""What the console quotes of the log of a worker that died: its own exception is no traceback of ours."""
+CGROUP = Path("/sys/fs/cgroup")
+
+CONFIG = """
+[job]
+module = "cause_job"
+config = "{job}"
+[training]
+steps = 100000
+seq_len = 64
+local_batch_size = 1
+global_batch_size = 6
+disable_cuda_graphs = true
+mixed_precision_param = "float32"
+[optimizer]
+lr = {lr}
+implementation = "fused"
+[activation_checkpoint]
+mode = "none"
+[data]
+source = "{source}"
+[fault_tolerance]
+enable = true
+groups = 2
+heartbeat_timeout_s = 1.0
+connect_timeout_s = 1.0
+reduce_timeout_s = 3.0
+join_timeout_s = 2.0
+quorum_timeout_s = 5.0
+stall_timeout_s = {stall}
+audit_interval = 2
+[snapshot]
+segment_dir = "{shm}"
+memory_reserve_gb = 0.0
+interval = 2
+failure_domain = "group"
+[checkpoint]
+interval = 10
+keep_latest_k = 2
+[metrics]
+log_freq = 10
+[debug]
+seed = 0
+"""
+
+
+class Hook:
+    """A webhook; `texts` are what it was told, and when."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, float] = {}
+        texts = self.texts
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+                texts.setdefault(text.partition(": ")[2], time.time())
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_address[1]}/hook"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+class Scene:
+    """One run that something happens to."""
+
+    def __init__(self, home: Path, cause: "Cause") -> None:
+        self.home, self.run_dir, self.shm = home, home / "run", home / "shm"
+        self.orders, self.console = home / "orders", home / "console"
+        for folder in (self.orders, self.shm):
+            folder.mkdir()
+        self.hook, self.mounts, self.stopping = Hook(), list[Path](), threading.Event()
+        self.controlled = Path()
+        """Its control group, of the controller that the cause has."""
+        self._cause = cause
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        cause = self._cause
+        notes = self.home / "notes.jsonl"
+        notes.write_text("".join(json.dumps({"text": f"note {n} " * 20}) + "\n" for n in range(40)))
+        config = self.home / "cause.toml"
+        config.write_text(CONFIG.format(lr=cause.lr, job=cause.job, source=cause.source, shm=self.shm, stall=STALL_S))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        flags = ["--page", "--groups", str(cause.groups), "--fault_tolerance.metrics_port", str(self.port)]
+        flags += ["--fault_tolerance.notify", self.hook.address]
+        flags += [flag.format(home=self.home) for flag in cause.flags]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "EVERSTEP_CAUSES": str(self.orders),
+            "HF_HOME": str(self.home / "hf"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(self.run_dir), *flags]
+        if cause.controller:
+            self.controlled = own_group(cause.controller) / f"everstep-{os.getpid()}-{self.home.name}"
+            self.controlled.mkdir()
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.controlled / "cgroup.procs"), *command]
+        with self.console.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+    # What acts use
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return list(read_events(self.run_dir, {kind}))
+
+    def until(self, what: Callable[[], Any], limit_s: float = STARTS_S) -> Any:
+        end = time.monotonic() + limit_s
+        while not (found := what()):
+            assert self.process is not None
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise TimeoutError(f"waited {limit_s:g} s ({self.process.poll()}): {self.console.read_text()[-800:]}")
+            time.sleep(LOOK_S)
+        return found
+
+    def all_take_part(self, groups: int) -> None:
+        self.until(lambda: any(len(event["groups"]) == groups for event in self.events("commit")))
+
+    def order(self, order: str, *places: str) -> None:
+        for place in places:
+            draft = self.orders / f".{place}"
+            draft.write_text(order)
+            draft.rename(self.orders / place)
+
+    def workers(self, group: int) -> list[int]:
+        return [event["pids"] for event in self.events("workers_started") if event["group"] == group][-1]
+
+    def keeper(self, group: int) -> int:
+        return next(place.pid for place in read_places(self.run_dir) if place.group == group)
+
+    def lighthouse(self) -> int:
+        return self.events("lighthouse_started")[-1]["pid"]
+
+    def small_disk(self, at: Path, options: str) -> None:
+        at.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)], check=True)
+        self.mounts.append(at)
+
+    def again_and_again(self, what: Callable[[], object], every_s: float) -> None:
+        def loop() -> None:
+            while not self.stopping.wait(every_s):
+                with contextlib.suppress(OSError, StopIteration, IndexError):
+                    what()
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    # What is heard of it
+
+    def heard(self, words: str) -> dict[str, Callable[[], list[str]]]:
+        """By outlet the sentences with these words that it has now."""
+
+        def figures() -> list[str]:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
+                families = text_string_to_metric_families(answer.read().decode())
+            labels = [line.labels for family in families for line in family.samples if "sentence" in line.labels]
+            return [each["sentence"] for each in labels if re.fullmatch(self._cause.guarantee, each["guarantee"])]
+
+        def page() -> str:
+            address = re.search("the run's page: (.*)", self.console.read_text())
+            if address is None:
+                return ""
+            with contextlib.suppress(OSError), urllib.request.urlopen(address[1], timeout=5) as served:
+                return served.read().decode()
+            return read(self.run_dir / "report.html")  # the run has ended
+
+        outlets = {
+            "webhook": lambda: list(self.hook.texts),
+            "console": lambda: re.findall(
+                r"^(?:\d\d:\d\d:\d\d|everstep:) (.*)$", self.console.read_text(), re.MULTILINE
+            ),
+            "status": lambda: re.findall(r"^WRONG   (.*)$", status(self.run_dir), re.MULTILINE),
+            "page": lambda: list(map(unescape, re.findall(r">([^<>]*)</td>", page()))),
+            "prometheus": figures,
+        }
+        return {
+            name: lambda told=told: [one for one in told() if re.search(words, one)] for name, told in outlets.items()
+        }
+
+    def end(self) -> None:
+        self.stopping.set()
+        self.hook.server.shutdown()
+        if self.process is not None:
+            mine = [psutil.Process(place.pid) for place in read_places(self.run_dir) if psutil.pid_exists(place.pid)]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                launcher = psutil.Process(self.process.pid)
+                mine += [launcher, *launcher.children(recursive=True)]
+            for process in mine:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+            psutil.wait_procs(mine, timeout=10)
+        if self._cause.controller:
+            with contextlib.suppress(OSError):
+                self.controlled.rmdir()
+        for mount in reversed(self.mounts):
+            subprocess.run(["umount", "-l", str(mount)], check=False)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def read(path: Path) -> str:
+    """A file's text; "" if it is not there."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+Act = Callable[[Scene], object]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is broken, and what has to be said of it."""
+
+    guarantee: str
+    words: str
+    act: Act = lambda scene: None
+    flags: tuple[str, ...] = ()
+    before: Act = lambda scene: None
+    groups: int = 2
+    controller: str = ""
+    """Of a control group in which the run is, of version 1."""
+    job: str = "debugmodel"
+    source: str = "stdlib"
+    knows_s: float = 0.0
+    """How long nobody can know: a timeout of the config, or repeats."""
+    why: str = ""
+    """What that is."""
+    starts: bool = True
+    """Whether all groups take part before it."""
+    lr: float = 8e-4
+    silent: tuple[str, ...] = ()
+    """Outlets that need not say it: figures of a run that ends by it, what is looked at too seldom."""
+
+
+def orders(order: str, *places: str) -> Act:
+    return lambda scene: scene.order(order, *places)
+
+
+def soon(order: str) -> Act:
+    """Slot 3 of a step that comes soon."""
+
+    def act(scene: Scene) -> None:
+        step = max(event["step"] for event in scene.events("commit")) + 3
+        scene.order(order, f"{SLOT}.step-{step}")
+
+    return act
+
+
+def sent(signum: signal.Signals, whom: Callable[[Scene], int]) -> Act:
+    return lambda scene: os.kill(whom(scene), signum)
+
+
+def full(folder: str, options: str) -> Act:
+    """A disk with little room takes the place of a folder of the run."""
+    return lambda scene: scene.small_disk(scene.home / folder, options)
+
+
+def in_place_of(folder: str, make: Callable[[Path], object]) -> Act:
+    def act(scene: Scene) -> None:
+        path = scene.home / folder
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(path.with_name(f"{path.name}.old"))
+        make(path)
+
+    return act
+
+
+def limited(kind: int, amount: int, whom: Callable[[Scene], int]) -> Act:
+    return lambda scene: resource.prlimit(whom(scene), kind, (amount, amount))
+
+
+def worker_of(group: int) -> Callable[[Scene], int]:
+    return lambda scene: scene.workers(group)[0]
+
+
+def launcher_of(scene: Scene) -> int:
+    assert scene.process is not None
+    return scene.process.pid
+
+
+def both(*acts: Act) -> Act:
+    return lambda scene: [act(scene) for act in acts]
+
+
+def keep_killing(whom: Callable[[Scene], int], every_s: float = 0.2) -> Act:
+    return lambda scene: scene.again_and_again(lambda: os.kill(whom(scene), signal.SIGKILL), every_s)
+
+
+def own_group(controller: str) -> Path:
+    """Where this process is, in a hierarchy of version 1."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    return CGROUP / controller / next(name for _, names, name in lines if names == controller).lstrip("/")
+
+
+def without_processes(scene: Scene) -> None:
+    """Launcher and groups may have no more processes than they have; who serves the page starts threads."""
+    for process in psutil.Process(launcher_of(scene)).children():
+        if "everstep.report.live" in process.cmdline():
+            (own_group("pids") / "cgroup.procs").write_text(str(process.pid))
+    (scene.controlled / "pids.max").write_text("1")
+    os.kill(worker_of(1)(scene), signal.SIGKILL)
+
+
+def with_little_memory(scene: Scene) -> None:
+    """The run may use 200 MB more than it does."""
+    used = int((scene.controlled / "memory.usage_in_bytes").read_text())
+    (scene.controlled / "memory.limit_in_bytes").write_text(str(used + 200_000_000))
+
+
+def fill(scene: Scene) -> None:
+    """No room is left on the disk of the run directory."""
+    with contextlib.suppress(OSError), (scene.run_dir / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def starve(group: int) -> Act:
+    """A worker gets a tenth of a core."""
+
+    def act(scene: Scene) -> None:
+        pid = worker_of(group)(scene)
+
+        def turn() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.27)
+            os.kill(pid, signal.SIGCONT)
+
+        scene.again_and_again(turn, 0.03)
+
+    return act
+
+
+def lose(keeper: int) -> Act:
+    def act(scene: Scene) -> None:
+        place = next(place for place in read_places(scene.run_dir) if place.group == keeper)
+        shutil.rmtree(place.segment)
+
+    return act
+
+
+FIGURES = ("prometheus",)
+SNAPSHOTS = ("--snapshot.enable",)
+SEMI = ("--semi_sync.method", "diloco", "--semi_sync.workers", "2", "--semi_sync.sync_steps", "2", "--training.steps",
+        "100000", "--checkpoint.interval", "1000")  # fmt: skip
+CHECKPOINTS = ("--checkpoint.enable",)
+EXACT = ("--fault_tolerance.exact", "--fault_tolerance.audit_slots", "1.0")
+CHECKED = ("--attention_check.enable", "--attention_check.frequency", "1.0")
+SLOT = "slot-3"
+RESTARTS, RESTARTS_S = "three starts of the group", 40.0
+STALLS, STALLS_S = "stall_timeout_s", 2 * STALL_S + 4.0
+ASKED_TWICE, ASKED_S = "two refusals and another group's answer", 10.0
+EVERYBODY = ("group-0", "group-1")
+ALWAYS = ("group-0.always", "group-1.always")
+
+CAUSES = {
+    "memory for no snapshot": Cause("snapshots", "not taken", before=full("shm", "size=4m"), flags=SNAPSHOTS),
+    "no inodes where snapshots go": Cause("snapshots", "not taken", before=full("shm", "nr_inodes=2"), flags=SNAPSHOTS),
+    "snapshots' folder is read-only": Cause("snapshots", "not taken", before=full("shm", "ro"), flags=SNAPSHOTS),
+    "a keeper stands still": Cause(
+        "snapshots", "not coded|none of the last", sent(signal.SIGSTOP, lambda scene: scene.keeper(1)), SNAPSHOTS,
+        knows_s=12.0, why="coding_timeout_s"),
+    "a keeper stands still, with a snapshot a step": Cause(
+        "snapshots", "not coded|none of the last", sent(signal.SIGSTOP, lambda scene: scene.keeper(0)),
+        (*SNAPSHOTS, "--snapshot.interval", "1"), knows_s=12.0, why="coding_timeout_s"),
+    "a keeper dies again and again": Cause(
+        "snapshots", "not taken|not coded|none of the last", keep_killing(lambda scene: scene.keeper(1)), SNAPSHOTS,
+        knows_s=15.0, why="coding_timeout_s"),
+    "a group that shared snapshots is sent away": Cause(
+        "hosts", "survives the loss of no host", orders("multiply-wrongly", "group-0.always"), (*SNAPSHOTS, *CHECKED),
+        knows_s=20.0, why="refusals, another group's answer, and a coding without it"),
+    "no room for workers' states": Cause(
+        "workers", "the run ends", both(full("run/state/workers", "size=4k"), full("shm", "size=4k")), SEMI,
+        knows_s=6.0, why="a round"),
+    "workers' storage is a file, and no other keeper": Cause(
+        "workers", "the run ends", both(
+            in_place_of("run/state/workers", Path.touch), sent(signal.SIGKILL, lambda scene: scene.keeper(0)),
+            keep_killing(lambda scene: scene.keeper(0)), keep_killing(lambda scene: scene.keeper(1))),
+        SEMI, knows_s=6.0, why="a round"),
+    "workers' storage is read-only, and no other keeper": Cause(
+        "workers", "the run ends", both(
+            full("run/state/workers", "ro"), keep_killing(lambda scene: scene.keeper(0)),
+            keep_killing(lambda scene: scene.keeper(1))), SEMI, knows_s=6.0, why="a round"),
+    "a full checkpoint folder": Cause(
+        "checkpoint", "not written.*No space", full("run/checkpoint", "size=64k"), CHECKPOINTS, knows_s=8.0,
+        why="the next checkpoint"),
+    "a full checkpoint folder, written meanwhile": Cause(
+        "checkpoint", "not written.*No space", full("run/checkpoint", "size=64k"),
+        (*CHECKPOINTS, "--checkpoint.async_mode", "async"), knows_s=8.0, why="the next checkpoint"),
+    "a read-only checkpoint folder": Cause(
+        "checkpoint", "not written.*Read-only", full("run/checkpoint", "ro"), CHECKPOINTS, knows_s=8.0,
+        why="the next checkpoint"),
+    "no inodes for checkpoints": Cause(
+        "checkpoint", "not written.*No space", full("run/checkpoint", "nr_inodes=1"), CHECKPOINTS, knows_s=8.0,
+        why="the next checkpoint"),
+    "a file in place of the checkpoint folder": Cause(
+        "checkpoint", "not written", in_place_of("run/checkpoint", Path.touch), CHECKPOINTS, knows_s=8.0,
+        why="the next checkpoint"),
+    "a link to nothing in place of the checkpoint folder": Cause(
+        "checkpoint", "not written", in_place_of("run/checkpoint", lambda path: path.symlink_to("/nowhere/at/all")),
+        CHECKPOINTS, knows_s=8.0, why="the next checkpoint"),
+    "files may not be as large as a checkpoint": Cause(
+        "checkpoint", "not written.*large",
+        both(*(limited(resource.RLIMIT_FSIZE, 1 << 20, worker_of(group)) for group in (0, 1))), CHECKPOINTS,
+        knows_s=8.0, why="the next checkpoint"),
+    "a group that takes no connections": Cause(
+        "reach", "Groups 1 are left out", both(
+            orders("refuse-connections", "group-1"), lambda scene: time.sleep(2.0), sent(signal.SIGKILL, worker_of(2))),
+        groups=3, knows_s=8.0, why="reduce_timeout_s and two tries of connect_timeout_s"),
+    "an error again and again": Cause(
+        "group", "Group 1 has failed .* in a row", orders("runtime", "group-1.always"), knows_s=RESTARTS_S,
+        why=RESTARTS),
+    "SIGSEGV again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*SIGSEGV", orders("segv", "group-1.always"), knows_s=RESTARTS_S,
+        why=RESTARTS),
+    "SIGABRT again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*SIGABRT", orders("abort", "group-1.always"), knows_s=RESTARTS_S,
+        why=RESTARTS),
+    "SIGBUS again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*SIGBUS", orders("bus", "group-1.always"), knows_s=RESTARTS_S,
+        why=RESTARTS),
+    "an exit with a status again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*status 3", orders("exit", "group-1.always"), knows_s=RESTARTS_S,
+        why=RESTARTS),
+    "an exit of a library again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*status 7", orders("exit-unseen", "group-1.always"),
+        knows_s=RESTARTS_S, why=RESTARTS),
+    "no descriptors in a worker, again and again": Cause(
+        "group", "Group 1 has failed .* in a row.*Too many open files", orders("descriptors", "group-1.always"),
+        knows_s=RESTARTS_S, why=RESTARTS),
+    "a hang": Cause("group", "Group 1 hung: rank 0 made no progress in compute", orders("hang", "group-1"),
+                    knows_s=STALLS_S, why=STALLS),
+    "a hang that holds the interpreter": Cause(
+        "group", "Group 1 hung: rank 0 made no progress in compute", orders("hang-interpreter", "group-1"),
+        knows_s=STALLS_S, why=STALLS),
+    "a worker that is stopped": Cause(
+        "group", "Group 1 hung: rank 0 made no progress", sent(signal.SIGSTOP, worker_of(1)), knows_s=STALLS_S,
+        why=STALLS),
+    "Python's memory": Cause("machine", "Group 1 ran out of memory", orders("memory", "group-1")),
+    "a device's memory": Cause("machine", "Group 1 ran out of memory.*CUDA", orders("device-memory", "group-1")),
+    "more memory than the machine has": Cause("machine", "Group 1 ran out of memory", orders("allocate", "group-1")),
+    "the memory of a control group": Cause(
+        "machine", "Group 1 ran out of memory.*control group", both(with_little_memory, orders("eat", "group-1")),
+        controller="memory"),
+    "no processes": Cause("machine", "Resource temporarily unavailable", without_processes, controller="pids"),
+    "no descriptors for the launcher": Cause(
+        "machine", "Too many open files", both(limited(resource.RLIMIT_NOFILE, 8, launcher_of),
+                                               sent(signal.SIGKILL, worker_of(1)))),
+    "a run directory without room": Cause(
+        "machine", "No space left", both(fill, sent(signal.SIGKILL, worker_of(1))), 
+        before=full("run", "size=8m,mode=755"), flags=("--checkpoint.no-enable",)),
+    "a lighthouse that is killed again and again": Cause(
+        "lighthouse", "The lighthouse died", keep_killing(Scene.lighthouse, 0.5)),
+    "a lighthouse that hangs": Cause(
+        "lighthouse", "The lighthouse died|got no quorum", sent(signal.SIGSTOP, Scene.lighthouse), knows_s=12.0,
+        why="SILENCE_S of the lighthouse, and it is back at once", silent=("status", "page", "prometheus")),
+    "a lighthouse without descriptors": Cause(
+        "lighthouse", "got no quorum", both(
+            limited(resource.RLIMIT_NOFILE, 3, Scene.lighthouse), sent(signal.SIGKILL, worker_of(1))), knows_s=6.0,
+        why="a start of the group and two steps of the others"),
+    "too few groups for min_groups": Cause(
+        "lighthouse", "got no quorum.*min_groups is 2", before=orders("away", "host-1"),
+        flags=("--fault_tolerance.min_groups", "2"), starts=False, knows_s=25.0,
+        why="a start and two quorum_timeout_s"),
+    "a weight that flips": Cause(
+        "arithmetic", "parameters of groups? 1 ", orders("flip", "group-1"), groups=3, knows_s=6.0,
+        why="audit_interval"),
+    "a weight that flips, in exact mode": Cause(
+        "arithmetic", "parameters of groups? 1 |computed other bits", orders("flip", "group-1"), EXACT, groups=3,
+        knows_s=6.0, why="an audit"),
+    "products that are wrong, in audited slots": Cause(
+        "arithmetic", "Group 1 computed other bits", orders("flip-products", "group-1.always"), EXACT, groups=3,
+        knows_s=6.0, why="an audit"),
+    "a device that multiplies wrongly": Cause(
+        "arithmetic", "rank 0 .*refused|group 1 computed", orders("multiply-wrongly", "group-0.always"), CHECKED,
+        knows_s=ASKED_S, why=ASKED_TWICE),
+    "NaN in one slot, wherever it is computed": Cause(
+        "finite", "Slot 3 of step", orders("no-gradient", SLOT), knows_s=ASKED_S, why=ASKED_TWICE),
+    "NaN in all parameters": Cause(
+        "finite", "not finite|the loss is nan", orders("nan", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+    "Inf in all parameters": Cause(
+        "finite", "not finite|the loss is", orders("inf", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+    "parameters that became huge": Cause(
+        "finite", "not finite|the loss is", orders("huge", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+    "a learning rate without sense": Cause(
+        "finite", "not finite|the loss is", lr=1e30, knows_s=ASKED_S, why=ASKED_TWICE),
+    "a slot that ends groups": Cause(
+        "data", "Slot 3 of step .* ended the workers.*The run ends", soon("runtime"), knows_s=RESTARTS_S, why=RESTARTS,
+        silent=FIGURES),
+    "a slot that ends groups by SIGSEGV": Cause(
+        "data", "Slot 3 of step .* ended the workers", soon("segv"), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
+    "a slot that is skipped": Cause(
+        "data", "Slot 3 of step .*It is skipped", soon("key"), ("--fault_tolerance.on_poison", "skip"),
+        knows_s=RESTARTS_S, why=RESTARTS),
+    "data that ends": Cause(
+        "data", "The data ended at step", flags=("--dataloader.dataset_path", "{home}/notes.jsonl"), job="jsonl",
+        source="dataloader", starts=False, knows_s=60.0, why="the data's end", silent=FIGURES),
+    "a slow host": Cause(
+        "pace", "Group 1 is slow", orders("slow", "group-1"), knows_s=12.0, why="some slots of its pace"),
+    "a host with a tenth of a core left": Cause(
+        "pace|group", "Group 1 is slow|Group 1 hung", starve(1), knows_s=STALLS_S, why=STALLS),
+    "a clock that is ahead": Cause("clock", "clocks of groups .* differ by 3[56]", before=orders("ahead", "host-1")),
+    "a clock that is behind": Cause("clock", "clocks of groups .* differ by 3[56]", before=orders("behind", "host-1")),
+    "an error in every group": Cause(
+        "run", "The run failed: .*KeyError", orders("key", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
+    "SIGSEGV in every group": Cause(
+        "run", "The run failed: .*SIGSEGV", orders("segv", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
+    "an exit of every group": Cause(
+        "run", "The run failed: .*status 3", orders("exit", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
+    "no memory in every group": Cause(
+        "run", "The run failed: .*MemoryError", orders("memory", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS,
+        silent=FIGURES),
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What became of a cause."""
+
+    name: str
+    cause: Cause
+    sentences: dict[str, list[str]] = field(default_factory=dict)
+    """And who said it."""
+    heard_s: dict[str, float] = field(default_factory=dict)
+    """By outlet, after the cause."""
+    wrong: str = ""
+
+    def row(self) -> dict[str, Any]:
+        outlets = {outlet: round(seconds, 1) for outlet, seconds in self.heard_s.items()}
+        waits = {"waits_for": f"{self.cause.why}, {self.cause.knows_s:g} s"} if self.cause.why else {}
+        return {"cause": self.name, "wrong": self.wrong, **waits, "heard_s": outlets, "said": self.sentences}
+
+
+def tried(name: str, folder: Path) -> Found:
+    """One cause from the start of its run to its end."""
+    cause = CAUSES[name]
+    home = folder / re.sub(r"\W+", "-", name)
+    home.mkdir()
+    scene, found = Scene(home, cause), Found(name, cause)
+    try:
+        cause.before(scene)
+        scene.start()
+        if cause.starts:
+            scene.all_take_part(cause.groups)
+        begun = time.time()
+        cause.act(scene)
+        listen(scene, cause, found, begun)
+        said = LAST_WORDS.sub("", scene.console.read_text())
+        if "Traceback" in said:
+            found.wrong += " traceback: " + said[said.index("Traceback") :][:600]
+    except Exception as error:  # noqa: BLE001  the others go on
+        found.wrong = f"{type(error).__name__}: {error}"
+    finally:
+        scene.end()
+    return found
+
+
+def listen(scene: Scene, cause: Cause, found: Found, begun: float) -> None:
+    """Until every outlet has said it, or it is too late."""
+    outlets = scene.heard(cause.words)
+    for silent in cause.silent:
+        del outlets[silent]
+    latest = begun + cause.knows_s + LIMIT_S
+    while missing := [outlet for outlet in outlets if outlet not in found.heard_s]:
+        if time.time() > latest:
+            found.wrong = f"not within {latest - begun:g} s: {', '.join(missing)}; said: {list(scene.hook.texts)}; "
+            found.wrong += scene.console.read_text()[-600:]
+            return
+        for outlet in missing:
+            with contextlib.suppress(OSError, LaunchError):  # there are no events yet
+                if sentences := outlets[outlet]():
+                    found.heard_s[outlet] = time.time() - begun
+                    found.sentences.setdefault(sentences[-1], []).append(outlet)
+        time.sleep(LOOK_S)
+
+
+def all_of(names: list[str], jobs: int) -> Iterator[Found]:
+    with tempfile.TemporaryDirectory(prefix="everstep-causes-") as name, ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda name_: tried(name_, Path(name)), names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    count = named = 0
+    slowest = 0.0
+    for found in all_of(args.names or list(CAUSES), args.jobs):
+        count, named = count + 1, named + (not found.wrong)
+        late = max(found.heard_s.values(), default=0.0) - found.cause.knows_s
+        slowest = max(slowest, late)
+        print(json.dumps(found.row()), flush=True)
+    print(json.dumps({"causes": count, "named": named, "latest_after_it_could_be_known_s": round(slowest, 1)}))
+
+
+if __name__ == "__main__":
+    main()
