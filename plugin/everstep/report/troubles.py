@@ -192,7 +192,7 @@ ROWS: dict[str, Row] = {
         "lighthouse",
         "Group {group} is ready and has got no quorum for {waited_s:.0f} s, while others make steps. Check that its "
         "hosts reach that of the lighthouse; its log: logs/group-{group}/rank-0.log.",
-        ends=("quorum", *AWAY),
+        ends=("quorum", "left", *AWAY),
         who="{group}",
         once=True,
     ),
@@ -344,7 +344,7 @@ class Troubles:
             case "quorum_failed":
                 self._waited_s[event["group"]] += event.get("waited_s") or 0.0
                 return {"waited_s": self._waited_s[event["group"]]}
-            case "quorum" | "workers_died" | "agent_ended":
+            case "quorum" | "left" | "training_done" | "workers_died" | "agent_ended":
                 self._ready.pop(event["group"], None)
                 self._waited_s.pop(event["group"], None)
                 if event.get("error"):
