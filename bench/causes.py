@@ -167,7 +167,9 @@ class Scene:
         return found
 
     def all_take_part(self, groups: int) -> None:
-        self.until(lambda: any(len(event["groups"]) == groups for event in self.events("commit")))
+        """Until each has made a step with all others: until its own first one it has `startup_timeout_s`."""
+        made = lambda: {event["group"] for event in self.events("commit") if len(event["groups"]) == groups}  # noqa: E731
+        self.until(lambda: len(made()) == groups)
 
     def order(self, order: str, *places: str) -> None:
         for place in places:
