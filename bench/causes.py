@@ -532,13 +532,17 @@ CAUSES = {
     "NaN in one slot, wherever it is computed": Cause(
         "finite", "Slot 3 of step", orders("no-gradient", SLOT), knows_s=ASKED_S, why=ASKED_TWICE),
     "NaN in all parameters": Cause(
-        "finite", "not finite|the loss is nan", orders("nan", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+        "finite", "not finite|the loss is nan", orders("nan", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
+        silent=FIGURES),
     "Inf in all parameters": Cause(
-        "finite", "not finite|the loss is", orders("inf", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+        "finite", "not finite|the loss is", orders("inf", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
+        silent=FIGURES),
     "parameters that became huge": Cause(
-        "finite", "not finite|the loss is", orders("huge", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE),
+        "finite", "not finite|the loss is", orders("huge", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
+        silent=FIGURES),
     "a learning rate without sense": Cause(
-        "finite", "not finite|the loss is", lr=1e30, knows_s=ASKED_S, why=ASKED_TWICE),
+        "finite", "not finite|the loss is", lr=1e30, knows_s=ASKED_S, why=ASKED_TWICE,
+        silent=FIGURES),
     "a slot that ends groups": Cause(
         "data", "Slot 3 of step .* ended the workers.*The run ends", soon("runtime"), knows_s=RESTARTS_S, why=RESTARTS,
         silent=FIGURES),
