@@ -519,7 +519,8 @@ CAUSES = {
         why="a start and two quorum_timeout_s"),
     "a weight that flips": Cause(
         "arithmetic", "parameters of groups? 1 ", orders("flip", "group-1"),
-        ("--fault_tolerance.audit_interval", "8"), groups=3, knows_s=8.0, why="audit_interval"),
+        ("--fault_tolerance.audit_interval", "8"), groups=3, knows_s=8.0,
+        why="audit_interval; it has healed two seconds later", silent=("page",)),
     "a weight that flips, in exact mode": Cause(
         "arithmetic", "parameters of groups? 1 |computed other bits", orders("flip", "group-1"), EXACT, groups=3,
         knows_s=6.0, why="an audit"),
