@@ -511,8 +511,8 @@ CAUSES = {
         why="SILENCE_S of the lighthouse, and it is back at once", silent=("status", "page", "prometheus")),
     "a lighthouse without descriptors": Cause(
         "lighthouse", "got no quorum", both(
-            limited(resource.RLIMIT_NOFILE, 3, Scene.lighthouse), sent(signal.SIGKILL, worker_of(1))), knows_s=6.0,
-        why="a start of the group and two steps of the others"),
+            limited(resource.RLIMIT_NOFILE, 3, Scene.lighthouse), sent(signal.SIGKILL, worker_of(1))), knows_s=14.0,
+        why="a start of the group and two quorum_timeout_s"),
     "too few groups for min_groups": Cause(
         "lighthouse", "got no quorum.*min_groups is 2", before=orders("away", "host-1"),
         flags=("--fault_tolerance.min_groups", "2"), starts=False, knows_s=25.0,

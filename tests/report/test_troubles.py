@@ -212,20 +212,6 @@ def test_each_is_gone_with_its_cause(cause):
     assert b"everstep_trouble_info{" not in metrics.text(now, 3, 1)
 
 
-def test_a_group_that_is_ready_and_kept_out_is_told_once_others_have_made_two_steps():
-    """Also where a step of theirs takes long; not one that is in a quorum, or left out and named as such."""
-    line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
-    line.commit(2, 1, (0, 1, 2)).add(3, "worker_ready", 1).add(3, "worker_ready", 2).commit(60, 2, (0,))
-    assert read(line.logged).troubles.sentences == []
-    line.add(60.5, "quorum", 2, 3, groups=[0, 2]).commit(70, 3, (0, 2))
-    (found,) = read(line.logged).troubles.sentences
-    assert found.startswith("Group 1 is ready and has got no quorum for 67 s, while others make steps. Check that")
-    line.commit(80, 4, (0, 2))
-    assert len(read(line.logged).troubles.sentences) == 1
-    line.add(81, "left_out", 0, 5, groups=[1], cut=[[0, 1]]).add(82, "quorum", 1, 6, groups=[0, 1, 2])
-    assert all("left out" in sentence for sentence in read(line.logged).troubles.sentences)
-
-
 def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():
     """With a `quorum_timeout_s` of a few seconds."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=9).start(1, 0, 1)
@@ -235,6 +221,8 @@ def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():
     line.add(12, "quorum_failed", 1, 3, waited_s=2.6, reason="nobody else asks")
     (found,) = read(line.logged).troubles.sentences
     assert found.startswith("Group 1 got no quorum in 5 s: nobody else asks.")
+    line.commit(13, 4, (0, 1)).add(14, "quorum_failed", 1, 5, waited_s=2.6, reason="nobody else asks")
+    assert read(line.logged).troubles.sentences == []
 
 
 def test_a_group_without_a_quorum_is_told_of_until_it_makes_a_step():
@@ -242,6 +230,14 @@ def test_a_group_without_a_quorum_is_told_of_until_it_makes_a_step():
     for groups, told in (((0, 2), True), ((0, 1, 2), False)):
         line.commit(1020 + len(groups), 20 + len(groups), groups)
         assert any(words in sentence for sentence in read(line.logged).troubles.sentences) is told
+
+
+@pytest.mark.parametrize("kind", ["quorum", "left", "training_done", "workers_started"])
+@pytest.mark.parametrize(("group", "told"), [(0, True), (1, False)])
+def test_nor_of_one_that_has_a_quorum_or_is_gone(kind, group, told):
+    line, _, words = story("a lighthouse that cannot be reached")
+    line.add(1020, kind, group, 20)
+    assert any(words in sentence for sentence in read(line.logged).troubles.sentences) is told
 
 
 @pytest.mark.parametrize(("cause", "cure"), [

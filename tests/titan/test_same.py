@@ -1,6 +1,7 @@
 """`everstep same`: two runs are compared to the bit."""
 
 import math
+import os
 import shutil
 
 import pytest
@@ -51,3 +52,12 @@ def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
     assert same(Same(run_a=one, run_b=two), []) == status
     told = capsys.readouterr().out
     assert all(sentence in told for sentence in said), told
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys):
+    one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    for run_dir in (one, two):
+        os.truncate(run_dir / "checkpoint" / "step-4" / ".metadata", 40)
+    assert same(Same(run_a=one, run_b=two), []) == 1
+    assert f"the .metadata of {one / 'checkpoint' / 'step-4'} is damaged" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,12 +164,17 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path):
+def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeypatch):
     """The host lost its power as it was written. Without another one it is refused, by name."""
     names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
     before, cut = (checkpoint_of(tmp_path / f"step-{step}", *names) for step in (10, 15))
     os.truncate(cut / ".metadata", 40)
-    assert disk_at(tmp_path).newest() == 10
+    disk, told = disk_at(tmp_path), []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    disk._events = SimpleNamespace(emit=lambda kind, text: told.append((kind, text)))
+    disk.load()
+    assert [step for step, _ in disk.asked] == [10]
+    assert told == [("warning", f"goes on from step 10: the .metadata of {cut} is damaged")]
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match=r"step-15 has a damaged \.metadata"):
         disk_at(tmp_path).load()

@@ -139,7 +139,7 @@ class Launcher:
                 raise
             again_s = backoff_s(failures + 1, LONGEST_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
-            whose = f"{name}: " if log is self.events else ""
+            whose = "" if name.startswith("group ") else f"{name}: "
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # from where it would be shown
                 self._show([event])

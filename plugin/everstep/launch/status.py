@@ -31,7 +31,7 @@ def status(run_dir: Path) -> str:
     state = RunState()
     for event in read_events(run_dir, lately=OF_EVERY_STEP):
         state.apply(event)
-    if shutil.disk_usage(run_dir).free < NO_ROOM:
+    if state.status == "running" and shutil.disk_usage(run_dir).free < NO_ROOM:
         state.apply(shortage(run_dir, os.strerror(errno.ENOSPC)))
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]

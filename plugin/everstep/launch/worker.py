@@ -72,7 +72,8 @@ def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]
         await_predecessor(Path(run_dir), group, rank)
         _work(Path(run_dir), group, incarnation, *task)
     except Exception as error:
-        os.close(spare)  # there may be no other descriptor
+        with contextlib.suppress(OSError):  # it closed all that it had
+            os.close(spare)  # there may be no other descriptor
         with contextlib.suppress(OSError):  # a full disk
             write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
         if isinstance(error, TrainerEnds):

@@ -26,8 +26,6 @@ GRACE_S = 5.0
 """What was to be tried again and failed again has said so by then."""
 QUORUM_S = 5.0
 """A quorum that takes longer, asked for once or several times, is told; shorter ones are the price of a death."""
-KEPT_OUT_S = 8.0
-"""How long a group that is ready may be in no quorum, while others make two steps."""
 SKIPPED = 10
 """Snapshots that were due and not taken, one after the other, before that is told."""
 CLOCKS_S = 60.0
@@ -38,7 +36,8 @@ LONGEST = 600
 AWAY = ("workers_died", "workers_started", "agent_ended")
 """Kinds of events of which the processes of a group that had something to tell are gone."""
 NO_MEMORY = (
-    "OutOfMemoryError", "MemoryError", "out of memory", "control group was used", "allocate memory", "bad_alloc",
+    "OutOfMemoryError", "MemoryError", "out of memory", "control group was used", "can't allocate memory",
+    "Cannot allocate memory", "bad_alloc",
 )  # fmt: skip
 """Words of Python, devices, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
 EVERY_RANK = frozenset(("unfit", "not_finite"))
@@ -90,6 +89,8 @@ class Trouble:
         if begin["kind"] in ("left_out", "quorum_failed") and event["kind"] == "commit":
             waiting = begin["groups"] if begin["kind"] == "left_out" else [begin["group"]]
             return {*waiting} <= {*event["groups"]}
+        if begin["kind"] == "quorum_failed" and event.get("group") != begin["group"]:
+            return False
         is_later = (event.get("step") or 0) > (begin.get("step") or -1)
         return event["kind"] in self.row.ends and (is_later or self.row.guarantee not in ("finite", "hosts"))
 
@@ -183,17 +184,9 @@ ROWS: dict[str, Row] = {
         "lighthouse",
         "Group {group} got no quorum in {waited_s:.0f} s: {cause}. Check that the lighthouse's host can be reached, "
         "and that fault_tolerance.min_groups groups run.",
-        ends=("commit",),
+        ends=("commit", "quorum", "left", "training_done", *AWAY),
         who="quorum",
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
-        once=True,
-    ),
-    "kept_out": Row(
-        "lighthouse",
-        "Group {group} is ready and has got no quorum for {waited_s:.0f} s, while others make steps. Check that its "
-        "hosts reach that of the lighthouse; its log: logs/group-{group}/rank-0.log.",
-        ends=("quorum", "left", *AWAY),
-        who="{group}",
         once=True,
     ),
     "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # which says what to do
@@ -303,9 +296,6 @@ class Troubles:
     """The newest death of workers that had an error, in this start."""
     _skipped: Counter[int | None] = field(default_factory=Counter)
     """By group, snapshots that were due and not taken since one was coded."""
-    _ready: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By group that is ready and was in no quorum yet: since when, and the first step that others made since; -1: none.
-    """
     _waited_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """By group, for the quorum that it does not get."""
     _survived: int = 0
@@ -337,18 +327,16 @@ class Troubles:
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What the troubles before an event add to what it says."""
         match event["kind"]:
-            case "worker_ready":
-                self._ready[event["group"]] = event["t"], -1
+            case "workers_died" if event.get("error"):
+                self._death = event
             case "commit":
-                return self._kept_out(event)
+                for group in event["groups"]:
+                    self._waited_s.pop(group, None)
             case "quorum_failed":
                 self._waited_s[event["group"]] += event.get("waited_s") or 0.0
                 return {"waited_s": self._waited_s[event["group"]]}
-            case "quorum" | "left" | "training_done" | "workers_died" | "agent_ended":
-                self._ready.pop(event["group"], None)
+            case "quorum":
                 self._waited_s.pop(event["group"], None)
-                if event.get("error"):
-                    self._death = event
             case "snapshot_skipped":
                 self._skipped[event["group"]] += 1
                 return {"skipped": self._skipped[event["group"]]}
@@ -358,19 +346,6 @@ class Troubles:
                 return {"survived": self._survived}
             case "run_ended" if event["status"] == "failed":
                 return {"last_error": self._last_error(event["reason"])}
-        return {}
-
-    def _kept_out(self, commit: Mapping[str, Any]) -> dict[str, Any]:
-        """What a commit says of groups that are not in it."""
-        left_out = {*self.now["reach", ""].event["groups"]} if ("reach", "") in self.now else set()
-        for group in commit["groups"]:
-            self._ready.pop(group, None)
-        for group in self._ready.keys() - left_out:
-            since, step = self._ready[group]
-            if step < 0:  # it came in the middle of this one
-                self._ready[group] = since, commit["step"]
-            elif commit["step"] > step and commit["t"] > since + KEPT_OUT_S:
-                return {"kind": "kept_out", "group": group, "waited_s": commit["t"] - since}
         return {}
 
     def _last_error(self, reason: str) -> str:

@@ -103,9 +103,18 @@ class DiskCheckpoints:
             self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
             source.saved_ranks = [int(found[1]) for found in map(OF_RANK.fullmatch, keys) if found is not None]
             self._require(step, folder, keys)
+            self._tell_damaged(step)
         found = self._manager.load(step=step)
         self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
+
+    def _tell_damaged(self, step: int) -> None:
+        """Say which newer checkpoints are passed over."""
+        newer = {at: path for at, path in checkpoints_in(Path(self._manager.folder)).items() if at > step}
+        damaged = [str(path) for path in newer.values() if not tensors_in(path)]
+        if damaged and self._config.load_step == -1 and dist.get_rank() == 0:
+            text = f"goes on from step {step}: the .metadata of {', '.join(damaged)} is damaged"
+            self._events.emit("warning", text=text)
 
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
         """Raises TrainerEnds if a checkpoint lacks what torchtitan would load of it."""

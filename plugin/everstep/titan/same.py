@@ -82,6 +82,8 @@ def checkpoints(run_dir: Path) -> dict[int, Path]:
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     """How many tensors were compared, and the first that differs."""
     ours, theirs = tensors_in(one), tensors_in(other)
+    if not (ours and theirs):
+        return 0, f"the .metadata of {other if ours else one} is damaged"
     if alone := sorted(ours.keys() ^ theirs.keys()):
         return 0, f"{alone[0]} is in one of the checkpoints only"
     compared = 0
