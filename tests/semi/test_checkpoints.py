@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from everstep.titan.parts import tensors_in, workers_in
 from everstep.titan.same import checkpoints
 from semi_runs import DEADLINE_S, SYNC_STEPS, WORKERS, semi_config, soon, worst
+from watched import until
 
 ROUNDS, EVERY = 16, 2
 STEPS = ROUNDS * SYNC_STEPS
@@ -33,8 +34,10 @@ def forget(run):
     """Workers' states are in checkpoints alone now."""
     run.end()
     shutil.rmtree(run.run_dir / "state" / "workers")
-    for segment in run.run_dir.parent.rglob("everstep-*"):
-        shutil.rmtree(segment)
+    for segment in list(run.run_dir.parent.rglob("everstep-*")):
+        until(
+            lambda it=segment: shutil.rmtree(it, ignore_errors=True) or not it.exists(), "its keeper to write no more"
+        )
 
 
 def put_in_one(folder):
