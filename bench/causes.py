@@ -264,6 +264,14 @@ Act = Callable[[Scene], object]
 
 
 @dataclass(frozen=True)
+class Wait:
+    """For a timeout of the config, or for repeats."""
+
+    s: float = 0.0
+    of: str = ""
+
+
+@dataclass(frozen=True)
 class Cause:
     """What is broken, and what has to be said of it."""
 
@@ -277,10 +285,8 @@ class Cause:
     """Of a control group in which the run is, of version 1."""
     job: str = "debugmodel"
     source: str = "stdlib"
-    knows_s: float = 0.0
-    """How long nobody can know: a timeout of the config, or repeats."""
-    why: str = ""
-    """What that is."""
+    waits: Wait = Wait()
+    """How long nobody can know."""
     starts: bool = True
     """Whether all groups take part before it."""
     lr: float = 8e-4
@@ -386,14 +392,6 @@ def starve(group: int) -> Act:
     return act
 
 
-def lose(keeper: int) -> Act:
-    def act(scene: Scene) -> None:
-        place = next(place for place in read_places(scene.run_dir) if place.group == keeper)
-        shutil.rmtree(place.segment)
-
-    return act
-
-
 FIGURES = ("prometheus",)
 SNAPSHOTS = ("--snapshot.enable",)
 SEMI = ("--semi_sync.method", "diloco", "--semi_sync.workers", "2", "--semi_sync.sync_steps", "2", "--training.steps",
@@ -402,11 +400,30 @@ CHECKPOINTS = ("--checkpoint.enable",)
 EXACT = ("--fault_tolerance.exact", "--fault_tolerance.audit_slots", "1.0")
 CHECKED = ("--attention_check.enable", "--attention_check.frequency", "1.0")
 SLOT = "slot-3"
-RESTARTS, RESTARTS_S = "three starts of the group", 40.0
-STALLS, STALLS_S = "stall_timeout_s", 2 * STALL_S + 4.0
-ASKED_TWICE, ASKED_S = "two refusals and another group's answer", 10.0
+CODING, ROUND, NEXT = Wait(12.0, "coding_timeout_s"), Wait(6.0, "a round"), Wait(8.0, "the next checkpoint")
+RESTARTS, STALLS = Wait(40.0, "three starts of the group"), Wait(2 * STALL_S + 4.0, "stall_timeout_s")
+ASKED_TWICE = Wait(10.0, "two refusals and another group's answer")
 EVERYBODY = ("group-0", "group-1")
 ALWAYS = ("group-0.always", "group-1.always")
+
+
+def unsaved(words: str, act: Act, *flags: str) -> Cause:
+    return Cause("checkpoint", f"not written.*{words}", act, (*CHECKPOINTS, *flags), waits=NEXT)
+
+
+def again(order: str, words: str) -> Cause:
+    """What ends a group each time that it starts."""
+    failed = f"Group 1 has failed .* in a row.*{words}"
+    return Cause("group", failed, orders(order, "group-1.always"), waits=RESTARTS)
+
+
+def everywhere(order: str, words: str) -> Cause:
+    return Cause("run", f"The run failed: .*{words}", orders(order, *ALWAYS), waits=RESTARTS, silent=FIGURES)
+
+
+def diverges(act: Act = lambda scene: None, words: str = "the loss is", lr: float = 8e-4) -> Cause:
+    return Cause("finite", f"not finite|{words}", act, lr=lr, waits=ASKED_TWICE, silent=FIGURES)
+
 
 CAUSES = {
     "memory for no snapshot": Cause("snapshots", "not taken", before=full("shm", "size=4m"), flags=SNAPSHOTS),
@@ -414,83 +431,56 @@ CAUSES = {
     "snapshots' folder is read-only": Cause("snapshots", "not taken", before=full("shm", "ro"), flags=SNAPSHOTS),
     "a keeper stands still": Cause(
         "snapshots", "not coded|none of the last", sent(signal.SIGSTOP, lambda scene: scene.keeper(1)), SNAPSHOTS,
-        knows_s=12.0, why="coding_timeout_s"),
+        waits=CODING),
     "a keeper stands still, with a snapshot a step": Cause(
         "snapshots", "not coded|none of the last", sent(signal.SIGSTOP, lambda scene: scene.keeper(0)),
-        (*SNAPSHOTS, "--snapshot.interval", "1"), knows_s=12.0, why="coding_timeout_s"),
+        (*SNAPSHOTS, "--snapshot.interval", "1"), waits=CODING),
     "a keeper dies again and again": Cause(
         "snapshots", "not taken|not coded|none of the last", keep_killing(lambda scene: scene.keeper(1)), SNAPSHOTS,
-        knows_s=15.0, why="coding_timeout_s"),
+        waits=Wait(15.0, "coding_timeout_s")),
     "a group that shared snapshots is sent away": Cause(
         "hosts", "survives the loss of no host", orders("multiply-wrongly", "group-0.always"), (*SNAPSHOTS, *CHECKED),
-        knows_s=20.0, why="refusals, another group's answer, and a coding without it"),
+        waits=Wait(20.0, "refusals, another group's answer, and a coding without it")),
     "no room for workers' states": Cause(
         "workers", "the run ends", both(full("run/state/workers", "size=4k"), full("shm", "size=4k")), SEMI,
-        knows_s=6.0, why="a round"),
+        waits=ROUND),
     "workers' storage is a file, and no other keeper": Cause(
         "workers", "the run ends", both(
             in_place_of("run/state/workers", Path.touch), sent(signal.SIGKILL, lambda scene: scene.keeper(0)),
             keep_killing(lambda scene: scene.keeper(0)), keep_killing(lambda scene: scene.keeper(1))),
-        SEMI, knows_s=6.0, why="a round"),
+        SEMI, waits=ROUND),
     "workers' storage is read-only, and no other keeper": Cause(
         "workers", "the run ends", both(
             full("run/state/workers", "ro"), keep_killing(lambda scene: scene.keeper(0)),
-            keep_killing(lambda scene: scene.keeper(1))), SEMI, knows_s=6.0, why="a round"),
-    "a full checkpoint folder": Cause(
-        "checkpoint", "not written.*No space", full("run/checkpoint", "size=64k"), CHECKPOINTS, knows_s=8.0,
-        why="the next checkpoint"),
-    "a full checkpoint folder, written meanwhile": Cause(
-        "checkpoint", "not written.*No space", full("run/checkpoint", "size=64k"),
-        (*CHECKPOINTS, "--checkpoint.async_mode", "async"), knows_s=8.0, why="the next checkpoint"),
-    "a read-only checkpoint folder": Cause(
-        "checkpoint", "not written.*Read-only", full("run/checkpoint", "ro"), CHECKPOINTS, knows_s=8.0,
-        why="the next checkpoint"),
-    "no inodes for checkpoints": Cause(
-        "checkpoint", "not written.*No space", full("run/checkpoint", "nr_inodes=1"), CHECKPOINTS, knows_s=8.0,
-        why="the next checkpoint"),
-    "a file in place of the checkpoint folder": Cause(
-        "checkpoint", "not written", in_place_of("run/checkpoint", Path.touch), CHECKPOINTS, knows_s=8.0,
-        why="the next checkpoint"),
-    "a link to nothing in place of the checkpoint folder": Cause(
-        "checkpoint", "not written", in_place_of("run/checkpoint", lambda path: path.symlink_to("/nowhere/at/all")),
-        CHECKPOINTS, knows_s=8.0, why="the next checkpoint"),
-    "files may not be as large as a checkpoint": Cause(
-        "checkpoint", "not written.*large",
-        both(*(limited(resource.RLIMIT_FSIZE, 1 << 20, worker_of(group)) for group in (0, 1))), CHECKPOINTS,
-        knows_s=8.0, why="the next checkpoint"),
+            keep_killing(lambda scene: scene.keeper(1))), SEMI, waits=ROUND),
+    "a full checkpoint folder": unsaved("No space", full("run/checkpoint", "size=64k")),
+    "a full checkpoint folder, written meanwhile": unsaved(
+        "No space", full("run/checkpoint", "size=64k"), "--checkpoint.async_mode", "async"),
+    "a read-only checkpoint folder": unsaved("Read-only", full("run/checkpoint", "ro")),
+    "no inodes for checkpoints": unsaved("No space", full("run/checkpoint", "nr_inodes=1")),
+    "a file in place of the checkpoint folder": unsaved("", in_place_of("run/checkpoint", Path.touch)),
+    "a link to nothing in place of the checkpoint folder": unsaved(
+        "", in_place_of("run/checkpoint", lambda path: path.symlink_to("/nowhere/at/all"))),
+    "files may not be as large as a checkpoint": unsaved(
+        "large", both(*(limited(resource.RLIMIT_FSIZE, 1 << 20, worker_of(group)) for group in (0, 1)))),
     "a group that takes no connections": Cause(
         "reach", "Groups 1 are left out", both(
             orders("refuse-connections", "group-1"), lambda scene: time.sleep(2.0), sent(signal.SIGKILL, worker_of(2))),
-        groups=3, knows_s=8.0, why="reduce_timeout_s and two tries of connect_timeout_s"),
-    "an error again and again": Cause(
-        "group", "Group 1 has failed .* in a row", orders("runtime", "group-1.always"), knows_s=RESTARTS_S,
-        why=RESTARTS),
-    "SIGSEGV again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*SIGSEGV", orders("segv", "group-1.always"), knows_s=RESTARTS_S,
-        why=RESTARTS),
-    "SIGABRT again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*SIGABRT", orders("abort", "group-1.always"), knows_s=RESTARTS_S,
-        why=RESTARTS),
-    "SIGBUS again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*SIGBUS", orders("bus", "group-1.always"), knows_s=RESTARTS_S,
-        why=RESTARTS),
-    "an exit with a status again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*status 3", orders("exit", "group-1.always"), knows_s=RESTARTS_S,
-        why=RESTARTS),
-    "an exit of a library again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*status 7", orders("exit-unseen", "group-1.always"),
-        knows_s=RESTARTS_S, why=RESTARTS),
-    "no descriptors in a worker, again and again": Cause(
-        "group", "Group 1 has failed .* in a row.*Too many open files", orders("descriptors", "group-1.always"),
-        knows_s=RESTARTS_S, why=RESTARTS),
+        groups=3, waits=Wait(8.0, "reduce_timeout_s and two tries of connect_timeout_s")),
+    "an error again and again": again("runtime", "broken"),
+    "SIGSEGV again and again": again("segv", "SIGSEGV"),
+    "SIGABRT again and again": again("abort", "SIGABRT"),
+    "SIGBUS again and again": again("bus", "SIGBUS"),
+    "an exit with a status again and again": again("exit", "status 3"),
+    "an exit of a library again and again": again("exit-unseen", "status 7"),
+    "no descriptors in a worker, again and again": again("descriptors", "Too many open files"),
     "a hang": Cause("group", "Group 1 hung: rank 0 made no progress in compute", orders("hang", "group-1"),
-                    knows_s=STALLS_S, why=STALLS),
+                    waits=STALLS),
     "a hang that holds the interpreter": Cause(
         "group", "Group 1 hung: rank 0 made no progress in compute", orders("hang-interpreter", "group-1"),
-        knows_s=STALLS_S, why=STALLS),
+        waits=STALLS),
     "a worker that is stopped": Cause(
-        "group", "Group 1 hung: rank 0 made no progress", sent(signal.SIGSTOP, worker_of(1)), knows_s=STALLS_S,
-        why=STALLS),
+        "group", "Group 1 hung: rank 0 made no progress", sent(signal.SIGSTOP, worker_of(1)), waits=STALLS),
     "Python's memory": Cause("machine", "Group 1 ran out of memory", orders("memory", "group-1")),
     "a device's memory": Cause("machine", "Group 1 ran out of memory.*CUDA", orders("device-memory", "group-1")),
     "more memory than the machine has": Cause("machine", "Group 1 ran out of memory", orders("allocate", "group-1")),
@@ -502,74 +492,62 @@ CAUSES = {
         "machine", "Too many open files", both(limited(resource.RLIMIT_NOFILE, 8, launcher_of),
                                                sent(signal.SIGKILL, worker_of(1)))),
     "a run directory without room": Cause(
-        "machine", "No space left", both(fill, sent(signal.SIGKILL, worker_of(1))), 
+        "machine", "No space left", both(fill, sent(signal.SIGKILL, worker_of(1))),
         before=full("run", "size=8m,mode=755"), flags=("--checkpoint.no-enable",)),
     "a lighthouse that is killed again and again": Cause(
         "lighthouse", "The lighthouse died", keep_killing(Scene.lighthouse, 0.5)),
     "a lighthouse that hangs": Cause(
-        "lighthouse", "The lighthouse died|got no quorum", sent(signal.SIGSTOP, Scene.lighthouse), knows_s=12.0,
-        why="SILENCE_S of the lighthouse, and it is back at once", silent=("status", "page", "prometheus")),
+        "lighthouse", "The lighthouse died|got no quorum", sent(signal.SIGSTOP, Scene.lighthouse),
+        waits=Wait(12.0, "SILENCE_S of the lighthouse, and it is back at once"),
+        silent=("status", "page", "prometheus")),
     "a lighthouse without descriptors": Cause(
         "lighthouse", "got no quorum", both(
-            limited(resource.RLIMIT_NOFILE, 3, Scene.lighthouse), sent(signal.SIGKILL, worker_of(1))), knows_s=14.0,
-        why="a start of the group and two quorum_timeout_s"),
+            limited(resource.RLIMIT_NOFILE, 3, Scene.lighthouse), sent(signal.SIGKILL, worker_of(1))),
+        waits=Wait(14.0, "a start of the group and two quorum_timeout_s")),
     "too few groups for min_groups": Cause(
         "lighthouse", "got no quorum.*min_groups is 2", before=orders("away", "host-1"),
-        flags=("--fault_tolerance.min_groups", "2"), starts=False, knows_s=25.0,
-        why="a start and two quorum_timeout_s"),
+        flags=("--fault_tolerance.min_groups", "2"), starts=False,
+        waits=Wait(25.0, "a start and two quorum_timeout_s")),
     "a weight that flips": Cause(
         "arithmetic", "parameters of groups? 1 ", orders("flip", "group-1"),
-        ("--fault_tolerance.audit_interval", "8"), groups=3, knows_s=8.0,
-        why="audit_interval; it has healed two seconds later", silent=("page",)),
+        ("--fault_tolerance.audit_interval", "8"), groups=3,
+        waits=Wait(8.0, "audit_interval; it has healed two seconds later"), silent=("page",)),
     "a weight that flips, in exact mode": Cause(
         "arithmetic", "parameters of groups? 1 |computed other bits", orders("flip", "group-1"), EXACT, groups=3,
-        knows_s=6.0, why="an audit"),
+        waits=Wait(6.0, "an audit")),
     "products that are wrong, in audited slots": Cause(
         "arithmetic", "Group 1 computed other bits", orders("flip-products", "group-1.always"), EXACT, groups=3,
-        knows_s=6.0, why="an audit"),
+        waits=Wait(6.0, "an audit")),
     "a device that multiplies wrongly": Cause(
         "arithmetic", "rank 0 .*refused|group 1 computed", orders("multiply-wrongly", "group-0.always"), CHECKED,
-        knows_s=ASKED_S, why=ASKED_TWICE),
+        waits=ASKED_TWICE),
     "NaN in one slot, wherever it is computed": Cause(
-        "finite", "Slot 3 of step", orders("no-gradient", SLOT), knows_s=ASKED_S, why=ASKED_TWICE),
-    "NaN in all parameters": Cause(
-        "finite", "not finite|the loss is nan", orders("nan", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
-        silent=FIGURES),
-    "Inf in all parameters": Cause(
-        "finite", "not finite|the loss is", orders("inf", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
-        silent=FIGURES),
-    "parameters that became huge": Cause(
-        "finite", "not finite|the loss is", orders("huge", *EVERYBODY), knows_s=ASKED_S, why=ASKED_TWICE,
-        silent=FIGURES),
-    "a learning rate without sense": Cause(
-        "finite", "not finite|the loss is", lr=1e30, knows_s=ASKED_S, why=ASKED_TWICE,
-        silent=FIGURES),
+        "finite", "Slot 3 of step", orders("no-gradient", SLOT), waits=ASKED_TWICE),
+    "NaN in all parameters": diverges(orders("nan", *EVERYBODY), "the loss is nan"),
+    "Inf in all parameters": diverges(orders("inf", *EVERYBODY)),
+    "parameters that became huge": diverges(orders("huge", *EVERYBODY)),
+    "a learning rate without sense": diverges(lr=1e30),
     "a slot that ends groups": Cause(
-        "data", "Slot 3 of step .* ended the workers.*The run ends", soon("runtime"), knows_s=RESTARTS_S, why=RESTARTS,
+        "data", "Slot 3 of step .* ended the workers.*The run ends", soon("runtime"), waits=RESTARTS,
         silent=FIGURES),
     "a slot that ends groups by SIGSEGV": Cause(
-        "data", "Slot 3 of step .* ended the workers", soon("segv"), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
+        "data", "Slot 3 of step .* ended the workers", soon("segv"), waits=RESTARTS, silent=FIGURES),
     "a slot that is skipped": Cause(
         "data", "Slot 3 of step .*It is skipped", soon("key"), ("--fault_tolerance.on_poison", "skip"),
-        knows_s=RESTARTS_S, why=RESTARTS),
+        waits=RESTARTS),
     "data that ends": Cause(
         "data", "The data ended at step", flags=("--dataloader.dataset_path", "{home}/notes.jsonl"), job="jsonl",
-        source="dataloader", starts=False, knows_s=60.0, why="the data's end", silent=FIGURES),
+        source="dataloader", starts=False, waits=Wait(60.0, "the data's end"), silent=FIGURES),
     "a slow host": Cause(
-        "pace", "Group 1 is slow", orders("slow", "group-1"), knows_s=12.0, why="some slots of its pace"),
+        "pace", "Group 1 is slow", orders("slow", "group-1"), waits=Wait(12.0, "some slots of its pace")),
     "a host with a tenth of a core left": Cause(
-        "pace|group", "Group 1 is slow|Group 1 hung", starve(1), knows_s=STALLS_S, why=STALLS),
+        "pace|group", "Group 1 is slow|Group 1 hung", starve(1), waits=STALLS),
     "a clock that is ahead": Cause("clock", "clocks of groups .* differ by 3[56]", before=orders("ahead", "host-1")),
     "a clock that is behind": Cause("clock", "clocks of groups .* differ by 3[56]", before=orders("behind", "host-1")),
-    "an error in every group": Cause(
-        "run", "The run failed: .*KeyError", orders("key", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
-    "SIGSEGV in every group": Cause(
-        "run", "The run failed: .*SIGSEGV", orders("segv", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
-    "an exit of every group": Cause(
-        "run", "The run failed: .*status 3", orders("exit", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS, silent=FIGURES),
-    "no memory in every group": Cause(
-        "run", "The run failed: .*MemoryError", orders("memory", *ALWAYS), knows_s=RESTARTS_S, why=RESTARTS,
-        silent=FIGURES),
+    "an error in every group": everywhere("key", "KeyError"),
+    "SIGSEGV in every group": everywhere("segv", "SIGSEGV"),
+    "an exit of every group": everywhere("exit", "status 3"),
+    "no memory in every group": everywhere("memory", "MemoryError"),
 }  # fmt: skip
 
 
@@ -587,7 +565,8 @@ class Found:
 
     def row(self) -> dict[str, Any]:
         outlets = {outlet: round(seconds, 1) for outlet, seconds in self.heard_s.items()}
-        waits = {"waits_for": f"{self.cause.why}, {self.cause.knows_s:g} s"} if self.cause.why else {}
+        wait = self.cause.waits
+        waits = {"waits_for": f"{wait.of}, {wait.s:g} s"} if wait.of else {}
         return {"cause": self.name, "wrong": self.wrong, **waits, "heard_s": outlets, "said": self.sentences}
 
 
@@ -620,7 +599,7 @@ def listen(scene: Scene, cause: Cause, found: Found, begun: float) -> None:
     outlets = scene.heard(cause.words)
     for silent in cause.silent:
         del outlets[silent]
-    latest = begun + cause.knows_s + LIMIT_S
+    latest = begun + cause.waits.s + LIMIT_S
     while missing := [outlet for outlet in outlets if outlet not in found.heard_s]:
         if time.time() > latest:
             found.wrong = f"not within {latest - begun:g} s: {', '.join(missing)}; said: {list(scene.hook.texts)}; "
@@ -648,7 +627,7 @@ def main() -> None:
     slowest = 0.0
     for found in all_of(args.names or list(CAUSES), args.jobs):
         count, named = count + 1, named + (not found.wrong)
-        late = max(found.heard_s.values(), default=0.0) - found.cause.knows_s
+        late = max(found.heard_s.values(), default=0.0) - found.cause.waits.s
         slowest = max(slowest, late)
         print(json.dumps(found.row()), flush=True)
     print(json.dumps({"causes": count, "named": named, "latest_after_it_could_be_known_s": round(slowest, 1)}))

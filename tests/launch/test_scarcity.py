@@ -14,6 +14,7 @@ import pytest
 
 from everstep.launch import status, watchdog
 from everstep.launch.status import status as status_of
+from everstep.run import memory
 from launched import DEADLINE_S, until
 from timeline import Timeline, page_of
 
@@ -93,13 +94,14 @@ def test_a_full_disk_under_the_run_is_said_by_status(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(tmp_path, monkeypatch, line, file):
     """In a container those of its own group stand at the mount."""
-    monkeypatch.setattr(watchdog, "CGROUP", tmp_path)
     own, counts = tmp_path / "own", tmp_path / file
+    monkeypatch.setattr(memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(memory, "PROC", own)
     own.write_text(f"3:cpu,cpuacct:/job\n{line}\n")
-    assert watchdog.oom_kills(own) == 0
+    assert watchdog.oom_kills() == 0
     counts.parent.mkdir(parents=True, exist_ok=True)
     counts.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert watchdog.oom_kills(own) == 3
+    assert watchdog.oom_kills() == 3
 
 
 def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_and_not_given_up(start):

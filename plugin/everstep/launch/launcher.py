@@ -117,7 +117,7 @@ class Launcher:
         while not over():
             self.children.wait(TICK_S)
             for name, job in list(self.jobs.items()):
-                self._try(name, job, self.events)
+                self._try(name, job, self.events, f"{name}: ")
             for group in [group for group in self.groups if group.end is None]:
                 self._try(f"group {group.settings.group}", group.look, group.events)
             self._give_up_together()
@@ -126,8 +126,9 @@ class Launcher:
                     self._show(log.unwritten)
                     log.unwritten = []
 
-    def _try(self, name: str, job: Job, log: EventLog) -> None:
-        """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while."""
+    def _try(self, name: str, job: Job, log: EventLog, whose: str = "") -> None:
+        """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while. `whose`: before
+        the reason, where the log does not say it."""
         failures, again_mono = self._shortages.get(name, (0, 0.0))
         if time.monotonic() < again_mono:
             return
@@ -139,7 +140,6 @@ class Launcher:
                 raise
             again_s = backoff_s(failures + 1, LONGEST_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
-            whose = "" if name.startswith("group ") else f"{name}: "
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # from where it would be shown
                 self._show([event])

@@ -1,12 +1,13 @@
 """What a launcher decides after the death of a group's workers: is another start worth it, and when."""
 
+import contextlib
 import itertools
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
+from everstep.run.memory import control_groups
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 """Signals that a process brings upon itself."""
@@ -19,9 +20,8 @@ HOPELESS = {
     UNFIT_EXIT: "its trainer found this machine unfit, and there is no other to go to; its log says why",
 }
 """Exit statuses after which workers are not started again, whatever other groups do, and why."""
-CGROUP = Path("/sys/fs/cgroup")
-OOM_COUNTS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
-"""By controller, of control groups of version 2 and 1: where they are mounted, and what counts kills for memory."""
+OOM_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}
+"""By controller, of control groups of version 2 and 1: the file that counts kills for memory."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,12 @@ def describe_exit(exitcode: int) -> str:
         return f"was killed by signal {-exitcode}"
 
 
-def oom_kills(own: Path = Path("/proc/self/cgroup")) -> int:
+def oom_kills() -> int:
     """Kills for memory in this process's control groups so far; 0 where nobody counts."""
     found = 0
-    try:
-        for line in own.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            for mount, counts in (OOM_COUNTS[name] for name in OOM_COUNTS.keys() & controllers.split(",")):
-                files = [folder / counts for folder in (CGROUP / mount / group.lstrip("/"), CGROUP / mount)]
-                text = next((file.read_text() for file in files if file.exists()), "")
-                found += int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0
+    with contextlib.suppress(OSError, ValueError):
+        for controller, own in control_groups():
+            files = [folder / OOM_COUNTS[controller] for folder in (own, *own.parents)]
+            text = next((file.read_text() for file in files if file.exists()), "")
+            found += int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
     return found

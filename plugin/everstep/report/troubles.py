@@ -329,7 +329,7 @@ class Troubles:
         match event["kind"]:
             case "workers_died" if event.get("error"):
                 self._death = event
-            case "commit":
+            case "commit" if self._waited_s:
                 for group in event["groups"]:
                     self._waited_s.pop(group, None)
             case "quorum_failed":

@@ -35,14 +35,19 @@ def free_memory() -> tuple[int, str]:
     """
     found = [(psutil.virtual_memory().available, "of free host memory")]
     with contextlib.suppress(OSError):
-        for line in PROC.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            for controller in _CGROUPS.keys() & controllers.split(","):
-                folder, *words = _CGROUPS[controller]
-                own = MOUNT / folder / name.lstrip("/")
-                limited = [_left_in(each, *words) for each in (own, *own.parents)]
-                found += [(left, "left under the limit of this control group") for left in limited if left is not None]
+        for controller, own in control_groups():
+            limited = [_left_in(each, *_CGROUPS[controller][1:]) for each in (own, *own.parents)]
+            found += [(left, "left under the limit of this control group") for left in limited if left is not None]
     return min(found)
+
+
+def control_groups() -> Iterator[tuple[str, Path]]:
+    """The control groups of this process that count memory: the controller, "" in version 2, and the folder, which a
+    container may not see, but those above it. Raises OSError."""
+    for line in PROC.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        for controller in _CGROUPS.keys() & controllers.split(","):
+            yield controller, MOUNT / _CGROUPS[controller][0] / name.lstrip("/")
 
 
 def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared: str) -> int | None:
