@@ -6,9 +6,9 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,13 +80,20 @@ def test_a_worker_without_descriptors_can_say_what_it_died_of(start):
     run.end()
 
 
-def test_a_full_disk_under_the_run_is_said_by_status(tmp_path, monkeypatch):
-    """No event can."""
+@pytest.mark.parametrize(("disk", "said"), [
+    ({"f_bavail": 0}, "No space left on device"), ({"f_files": 9, "f_favail": 0}, "No space left on device"),
+    ({"f_files": 0, "f_favail": 0}, ""), ({"f_flag": os.ST_RDONLY}, "Read-only file system"),
+])  # fmt: skip
+def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, disk, said):
+    """Some file systems count no files."""
     Timeline().add(1000, "run_started", role="supervisor", groups=1, steps=9).write(tmp_path)
     assert "WRONG" not in status_of(tmp_path)
-    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
-    monkeypatch.setattr(status.shutil, "disk_usage", lambda path: usage)
-    assert f"WRONG   {tmp_path}: No space left on device; it is tried again" in status_of(tmp_path)
+    found = os.statvfs(tmp_path)
+    names = ("f_flag", "f_bavail", "f_frsize", "f_files", "f_favail")
+    found = SimpleNamespace(**{name: getattr(found, name) for name in names} | disk)
+    monkeypatch.setattr(status.os, "statvfs", lambda path: found)
+    told = status_of(tmp_path)
+    assert f"WRONG   {tmp_path}: {said}; it is tried again" in told if said else "WRONG" not in told
 
 
 @pytest.mark.parametrize(("line", "file"), [

@@ -57,6 +57,14 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     assert figures["groups_mean"] == pytest.approx(1.5)
 
 
+def test_the_groups_that_are_asked_for_are_those_that_a_run_was_scaled_to():
+    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).commit(1, 1, [0, 1])
+    account = read(run.add(2, "scaled", role="scale", count=3).commit(3, 2, [0, 1, 2]).events)
+    assert figures_of(account)["groups"] == 3
+    run.add(4, "run_ended", role="supervisor", status="stopped", reason="signal")
+    assert figures_of(read(run.add(5, "run_started", role="supervisor", groups=2, steps=4).events))["groups"] == 2
+
+
 def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they_come():
     run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=20).start(0, 0)
     run.commit(10, 1, [0]).start(11, 1, step=2).commit(12, 2, [0, 1]).add(20, "training_done", 0, 2)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -176,6 +177,16 @@ def test_a_page_that_cannot_be_written_is_served_and_told_of_once(told, hook, ca
     said = [line for line in capfd.readouterr().out.splitlines() if str(run_dir) in line]
     assert [line.replace("everstep", run_dir.name, 1) for line in said] == hook.texts
     assert len(hook.texts) == 1
+
+
+def test_a_run_directory_that_is_removed_ends_them_without_a_traceback(told, capfd):
+    run_dir, _, tell = told
+    teller = tell()
+    until(lambda: "being made" not in answer(teller.address), "a page")
+    shutil.rmtree(run_dir)
+    teller.close()
+    said = capfd.readouterr()
+    assert said.err == "" and f"everstep: no page: {run_dir}" in said.out
 
 
 def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -31,8 +30,8 @@ def status(run_dir: Path) -> str:
     state = RunState()
     for event in read_events(run_dir, lately=OF_EVERY_STEP):
         state.apply(event)
-    if state.status == "running" and shutil.disk_usage(run_dir).free < NO_ROOM:
-        state.apply(shortage(run_dir, os.strerror(errno.ENOSPC)))
+    if state.status == "running" and (why := _takes_no_events(run_dir)):
+        state.apply(shortage(run_dir, os.strerror(why)))
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     fates = f"{state.faults.kills} kills, {state.faults.deaths} deaths so far"
@@ -44,6 +43,15 @@ def status(run_dir: Path) -> str:
     if told := "; ".join(filter(None, (covered(found), judged(found)))):
         lines.append(f"checks  attention: {told}")
     return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
+
+
+def _takes_no_events(run_dir: Path) -> int:
+    """The number of the error that writing there ends in now; 0 for none."""
+    disk = os.statvfs(run_dir)
+    if disk.f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    is_full = disk.f_bavail * disk.f_frsize < NO_ROOM or (disk.f_files and not disk.f_favail)
+    return errno.ENOSPC if is_full else 0
 
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:

@@ -86,7 +86,7 @@ class Group:
                 if not self.ended:
                     self._until(t, self._usual)
                 self.alive, self.ended = False, True
-                self.given_up = event["reason"] if event.get("status") == "failed" else None
+                self.given_up = event.get("reason", "") if event.get("status") == "failed" else None
 
     def lose(self, t: float, before: float) -> None:
         """The others went on from their step of `before` to that of `t` without it: its host may be gone, and then
@@ -124,6 +124,8 @@ class Session:
     last: float
     nominal: int = 0
     """Groups, as its start says."""
+    asked: int = 0
+    """Groups, as its start or who scaled it since says."""
     ending: Mapping[str, Any] | None = None
     """Its `run_ended`; None while it goes, and if nobody was left to write one."""
     trains: float | None = None

@@ -121,6 +121,7 @@ def tell(
     from everstep.report.notify import Webhook
     from everstep.report.page import report_of, write_pages
     from everstep.report.troubles import shortage
+    from everstep.run.directory import LaunchError
     from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
@@ -137,6 +138,8 @@ def tell(
             if "page" in fds and now.counts:
                 served["page"], figures = report_of(run_dir, account=account)
                 write_pages(run_dir, served["page"], figures)
+        except LaunchError as error:  # somebody has removed it
+            print(f"everstep: no page: {error}", flush=True)
         except OSError as error:  # a full disk, which takes no event either
             sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)

@@ -171,7 +171,7 @@ class _Bucket:
         for param, view in zip(self.params, self.memory.views, strict=True):
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            local(param.grad).copy_(view.mul_(scale))
+            torch.mul(view, scale, out=local(param.grad))
 
     def give_up(self) -> torch.Tensor:
         """Go on in other memory, as a sum may still write to this one."""
