@@ -2,17 +2,18 @@
 
     python bench/endurance.py [--kills 300] [--every 6] [--groups 3] [--config configs/demo.toml] [--run-dir DIR]
 
-Starts `everstep run`, breaks it with `everstep chaos` and stops it cleanly after the last kill. For the first half of
-the kills group 0 is spared, so that one trainer lives through all of them; then every group is hit. Every few seconds
-the memory, file descriptors and threads of the run's processes and the bytes in shared memory are read. Each of these
-series is flat when the median of its last quarter is within GROWTH of that of its second quarter (the first quarter is
-start-up). Prints one JSON object; status 1 if the promise was broken or something grew. The figures of the run go to
-DIR/endurance.json as well, beside its report.
+Starts `everstep run`, breaks it with a campaign of `everstep chaos` and stops it cleanly after the last kill. For the
+first half of the kills group 0 is spared, so that one trainer lives through all of them; then every group is hit. Every
+few seconds the memory, file descriptors and threads of the run's processes and the bytes in shared memory are read.
+Each of these series is flat when the median of its last quarter is within GROWTH of that of its second quarter (the
+first quarter is start-up). Prints one JSON object; status 1 if the promise was broken or something grew. The figures of
+the run go to DIR/endurance.json as well, beside its report.
 """
 
 import argparse
 import json
 import platform
+import random
 import signal
 import subprocess
 import sys
@@ -46,15 +47,18 @@ class Samples:
         self._roles: dict[int, str] = {}
         self._tail = EventTail(run_dir)
         self.series: dict[str, list[tuple[float, float]]] = {}
+        self.kills = 0
+        """So far."""
 
-    def take(self, spared: bool) -> None:
-        """One sample of everything; of the trainer of group 0 only while it is `spared`, and so grows old."""
+    def take(self, spared: int) -> None:
+        """One sample of everything; of the trainer of group 0 only during the `spared` first kills, in which it grows
+        old."""
         self._follow()
         now = time.monotonic()
         by_role: dict[str, list[dict[str, float]]] = {}
         for process in [self._supervisor, *self._supervisor.children(recursive=True)]:
             role = "supervisor" if process == self._supervisor else self._roles.get(process.pid, "")
-            if role and (spared or role != TRAINER) and (found := _read(process)):
+            if role and (self.kills < spared or role != TRAINER) and (found := _read(process)):
                 by_role.setdefault(role, []).append(found)
         for role, processes in by_role.items():
             for quantity in ("rss_mib", "fds", "threads"):
@@ -68,6 +72,8 @@ class Samples:
                 self._roles[event["pid"]] = "lighthouse"
             elif event["kind"] == "workers_started" and event["group"] == 0:
                 self._roles.update(dict.fromkeys(event["pids"], TRAINER))
+            elif event["kind"] == "fault":
+                self.kills += 1
 
     def growth(self) -> dict[str, dict[str, float | bool]]:
         """For each series the medians of its second and last quarter, and whether it is flat."""
@@ -107,18 +113,23 @@ def _size(path: Path) -> int:
         return 0
 
 
-def kills_so_far(run_dir: Path) -> int:
-    return sum(e["kind"] == "fault" and e["fault"].startswith("kill") for e in read_events(run_dir))
+def campaign(kills: int, every_s: float, groups: int) -> str:
+    """A kill of a drawn group every so often; of group 0 in their second half alone. One that has to wait for its group
+    to take part delays no other."""
+    draw, rows = random.Random(kills), []
+    for number in range(kills):
+        group = draw.randrange(int(number < kills // 2), groups)
+        at = f"at_s = {every_s * (number + 1)}\npatience_s = 600.0"
+        rows.append(f'[[fault]]\nname = "kill-group"\ngroup = {group}\n{at}\n')
+    return "\n".join(rows)
 
 
-def break_until(kills: int, run_dir: Path, every_s: float, spared: bool, samples: Samples) -> None:
-    """Kill groups, all or all but group 0, until the run has had `kills` of them, sampling meanwhile."""
-    command = [sys.executable, "-m", "everstep.cli", "chaos", str(run_dir), "--every", str(every_s)]
-    command += ["--faults", "kill-group", "--seed", str(kills)]
-    command += ["--spare-group", "0"] if spared else []
+def break_it(run_dir: Path, plan: Path, samples: Samples, spared: int) -> None:
+    """Do what a campaign says, sampling meanwhile."""
+    command = [sys.executable, "-m", "everstep.cli", "chaos", str(run_dir), "--campaign", str(plan)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as injector:
         try:
-            while injector.poll() is None and kills_so_far(run_dir) < kills:
+            while injector.poll() is None:
                 samples.take(spared)
                 time.sleep(SAMPLE_S)
         finally:
@@ -143,8 +154,9 @@ def main() -> int:
                 samples = Samples(run_dir, psutil.Process(run.pid))
                 while run.poll() is None and not any(e["kind"] == "commit" for e in read_events(run_dir)):
                     time.sleep(0.5)
-                break_until(args.kills // 2, run_dir, args.every, True, samples)
-                break_until(args.kills, run_dir, args.every, False, samples)
+                plan = Path(folder) / "kills.toml"
+                plan.write_text(campaign(args.kills, args.every, args.groups))
+                break_it(run_dir, plan, samples, args.kills // 2)
                 time.sleep(2 * args.every)  # the last one rejoins
             finally:
                 run.send_signal(signal.SIGINT)
