@@ -186,7 +186,8 @@ def test_a_run_directory_that_is_removed_ends_them_without_a_traceback(told, cap
     shutil.rmtree(run_dir)
     teller.close()
     said = capfd.readouterr()
-    assert said.err == "" and f"everstep: no page: {run_dir}" in said.out
+    assert said.err == ""
+    assert f"everstep: no page: {run_dir}" in said.out
 
 
 def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):
