@@ -66,11 +66,11 @@ class Account:
         self.batch = event.get("global_batch_size", self.batch)
         self.steps = event.get("steps") or self.steps
         session.nominal = session.nominal or event.get("nominal_groups", 0)
-        session.asked = event["count"] if kind == "scaled" else session.asked or session.nominal
         match kind:
             case "run_started":
-                session.nominal = session.asked = event["groups"]
-                session.ending = None
+                session.nominal, session.ending = event["groups"], None
+            case "scaled":
+                session.scaled_to = event["count"]
             case "run_ended":
                 session.ending = event
             case "training_started" if session.trains is None:

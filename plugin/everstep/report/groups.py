@@ -124,8 +124,8 @@ class Session:
     last: float
     nominal: int = 0
     """Groups, as its start says."""
-    asked: int = 0
-    """Groups, as its start or who scaled it since says."""
+    scaled_to: int = 0
+    """Groups that were asked for since; 0: it was not scaled."""
     ending: Mapping[str, Any] | None = None
     """Its `run_ended`; None while it goes, and if nobody was left to write one."""
     trains: float | None = None

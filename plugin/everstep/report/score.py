@@ -54,7 +54,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "wall_s": sum(session.wall_s for session in account.sessions),
         "training_s": training_s,
         "sessions": len(account.sessions),
-        "groups": account.current.asked or None,
+        "groups": account.current.scaled_to or account.current.nominal or None,
         "groups_mean": groups_mean(commits),
         "steps_asked": account.steps,
         "steps": len(steps),
