@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-import torch.multiprocessing  # its tensors are shared with processes, and not copied
+import torch.multiprocessing  # noqa: F401 -- its tensors are shared with processes, and not copied
 
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted, _Copy
 from everstep.quorum.streams import Streams

@@ -9,13 +9,9 @@ from everstep.report import notify
 from everstep.report.notify import Webhook
 
 
-@pytest.fixture
-def small(monkeypatch):
+def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_is_said(hook, monkeypatch, capfd):
     monkeypatch.setattr(notify, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(notify, "CLOSE_S", 3.0)
-
-
-def test_a_webhook_that_never_answers_holds_nobody_up(hook, small, capfd):
     gone = threading.Event()
     hook.answer = lambda handler: (gone.wait(30), handler.send_response(200))
     outlet, begin = Webhook(hook.address), time.monotonic()
@@ -27,21 +23,9 @@ def test_a_webhook_that_never_answers_holds_nobody_up(hook, small, capfd):
     said = capfd.readouterr().out
     assert "everstep: notify: not told (URLError: timed out): trouble 0" in said or "TimeoutError" in said
     assert "everstep: notify: not told (it is too slow): trouble 29" in said
+    assert f"everstep: notify: not told (there was no time left): trouble {notify.WAITING - 1}" in said
+    assert all(f": trouble {number}\n" in said for number in range(30))
     assert "secret" not in said
-
-
-def test_what_a_webhook_that_never_answers_was_not_told_at_the_end_is_said(hook, monkeypatch, capfd):
-    monkeypatch.setattr(notify, "CLOSE_S", 0.5)
-    gone = threading.Event()
-    hook.answer = lambda handler: (gone.wait(30), handler.send_response(200))
-    outlet = Webhook(hook.address)
-    for text in ("the newest", "The run failed"):
-        outlet.put(text)
-    outlet.close()
-    gone.set()
-    said = capfd.readouterr().out
-    for text in ("the newest", "The run failed"):
-        assert f"everstep: notify: not told (there was no time left): {text}" in said
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 404, 500])

@@ -40,13 +40,6 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
         assert outside not in text, "it needs nothing but itself"
 
 
-def test_a_run_that_has_not_committed_anything_has_a_page(tmp_path):
-    Timeline().add(0, "run_started", role="supervisor", groups=2).write(tmp_path)
-    text = page_of(tmp_path).read_text()
-    assert "No step yet." in text
-    assert "exactly once" not in text, "nothing is claimed yet"
-
-
 def test_links_where_a_report_writes_are_replaced_and_the_config_is_not_shown(tmp_path):
     run, victim = simulated(tmp_path / "run", 3), tmp_path / "victim"
     victim.write_text("[job]\nmodule = 'do-not-show-this'\n")
@@ -59,9 +52,12 @@ def test_links_where_a_report_writes_are_replaced_and_the_config_is_not_shown(tm
     assert "do-not-show-this" not in page.read_text()
 
 
-def test_a_failing_run_looks_failing(tmp_path):
+def test_a_run_without_a_step_claims_nothing_and_one_that_failed_looks_failing(tmp_path):
     line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=8)
-    line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up").write(tmp_path)
-    text = page_of(tmp_path).read_text()
+    text = page_of(line.write(tmp_path / "begun")).read_text()
+    assert "No step yet." in text
+    assert "exactly once" not in text
+    line.add(5, "run_ended", role="supervisor", status="failed", reason="every group was given up")
+    text = page_of(line.write(tmp_path / "failed")).read_text()
     assert '<p class="broken">The run is not done: failed, every group was given up.</p>' in text
     assert "exactly once" not in text

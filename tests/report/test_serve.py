@@ -4,7 +4,6 @@ import http.client
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 
 import pytest

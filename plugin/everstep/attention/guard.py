@@ -239,11 +239,11 @@ class Guard:
 
     def timing(self) -> contextlib.AbstractContextManager[None]:
         """Around a check of a layer that was drawn, or a part of one: measures what it takes, for an adaptive rate."""
-        return self.checks.timing(self.checks._timed)
+        return self.checks.timing(self.checks._timed)  # noqa: SLF001
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """The same, around what is looked at in every slot."""
-        return self.checks.timing(self.checks._looks)
+        return self.checks.timing(self.checks._looks)  # noqa: SLF001
 
     def touch(
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
