@@ -13,7 +13,7 @@ from pathlib import Path
 
 import harness
 import switch
-from harness import ENDLESS, Rank, Run, check_states, newest
+from harness import Rank, Run, check_states, newest
 from switch import NoNetworkError, Rule, Rules
 
 HEARTBEAT_S, JOIN_S, CONNECT_S, REDUCE_S = 1.0, 2.0, 1.0, 2.0
@@ -67,7 +67,8 @@ def bound_s(kind: str, lasts_s: float) -> float:
 class Network:
     """Hosts between which packets can be lost. Raises NoNetworkError where this machine makes none."""
 
-    def __init__(self, context: multiprocessing.context.BaseContext, hosts: int) -> None:
+    def __init__(self, hosts: int) -> None:
+        context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=switch.run, args=(hosts, theirs), daemon=True)
         self._process.start()
@@ -90,23 +91,22 @@ class Network:
 class Groups:
     """Groups on the hosts of a network, and their lighthouse on the last one."""
 
-    def __init__(self, context: multiprocessing.context.BaseContext, run_dir: Path, groups: int, ranks: int) -> None:
+    def __init__(self, run_dir: Path, groups: int, ranks: int) -> None:
         self.count = groups
-        self.network = Network(context, groups + 1)
-        place = {"host": switch.address(groups), "namespace": self.network.namespaces[groups]}
-        self.run = Run(run_dir, context, join_timeout_s=JOIN_S, heartbeat_timeout_s=HEARTBEAT_S, **place)
-        waits = {"heartbeat_s": HEARTBEAT_S, "connect_s": CONNECT_S, "reduce_s": REDUCE_S, "quorum_s": 10, "heal_s": 5}
+        self.network = Network(groups + 1)
+        places = [{"host": switch.address(at), "namespace": name} for at, name in enumerate(self.network.namespaces)]
+        self.run = Run(run_dir, join_timeout_s=JOIN_S, heartbeat_timeout_s=HEARTBEAT_S, **places[groups])
+        waits = {"heartbeat": HEARTBEAT_S, "connect": CONNECT_S, "reduce": REDUCE_S, "quorum": 10, "startup": 75}
+        settings = {f"{name}_timeout_s": seconds for name, seconds in waits.items()}
         self.ranks: list[Rank] = []
         for group in range(groups):
-            where = {"host": switch.address(group), "namespace": self.network.namespaces[group], "give_up_s": 300}
-            self.ranks += self.run.ranks(group, ranks, steps=ENDLESS, slots=SLOTS, slot_s=SLOT_S, **waits, **where)
+            self.ranks += self.run.ranks(group, ranks, slots=SLOTS, slot_s=SLOT_S, **settings, **places[group])
         for rank in self.ranks:
             rank.first()
 
     def commits(self) -> list[dict]:
         """All that was committed so far, in the order of time."""
-        newest(self.ranks)
-        return sorted((commit for rank in self.ranks for commit in rank.commits.values()), key=lambda one: one["time"])
+        return sorted(self.run.events("applied"), key=lambda one: one["mono"])
 
     def suffer(self, rules: Rules, seconds: float) -> float:
         """Let the rules hold for so long. Returns the longest time without a commit until all groups have made a step
@@ -117,12 +117,12 @@ class Groups:
         self.network.rule({})
         ended = time.monotonic()
         while not (
-            whole := [one for one in self.commits() if one["time"] > ended and len(one["groups"]) == self.count]
+            whole := [one for one in self.commits() if one["mono"] > ended and len(one["groups"]) == self.count]
         ):
             assert time.monotonic() - ended < harness.DEADLINE_S, f"groups stay apart after {rules}"
-            assert all(rank.process.is_alive() for rank in self.ranks), f"a group ended after {rules}"
+            assert all(rank.process.poll() is None for rank in self.ranks), f"a group ended after {rules}"
             time.sleep(0.05)
-        times = [begun, *(one["time"] for one in self.commits() if begun < one["time"] <= whole[0]["time"])]
+        times = [begun, *(one["mono"] for one in self.commits() if begun < one["mono"] <= whole[0]["mono"])]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def judge(self) -> tuple[str, int]:

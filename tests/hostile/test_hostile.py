@@ -22,11 +22,9 @@ BUSY_S = 10.0
         pytest.param(200, 2, (0.5, 5.0), 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_hostile_network_costs_no_step_and_no_pause_is_above_its_bound(
-    tmp_path, context, faults, ranks, lasts_s, busy_s
-):
+def test_a_hostile_network_costs_no_step_and_no_pause_is_above_its_bound(tmp_path, faults, ranks, lasts_s, busy_s):
     try:
-        groups = Groups(context, tmp_path, 3, ranks)
+        groups = Groups(tmp_path, 3, ranks)
     except NoNetworkError as error:
         pytest.skip(str(error))
     draw, longest, above = random.Random(faults), Counter(), []

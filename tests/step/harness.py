@@ -1,158 +1,120 @@
 """Runs of a few groups of real processes, for tests of the protocol."""
 
-import contextlib
 import json
-import os
-import signal
-import time
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import member
 from everstep.launch.machine import free_port
-from everstep.run.events import read_events
+from everstep.run.events import EventTail
+from forked import Forked
 from member import MODULUS
+from watched import environment, of_kind, until
 
 DEADLINE_S = 60
-ENDLESS = 1_000_000
+PATIENT = {
+    "heartbeat_timeout_s": 0.5, "connect_timeout_s": 2.0, "reduce_timeout_s": 5.0, "quorum_timeout_s": 5.0,
+    "join_timeout_s": 30.0, "stall_timeout_s": 25.0, "startup_timeout_s": 15.0,
+}  # fmt: skip
+"""[fault_tolerance] of a rank unless a test says otherwise."""
 
 
 class Rank:
-    """A running rank; `commits` grows as it reports them."""
+    """A running rank. `commits`: its events `applied`, by step; `order_of_commits`: their steps as they came."""
 
-    def __init__(self, context, options: member.Options) -> None:
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=member.main, args=(options, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, run: "Run", process: Forked) -> None:
+        self.run, self.process = run, process
         self.commits: dict[int, dict] = {}
         self.order_of_commits: list[int] = []
-        self.end = ""
-
-    def _receive(self) -> object:
-        if not self._connection.poll(DEADLINE_S):
-            raise TimeoutError(f"nothing from the group for {DEADLINE_S} s after step {max(self.commits, default=0)}")
-        try:
-            return self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            raise AssertionError(f"the group ended with {self.process.exitcode}") from None
-
-    def _note(self, word: object) -> None:
-        if isinstance(word, dict):
-            self.commits[word["step"]] = word
-            self.order_of_commits.append(word["step"])
-        else:
-            self.end = word
-
-    def until(self, step: int) -> dict:
-        while step not in self.commits:
-            self._note(self._receive())
-            assert not self.end, f"the group was done before step {step}: {self.end}"
-        return self.commits[step]
 
     def beyond(self, step: int) -> None:
         """Wait for its commit of `step` or, where it healed past that, of a later one."""
-        while max(self.commits, default=0) < step:
-            self._note(self._receive())
-            assert not self.end, f"the group was done before step {step}: {self.end}"
 
-    def first(self) -> int:
-        """Wait for its first commit; the step."""
-        while not self.commits:
-            self._note(self._receive())
-        return min(self.commits)
+        def is_there() -> bool:
+            ended = self.process.poll()
+            self.run.take()
+            there = max(self.commits, default=-1) >= step
+            assert there or ended is None, f"the group ended with {ended}"
+            return there
 
-    def catch_up(self, seconds: float = 0.0) -> None:
-        """Take note of what it said so far and says within so many seconds."""
-        until = time.monotonic() + seconds
-        while self._connection.poll(max(until - time.monotonic(), 0)):
-            try:
-                self._note(self._connection.recv())
-            except (EOFError, ConnectionResetError):
-                return
+        until(is_there, f"step {step} after {max(self.commits, default=0)}", DEADLINE_S)
+
+    def first(self) -> None:
+        """Wait for its first commit."""
+        self.beyond(0)
 
     def kill(self) -> None:
-        """Also of one that is stopped, which otherwise dies late, and of one that just ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGCONT)
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
     def death(self) -> int:
-        self.process.join(DEADLINE_S)
-        return self.process.exitcode
+        return self.process.wait(DEADLINE_S)
 
 
 class Run:
-    """A lighthouse and the groups of a test."""
+    """A lighthouse and the groups of a test; `host` and `namespace` are the lighthouse's. `lighthouse`: its waits."""
 
-    def __init__(self, run_dir: Path, context, **lighthouse: float | str) -> None:
-        self.run_dir = run_dir
-        self.port, self.host = 0, lighthouse.get("host", "127.0.0.1")
-        self.timeouts = lighthouse
-        self._context = context
-        self.members: list[Rank] = []
+    def __init__(self, run_dir: Path, *, host: str = "127.0.0.1", namespace: str = "", **lighthouse: float) -> None:
+        self.run_dir, self._tail, self._seen = run_dir, EventTail(run_dir), []
+        self.members: dict[tuple[int, int], Rank] = {}
+        self.address, self._namespace = f"{host}:{free_port()}", namespace
+        waits = {"join_timeout_s": 30.0, "heartbeat_timeout_s": 0.5} | lighthouse
+        self._waits = [word for key, value in waits.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         self.start_lighthouse()
 
+    def _start(self, *words: str, **env: str) -> Forked:
+        command, env = [sys.executable, "-m", "member", *words], environment(RUST_LOG="warn", **env)
+        return Forked(command, stdout=subprocess.PIPE if words[0] == "lighthouse" else None, env=env)
+
     def start_lighthouse(self) -> None:
-        connection, theirs = self._context.Pipe()
-        self.lighthouse = self._context.Process(
-            target=member.lighthouse,
-            args=(self.port, theirs),
-            kwargs=self.timeouts,
-            daemon=True,
-        )
-        self.lighthouse.start()
-        assert connection.poll(DEADLINE_S)
-        self.port = connection.recv()
+        words = "lighthouse", "--bind", self.address, "--run-dir", str(self.run_dir), *self._waits
+        self.lighthouse = self._start(*words, EVERSTEP_TEST_NAMESPACE=self._namespace)
+        assert self.lighthouse.stdout.readline(), "it says when it serves"
 
     def kill_lighthouse(self) -> None:
         self.lighthouse.kill()
-        self.lighthouse.join()
+        self.lighthouse.wait()
 
-    def group(self, number: int, *, steps: int, **options: object) -> Rank:
-        return self.ranks(number, 1, steps=steps, **options)[0]
+    def group(self, number: int, **options: object) -> Rank:
+        return self.ranks(number, 1, **options)[0]
 
-    def ranks(self, number: int, ranks: int, *, steps: int, **options: object) -> list[Rank]:
-        port, group = free_port(), []
+    def ranks(self, number: int, ranks: int, *, host: str = "", namespace: str = "", **options: object) -> list[Rank]:
+        """A group; its options, and of them those that are in PATIENT."""
+        own = {name: options.pop(name) for name in PATIENT.keys() & options.keys()}
+        host = host or f"127.0.0.{10 + number}"
+        own |= {"group_id": number, "bind_host": host, "lighthouse": f"http://{self.address}"}
+        told = json.dumps(asdict(member.Options(run_dir=str(self.run_dir), settings=PATIENT | own, **options)))
+        place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         for rank in range(ranks):
-            group.append(
-                Rank(
-                    self._context,
-                    member.Options(
-                        group=number,
-                        rank=rank,
-                        ranks=ranks,
-                        store_port=port,
-                        lighthouse=f"http://{self.host}:{self.port}",
-                        run_dir=self.run_dir,
-                        steps=steps,
-                        **options,
-                    ),
-                )
-            )
-        self.members += group
-        return group
+            process = self._start(told, RANK=str(rank), EVERSTEP_TEST_NAMESPACE=namespace, **place)
+            self.members[number, rank] = Rank(self, process)
+        return [self.members[number, rank] for rank in range(ranks)]
 
     def order(self, group: int, rank: int, phase: str, do: str) -> None:
-        """Have a rank kill or stop itself when it comes to a phase next."""
+        """Have a rank kill or stop itself when it comes to a phase next, and wait until it has."""
         path = self.run_dir / f"order-{group}-{rank}"
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "do": do}))
         draft.rename(path)
+        until(path.with_suffix(".done").exists, f"the rank in {phase}", DEADLINE_S)
 
-    def carried_out(self, group: int, rank: int) -> None:
-        """Wait until an order was met."""
-        done, deadline = self.run_dir / f"order-{group}-{rank}.done", time.monotonic() + DEADLINE_S
-        while not done.exists():
-            assert time.monotonic() < deadline, "the rank never came to that phase"
-            time.sleep(0.02)
+    def take(self) -> None:
+        """Take note of what was said so far."""
+        for event in self._tail.new():
+            self._seen.append(event)
+            if event["kind"] == "applied":
+                rank = self.members[event["group"], event["rank"]]
+                rank.commits[event["step"]] = event
+                rank.order_of_commits.append(event["step"])
 
     def events(self, kind: str) -> list[dict]:
-        return [event for event in read_events(self.run_dir) if event["kind"] == kind]
+        self.take()
+        return of_kind(self._seen, kind)
 
     def close(self) -> None:
-        for rank in self.members:
+        for rank in self.members.values():
             rank.kill()
         self.kill_lighthouse()
 
@@ -165,7 +127,7 @@ def expected(step: int, slots: int) -> list[float]:
 
 def check_states(group: Rank, slots: int = 6) -> None:
     """Every step that the group committed so far has the failure-free state, and it committed each once."""
-    group.catch_up()
+    group.run.take()
     for step, commit in group.commits.items():
         assert commit["state"] == expected(step, slots), f"step {step}"
         assert commit["tokens"] == 10.0 * slots
@@ -174,6 +136,5 @@ def check_states(group: Rank, slots: int = 6) -> None:
 
 def newest(ranks: list[Rank]) -> int:
     """The newest step that one of them committed."""
-    for rank in ranks:
-        rank.catch_up()
+    ranks[0].run.take()
     return max(max(rank.commits, default=0) for rank in ranks)

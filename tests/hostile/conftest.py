@@ -1,3 +1,0 @@
-"""Processes as those of tests/step."""
-
-from step.conftest import context as context
