@@ -105,6 +105,23 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting():
     at[0].close()
 
 
+def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next():
+    at = [a_gate(3)]
+    members = [a_member(group, at) for group in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(asks, member, group, 1, State(1, 1)) for group, member in enumerate(members)]
+        assert [one.result() for one in found] == [[0, 1, 2]] * 3
+        time.sleep(BEATS_S)
+        members[2].leave()
+        begun = time.monotonic()
+        found = [pool.submit(asks, member, group, 2, State(1, 1)) for group, member in enumerate(members[:2])]
+        assert [one.result() for one in found] == [[0, 1]] * 2
+        assert time.monotonic() - begun < BEATS_S / 5
+    for member in members[:2]:
+        member.leave()
+    at[0].close()
+
+
 def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse():
     """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
     gate = Gate(TOKEN, ("127.0.0.1", 0), Rules(1, JOIN_S, 1.0), lambda count, last: None)

@@ -10,8 +10,8 @@ does not prove to hold the run's token is heard. Each request is one message and
 ID is the group's name, TEXT what it says of itself and WORD in which quorum it makes steps (`everstep.quorum.request`:
 `name_of`, `encode`, `Quorum.makers`). A request without a quorum is answered by {"failed": why}; the connection stays.
 What groups say stays at the gate: torchft's lighthouse names all members in each of its answers, and would copy it once
-for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, and stops at once for a group whose
-connections have closed, however long the heartbeat timeout is.
+for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, once somebody asks, and leaves out a
+group whose connections have closed: a death costs no timeout.
 
 Groups make step after step in one quorum. The answer to a heartbeat tells them to ask for the next one: another group
 waits for it, or makes steps in another quorum, because a broken network has let them go apart. Each heartbeat says in
@@ -48,12 +48,9 @@ HEARING = 1.5
 """For how many heartbeat timeouts at most nobody may ask after the gate has begun to hear groups: by then it has heard
 all that live (sooner: `Gate._settles_s`), so that the first of them does not get a quorum of its own."""
 BEATS_S, BEAT_S = 0.2, 0.001
-"""Between two heartbeats that torchft's lighthouse gets of each group that lives, and at least for each group of the
-run: one takes 0.25 ms. After three times that without one the lighthouse takes a group for dead: what the death of a
-process costs. After twice that, a group without a heartbeat connection no longer counts, and new quorums are
-rejected."""
-LOOK_S = 0.25
-"""How often to see whether those that others wait for have died."""
+"""Between two heartbeats that torchft's lighthouse gets of each group that lives, while it is asked for a quorum, and at
+least for each group of the run: one takes 0.25 ms. After three times that without one the lighthouse takes a group for
+dead. After twice that, a group without a heartbeat connection no longer counts, and new quorums are rejected."""
 HEAD_START_S = 0.02
 """For the requests that waited for their turn, before that which gave it to them."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
@@ -148,6 +145,8 @@ class Gate:
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
         """When the lighthouse was last told who lives."""
+        self._passed: set[str] = set()
+        """Replicas that it was asked for and that were in no quorum since."""
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
         self._closed = threading.Event()
@@ -232,33 +231,43 @@ class Gate:
         with self._changed:
             return {group_of(replica): replica for replica in self._heard if self._is_heard(replica)}
 
-    def _keep_beating(self) -> None:
-        """Tell the lighthouse who lives: whoever beats, and not who has closed its connections."""
-        late_s = 2 * self._every_s
-        while not self._closed.wait(self._every_s):
-            if (now := time.monotonic()) - self._beaten > late_s:
-                self._believed_from = now + late_s
-            self._beaten = now
-            counting = self._counting().values()
-            self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
-            for replica in counting:
-                if replica in self._beating:
-                    self._beat(replica)
+    def _stood_still(self) -> bool:
+        """Whether the lighthouse was not told who lives for so long that it may take groups for dead."""
+        return time.monotonic() - self._beaten > 2 * self._every_s
 
-    def _beat(self, replica: str) -> None:
-        try:
-            self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
-        except Exception as error:  # noqa: BLE001  any status of gRPC: the lighthouse refuses no heartbeat
-            if not isinstance(error, TimeoutError):  # DEADLINE_EXCEEDED or CANCELLED: it is busy
-                self.lost.set()
+    def _keep_beating(self) -> None:
+        """Tell the lighthouse who lives, while it is asked or about to be: whoever beats, and not who has closed its
+        connections. While nobody asks, it takes all for dead, and waits for none of them later."""
+        is_asked = False
+        while not self._closed.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._waits and self._stood_still(), self._every_s)
+            begun, was_asked, counting = time.monotonic(), is_asked, set(self._counting().values())
+            self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
+            is_asked = bool(self._waits) or not self._passed.isdisjoint(counting)
+            if not is_asked:
+                continue
+            if was_asked and self._stood_still():
+                self._believed_from = begun + 2 * self._every_s
+            # Those that have asked first: of all that it takes for dead together, none of them is to be left alone.
+            for replica in sorted(counting, key=lambda replica: (replica not in self._passed, replica)):
+                if replica in self._beating:
+                    try:
+                        self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
+                    except TimeoutError:
+                        continue  # DEADLINE_EXCEEDED or CANCELLED: it is busy
+                    except Exception:  # noqa: BLE001  any other status of gRPC: the lighthouse refuses no heartbeat
+                        self.lost.set()
+            with self._changed:
+                self._beaten = begun
+                self._changed.notify_all()
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
             return {"failed": "another start of this group counts now"}
         with self._changed:
             self._waits[asked.replica] = waiting
-            if self._makes.get(asked.replica):
-                self._changed.notify_all()
+            self._changed.notify_all()
         try:
             return self._answer(asked, waiting)
         finally:
@@ -273,6 +282,7 @@ class Gate:
         with self._changed:
             if self._waits.get(asked.replica) is not waiting:  # an earlier one held its place in the newest quorum
                 return self._newest
+            self._passed.add(asked.replica)
         client = self._clients[zlib.crc32(asked.replica.encode()) % CLIENTS]
         try:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
@@ -286,7 +296,9 @@ class Gate:
         with self._changed:
             if when not in self._formed:
                 self._formed.append(when)
-                self._newest = self._form(int(quorum.quorum_id), [one.replica_id for one in quorum.participants])
+                members = [one.replica_id for one in quorum.participants]
+                self._passed = self._passed.intersection(self._waits).difference(members)
+                self._newest = self._form(int(quorum.quorum_id), members)
                 self._changed.notify_all()
             return self._newest  # whoever is not in it asks again
 
@@ -296,9 +308,9 @@ class Gate:
             lets_others_pass = self._queued > 0 and self._may_pass()
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
-                if now >= self._asks_from and self._may_pass():
+                if now >= self._asks_from and not self._stood_still() and self._may_pass():
                     break
-                self._changed.wait(min(LOOK_S, until - now))  # those it waits for may have died meanwhile
+                self._changed.wait(until - now)  # or until the next heartbeats: those it waits for may have died
             self._queued -= 1
         if lets_others_pass:
             time.sleep(HEAD_START_S)
@@ -312,7 +324,7 @@ class Gate:
     def _form(self, quorum_id: int, replicas: Collection[str]) -> bytes:
         """The answer to all members of a new quorum."""
         now = time.monotonic()
-        if now < self._believed_from or now - self._beaten > 2 * self._every_s:
+        if now < self._believed_from or self._stood_still():
             return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}

@@ -212,7 +212,10 @@ class RankColumn:
         key, self._key = self._key, b""
         if key:
             self.watch.end(key)
-        self._break()
+        with self._lock:
+            broken, self._lines = self._lines, []
+        for line in broken:  # what its sums run on goes when they have ended, with the thread that waits for them
+            line.end()
 
     def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:
         """Not connected yet."""
@@ -228,13 +231,6 @@ class RankColumn:
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
             self.abort()
-
-    def _break(self) -> None:
-        """End all sums. What they run on goes when they have, with the thread that waits for them."""
-        with self._lock:
-            broken, self._lines = self._lines, []
-        for line in broken:
-            line.end()
 
 
 def reach(store: str, timeout: timedelta) -> dist.TCPStore:

@@ -144,13 +144,6 @@ class Quorum:
         names = "/".join(member.name for member in self.members if member.group in able)
         return hashlib.blake2b(names.encode(), digest_size=8).hexdigest() if names else ""
 
-    def rank(self, group: int) -> int:
-        return self.groups.index(group)
-
-    def host(self) -> Request:
-        """The member over whose store they connect: the first that has a state, since joiners come and go."""
-        return self.member(self.able[0])
-
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:
     """Groups that all reach each other: the one that is cut off from most others is left out first, of several that of

@@ -16,12 +16,8 @@ class Decisions:
     """Takes decisions with the other ranks of the group."""
 
     def __init__(self, ranks: GroupRanks) -> None:
-        self._ranks = ranks
+        self._ranks, self.rank = ranks, ranks.rank
         self._taken = 0
-
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
 
     def gather(self, point: str, mine: Any) -> list[Any]:
         """What each rank said at `point`, by rank: anything JSON can carry.

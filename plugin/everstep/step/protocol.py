@@ -298,8 +298,9 @@ class StepProtocol:
             return
         self._disconnect()
         self._files.beat("connect", quorum.state.step + 1)
-        host, peers = quorum.host(), tuple(member.watches[self.decisions.rank] for member in quorum.members)
-        place = Place(quorum.key, host.store, quorum.rank(host.group), quorum.rank(self.group), peers)
+        host, place_of = quorum.member(quorum.able[0]), quorum.groups.index  # joiners, which have no state, may go
+        peers = tuple(member.watches[self.decisions.rank] for member in quorum.members)
+        place = Place(quorum.key, host.store, place_of(host.group), place_of(self.group), peers)
         self._with_peers("connect", lambda: self._sums.connect(place))
         self._connected = quorum
 
