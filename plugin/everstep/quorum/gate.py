@@ -238,10 +238,11 @@ class Gate:
     def _keep_beating(self) -> None:
         """Tell the lighthouse who lives, while it is asked or about to be: whoever beats, and not who has closed its
         connections. While nobody asks, it takes all for dead, and waits for none of them later."""
-        is_asked = False
+        is_asked, begun = False, time.monotonic()
         while not self._closed.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._waits and self._stood_still(), self._every_s)
+                left_s = max(0.0, begun + self._every_s - time.monotonic())
+                self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)
             begun, was_asked, counting = time.monotonic(), is_asked, set(self._counting().values())
             self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
             is_asked = bool(self._waits) or not self._passed.isdisjoint(counting)
