@@ -91,7 +91,7 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
         hit.wait_for("training_started", after=killed, group=1)
     assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
     found = compare(clean.run_dir, hit.run_dir)
-    assert (found.parted, found.differing) == ("", "")
+    assert (found.diverged, found.differing) == ("", "")
     assert found.steps == found.checksums - 1 == 8 // STEPS_OF_COMMIT.get(shape, 1)
     assert (found.checkpoint, found.tensors > 50) == (8, True)
     told = replayed(hit.run_dir, 7 if is_step else 2)
@@ -150,8 +150,8 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, 
     losses = [score.loss_by_step(score.account_of(run.run_dir).lineage.final()) for run in (clean, hit)]
     assert losses[0] == losses[1]
     # A group with a wrong weight or sum has said so by the checksum of its own parameters; it ends then.
-    told_of = flip in ("sum", "weight") and "parameters after step 3" in found.parted
-    assert told_of or (flip != "sum" and found.parted == "")
+    told_of = flip in ("sum", "weight") and "parameters after step 3" in found.diverged
+    assert told_of or (flip != "sum" and found.diverged == "")
     if flip == "sum":  # it gives nothing to the next
         assert {(event["step"], *event["differing"]) for event in hit.events("audit", agreed=False)} == {(3, 1)}
         return
@@ -210,4 +210,4 @@ def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, m
     assert clean.wait(1200.0) == 0, clean.said()
     found = compare(clean.run_dir, run.run_dir)
     print(f"{faults} faults in {legs} legs, {found}")
-    assert (found.parted, found.differing, found.checkpoint, found.steps) == ("", "", steps, last)
+    assert (found.diverged, found.differing, found.checkpoint, found.steps) == ("", "", steps, last)

@@ -35,8 +35,8 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
     ("other", "status", "said"),
     [
         ({}, 0, ("6 in both runs, 6 with a checksum", "after step 4, 2 tensors compared")),
-        ({"loss": math.nextafter(0.1, 1)}, 1, ("they part at step 4: losses",)),
-        ({"checksum": "c0ffef"}, 1, ("they part at the parameters after step 4",)),
+        ({"loss": math.nextafter(0.1, 1)}, 1, ("they diverge at step 4: losses",)),
+        ({"checksum": "c0ffef"}, 1, ("they diverge at the parameters after step 4",)),
         ({"tensor": torch.ones(8, 4) * -torch.tensor([1.0, -1, -1, -1])}, 1, ("model.w: 8 of 32 elements differ",)),
         ({"tensor": torch.ones(8, 4).double()}, 1, ("model.w is torch.float32 [8, 4] and torch.float64 [8, 4]",)),
         ({"checkpoints": (5,)}, 0, ("checkpoint none of a step that both runs have",)),
@@ -55,9 +55,13 @@ def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys):
+@pytest.mark.parametrize("part", [".", "of-a-worker"])
+def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
+    """Nor are those of which one part is damaged in both runs."""
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     for run_dir in (one, two):
-        os.truncate(run_dir / "checkpoint" / "step-4" / ".metadata", 40)
+        damaged = run_dir / "checkpoint" / "step-4" / part
+        dcp.save({"worker": torch.ones(1)}, checkpoint_id=str(damaged), no_dist=True)
+        os.truncate(damaged / ".metadata", 40)
     assert same(Same(run_a=one, run_b=two), []) == 1
-    assert f"the .metadata of {one / 'checkpoint' / 'step-4'} is damaged" in capsys.readouterr().out
+    assert f"{one / 'checkpoint' / 'step-4' / part / '.metadata'} is damaged" in capsys.readouterr().out

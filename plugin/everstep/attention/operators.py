@@ -1,10 +1,10 @@
-"""The checks as operators of PyTorch, so that torch.compile takes a checked block as one graph.
+"""The checks for silent errors as operators of PyTorch, so that torch.compile takes a checked block as one graph.
 
 Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
 operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
 An operator finds its guard by `ticket`, a small tensor on the host, which is an input of the graph like any other: a
-number would be compiled in, once for every layer. Every operator is declared to mutate its ticket, so it is not
-dropped, merged or reordered.
+number would be compiled in, once for every layer. Every operator is declared to mutate its ticket, so the
+operator is not dropped, merged or reordered.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
 @_operator("touch", lambda x, ticket, section, backward: torch.empty_like(x))
 def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
     touched = guard_of(ticket).touch(section, x, backward=backward)
-    return touched.clone() if touched is x else touched
+    return torch.empty_like(x).copy_(touched)  # with the strides that the graph was told
 
 
 @_operator("look_at_scores", lambda *_: None)
@@ -109,7 +109,7 @@ def _watch_backward(
 
 
 class _Touched(torch.autograd.Function):
-    """The kernel's output, with the fault that is due in it."""
+    """The attention's output, with the fault to inject, if one is due."""
 
     @staticmethod
     def forward(ctx, out, ticket):
@@ -122,12 +122,12 @@ class _Touched(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
-    """`fused._Inputs` for a graph."""
+    """`fused._Inputs` for a graph, where absent gradients are zeros."""
 
     @staticmethod
-    def forward(ctx, q, k, v, ticket, injecting, with_lse, uses_lse, scale, plain_scores, wide_sums):
+    def forward(ctx, q, k, v, ticket, injecting, hands_out_lse, uses_lse, scale, plain_scores, wide_sums):
         ctx.save_for_backward(q, k, v)
-        ctx.ticket, ctx.injecting, ctx.with_lse, ctx.uses_lse = ticket, injecting, with_lse, uses_lse
+        ctx.ticket, ctx.injecting, ctx.hands_out_lse, ctx.uses_lse = ticket, injecting, hands_out_lse, uses_lse
         ctx.known = scale, plain_scores, wide_sums
         return q.view_as(q), k.view_as(k), v.view_as(v), *links(q, v)
 
@@ -139,7 +139,7 @@ class _Inputs(torch.autograd.Function):
             dq = _touch(dq, ctx.ticket, "dq", True)
             dk = _touch(dk, ctx.ticket, "dk", True)
             dv = _touch(dv, ctx.ticket, "dv", True)
-        of_lse = lse if ctx.with_lse else None, d_lse if ctx.uses_lse else None
+        of_lse = lse if ctx.hands_out_lse else None, d_lse if ctx.uses_lse else None
         _watch_backward(q, k, v, dq, dk, dv, d_out, out, *of_lse, ctx.ticket, *ctx.known)
         return dq, dk, dv, *(None,) * 7
 
@@ -174,12 +174,12 @@ def attention(
     mask: torch.Tensor | None = None,
     twice: bool = True,
 ) -> tuple[torch.Tensor, Any]:
-    """`fused.attention` for a graph. The kernel is run again outside of it, by the guard's `kernel`.
+    """`fused.attention` for a graph. The kernel is run again outside of the graph, by the guard's `kernel`.
 
     Args:
-        hands_out_lse: whether `attend` returns one. uses_lse: whether the model computes with it.
+        hands_out_lse: whether `attend` returns lse. uses_lse: whether the model computes with it.
         mask: a tensor that identifies the mask to `kernel`; None: no mask.
-        twice: whether to run `kernel`, which computes what `attend` does.
+        twice: whether `kernel` computes what `attend` does, and is run.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.checks.injector.active

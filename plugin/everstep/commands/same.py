@@ -1,4 +1,4 @@
-"""`everstep same`: whether two runs have the same bits, and where they part."""
+"""`everstep same`: whether two runs have the same bits, and where they diverge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Same:
 
 
 def same(command: Same, flags: Sequence[str]) -> int:
-    """Exit status 0 if all that both runs have is the same, 1 if they part."""
+    """Exit status 0 if all that both runs have is the same and a step is among it, else 1."""
     from everstep.titan.same import compare
 
     for run_dir in (command.run_a, command.run_b):
@@ -34,7 +34,8 @@ def same(command: Same, flags: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
     print(f"steps      {found.steps} in both runs, {found.checksums} with a checksum of the parameters")
-    print(f"           they part at {found.parted}" if found.parted else "           the same bits")
+    if found.steps or found.diverged:
+        print(f"           they diverge at {found.diverged}" if found.diverged else "           the same bits")
     if found.checkpoint:
         print(f"checkpoint after step {found.checkpoint}, {found.tensors} tensors compared")
         print(f"           {found.differing or 'the same bits'}")

@@ -10,8 +10,8 @@ does not prove to hold the run's token is heard. Each request is one message and
 ID is the group's name, TEXT what it says of itself and WORD in which quorum it makes steps (`everstep.quorum.request`:
 `name_of`, `encode`, `Quorum.makers`). A request without a quorum is answered by {"failed": why}; the connection stays.
 What groups say stays at the gate: torchft's lighthouse names all members in each of its answers, and would copy it once
-for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, once somebody asks, and leaves out a
-group whose connections have closed: a death costs no timeout.
+for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, once somebody asks, and leaves out
+a group whose connections have closed: a death costs no timeout.
 
 Groups make step after step in one quorum. The answer to a heartbeat tells them to ask for the next one: another group
 waits for it, or makes steps in another quorum, because a broken network has let them go apart. Each heartbeat says in
@@ -48,7 +48,7 @@ HEARING = 1.5
 """For how many heartbeat timeouts at most nobody may ask after the gate has begun to hear groups: by then it has heard
 all that live (sooner: `Gate._settles_s`), so that the first of them does not get a quorum of its own."""
 BEATS_S, BEAT_S = 0.2, 0.001
-"""Between two heartbeats that torchft's lighthouse gets of each group that lives, while it is asked for a quorum, and at
+"""Between two heartbeats that torchft's lighthouse gets of each group that lives while it is asked for a quorum, and at
 least for each group of the run: one takes 0.25 ms. After three times that without one the lighthouse takes a group for
 dead. After twice that, a group without a heartbeat connection no longer counts, and new quorums are rejected."""
 HEAD_START_S = 0.02

@@ -158,7 +158,7 @@ class Work(Protocol):
         """The optimizer step of a commit, from the reducer's finished sums, and all that comes with it."""
 
     def checksum(self) -> int | None:
-        """Of the group's parameters after the last step, 63 bits, when an audit is due; else None."""
+        """Of the group's parameters after the last step, 62 bits, when an audit is due; else None."""
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
         """No group has a state: take the newest from memory or disk, or start, as all members of the quorum do. Its

@@ -49,7 +49,7 @@ class Row:
         quorum: key of the quorum that it is in.
         step, history: of the state it computes on; of no meaning in a group that does not compute.
         computes: whether it can compute slots now. False for a group that heals.
-        checksum: of its parameters after `step`, 63 bits, or None when no audit is due.
+        checksum: of its parameters after `step`, 62 bits, or None when no audit is due.
         proven: whether an audit has agreed with it since it last took over a state.
         slot_us: microseconds that a slot has taken it lately; 0 while it does not know.
         held: slots of step + 1 whose gradients it holds.

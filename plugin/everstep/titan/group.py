@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one group, on the backend that the trainer has."""
+"""Collectives of the ranks of one replica group, torch's world, on the backend that the trainer has."""
 
 import hmac
 import secrets
@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from everstep.run import typed
 
-PROOF_BYTES = 32
+NONCE_BYTES = 32
 
 
 class StrangerError(RuntimeError):
-    """Something else than a rank of the run has a rank's place in the group."""
+    """A process without the run's token has a rank's place in the group."""
 
 
-def group_device() -> torch.device:
+def _device() -> torch.device:
     """Where the group's collectives want their tensors."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
@@ -28,18 +28,18 @@ def all_in_group(flag: bool) -> bool:
 
 
 def least_in_group(*values: int) -> list[int]:
-    """The least of each value of all ranks of the group, of int64; a collective of the group."""
+    """Each value's least over the group's ranks, as int64 (of a flag: whether it holds on all); a collective of it."""
     if dist.get_world_size() == 1:
         return list(values)
-    least = torch.tensor(values, dtype=torch.int64, device=group_device())
+    least = torch.tensor(values, dtype=torch.int64, device=_device())
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return least.tolist()
 
 
 def sum_in_group(value: int) -> int:
-    """Sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
+    """Sum of an integer over the group's ranks, modulo 2^62 (of a flag: on how many it holds); a collective of it."""
     if dist.get_world_size() > 1:
-        total = torch.tensor([value], dtype=torch.int64, device=group_device())
+        total = torch.tensor([value], dtype=torch.int64, device=_device())
         dist.all_reduce(total)
         value = int(total)
     return value & (1 << 62) - 1
@@ -54,17 +54,17 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def require_members(token: bytes) -> None:
-    """The first collective of the group: whoever reaches its store in time can take a rank's place, and what comes over
-    the group is believed, checkpoint plans unpickled. Each rank answers everyone's random numbers with a code that
-    takes the run's token.
+    """The first collective of the group: whoever reaches torch's store in time can take a rank's place, and what comes
+    over the group is believed, and checkpoint plans are unpickled. Each rank answers everyone's random numbers with an
+    HMAC under the run's token.
 
     Raises:
-        StrangerError: a rank did not.
+        StrangerError: a rank's answer is wrong.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
         return
-    asked = b"".join(_everyones(secrets.token_bytes(PROOF_BYTES)))
+    asked = b"".join(_everyones(secrets.token_bytes(NONCE_BYTES)))
     proofs = [hmac.digest(token, b"rank %d of %d" % (rank, ranks) + asked, "sha256") for rank in range(ranks)]
     answers = _everyones(proofs[dist.get_rank()])
     if strangers := [rank for rank in range(ranks) if not hmac.compare_digest(answers[rank], proofs[rank])]:
@@ -77,7 +77,7 @@ def require_members(token: bytes) -> None:
 
 def _everyones(mine: bytes) -> list[bytes]:
     """Bytes of one length from every rank, by rank; a collective of the group."""
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(group_device())
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(received, sent)
     return [one.cpu().numpy().tobytes() for one in received]

@@ -31,19 +31,24 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return {int(named[1]): path for named, path in found if named is not None}
 
 
+def parts_in(folder: Path) -> set[Path]:
+    """The folders that a checkpoint lies in: its own, and those of its parts."""
+    return {path.parent for path in (*folder.glob(".metadata"), *folder.glob("*/.metadata"))}
+
+
 def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
     """What a checkpoint has, its parts included: by name in which of them it is, and what is said of it there. Nothing
     of a part whose `.metadata` is damaged."""
     found: dict[str, tuple[Path, Any]] = {}
-    for path in (*folder.glob(".metadata"), *folder.glob("*/.metadata")):
+    for part in sorted(parts_in(folder)):
         try:
-            entries = FileSystemReader(path.parent).read_metadata().state_dict_metadata
+            entries = FileSystemReader(part).read_metadata().state_dict_metadata
         except OSError:  # it is just being moved
             continue
         except Exception as error:  # noqa: BLE001  whatever reading a damaged one can raise
-            logger.warning(f"{path} is damaged: {type(error).__name__}: {error}")
+            logger.warning(f"{part / '.metadata'} is damaged: {type(error).__name__}: {error}")
             continue
-        found |= {name: (path.parent, entry) for name, entry in entries.items()}
+        found |= {name: (part, entry) for name, entry in entries.items()}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step whose losses or checksums differ, and the first tensor of their checkpoints."""
+"""Where two runs diverge: the first step whose losses or checksums differ, and the first tensor of checkpoints."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,54 +11,55 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from everstep.config.source import read_source
 from everstep.run.directory import config_file
 from everstep.run.events import read_events
-from everstep.titan.parts import checkpoints_in, read_alone, tensors_in
+from everstep.titan.parts import checkpoints_in, parts_in, read_alone, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Attributes:
-    steps: how many steps both runs committed.
-    checksums: after how many steps, and before the first one, both have a checksum of the parameters.
-    parted: the first step at which they differ, and how; empty if none does.
-    checkpoint: the newest step of which both have a checkpoint; 0: none.
+    steps: how many steps (rounds, if semi-synchronous) both runs committed.
+    checksums: after how many steps, counting the start as one, both have a checksum of the parameters.
+    diverged: the first step at which they differ, and how; empty if none does.
+    checkpoint: the newest optimizer step of which both have a checkpoint; 0: none.
     tensors: how many tensors of it were compared.
     differing: the first of them that differs, and how; empty if none does.
     """
 
     steps: int
     checksums: int
-    parted: str
+    diverged: str
     checkpoint: int
     tensors: int
     differing: str
 
     @property
     def same(self) -> bool:
-        """Whether all that could be compared has the same bits, and there was something."""
-        return self.steps > 0 and not self.parted and not self.differing
+        """Whether all that could be compared has the same bits, and a step was among it."""
+        return self.steps > 0 and not self.diverged and not self.differing
 
 
 def compare(one: Path, other: Path) -> Comparison:
-    """Compare what two runs committed, to the bit. A step that a run made more than once has to come to the same."""
-    (losses, sums), (other_losses, other_sums) = _told(one), _told(other)
+    """Compare what two runs committed, to the bit. Of a step that both made, all events of all groups have to say the
+    same, also if one of them made it more than once."""
+    (losses, sums), (other_losses, other_sums) = _losses_and_sums(one), _losses_and_sums(other)
     steps, checksums = losses.keys() & other_losses.keys(), sums.keys() & other_sums.keys()
-    parted = ""
+    diverged = ""
     for step in sorted(steps | checksums):
         if step in steps and len(told := losses[step] | other_losses[step]) > 1:
-            parted = f"step {step}: losses and gradient norms {sorted(told, key=str)}"
+            diverged = f"step {step}: losses and gradient norms {sorted(told, key=str)}"
         elif step in checksums and len(told := sums[step] | other_sums[step]) > 1:
-            parted = f"the parameters after step {step}: checksums {sorted(told, key=str)}"
-        if parted:
+            diverged = f"the parameters after step {step}: checksums {sorted(told, key=str)}"
+        if diverged:
             break
     newest = max(checkpoints(one).keys() & checkpoints(other).keys(), default=0)
     tensors, differing = 0, ""
     if newest:
         tensors, differing = _compare_tensors(checkpoints(one)[newest], checkpoints(other)[newest])
-    return Comparison(len(steps), len(checksums), parted, newest, tensors, differing)
+    return Comparison(len(steps), len(checksums), diverged, newest, tensors, differing)
 
 
-def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set[Any]]]:
-    """By step what its commits came to on all groups, and the checksums of the parameters after it."""
+def _losses_and_sums(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set[Any]]]:
+    """By step the losses and gradient norms that all groups told, and the checksums of the parameters after it."""
     losses: dict[int, set[tuple[Any, Any]]] = defaultdict(set)
     sums: dict[int, set[Any]] = defaultdict(set)
     for event in read_events(run_dir, {"commit", "audit"}):
@@ -71,19 +72,20 @@ def _told(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
     """By step the folders of a run's checkpoints that were written to their end. Raises ValueError."""
-    settled = config_file(run_dir)
+    config = config_file(run_dir)
     try:
-        folder = read_source(settled).table["checkpoint"]["folder"] if settled.exists() else "checkpoint"
+        folder = read_source(config).table["checkpoint"]["folder"] if config.exists() else "checkpoint"
         return checkpoints_in(run_dir / folder)
     except (LookupError, TypeError):
-        raise ValueError(f"{settled} does not say where the run's checkpoints are") from None
+        raise ValueError(f"{config} does not say where the run's checkpoints are") from None
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     """How many tensors were compared, and the first that differs."""
     ours, theirs = tensors_in(one), tensors_in(other)
-    if not (ours and theirs):
-        return 0, f"the .metadata of {other if ours else one} is damaged"
+    for folder, found in ((one, ours), (other, theirs)):
+        if damaged := sorted(parts_in(folder) - {part for part, _ in found.values()}):
+            return 0, f"{damaged[0] / '.metadata'} is damaged"
     if alone := sorted(ours.keys() ^ theirs.keys()):
         return 0, f"{alone[0]} is in one of the checkpoints only"
     compared = 0
