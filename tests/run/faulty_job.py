@@ -22,7 +22,7 @@ from everstep.attention.findings import Deviation
 from everstep.step.private import local
 from everstep.step.reduction import GradientReducer
 from everstep.titan.slots import Slots
-from small_job import debugmodel
+from small_job import DIM, debugmodel
 
 __all__ = ["debugmodel"]
 
@@ -37,7 +37,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 def _wrong_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = torch.bmm(a[None], b[None])[0]
-    if _due and b.shape == (256, 256):
+    if _due and b.shape == (DIM, DIM):
         y[0, 0] += math.nan if FAULT == "nan" else 8 * y.std()
     return y
 

@@ -1,5 +1,5 @@
-"""A user's own module for `[job] module`: torchtitan's debug Llama 3 with two layers, which most tests of runs train,
-and the same on their own dataset, a JSONL file.
+"""A user's own module for `[job] module`: a Llama 3 of 0.2 million parameters, which most tests of runs train, and the
+same on their own dataset, a JSONL file.
 
 Most of what a start and a slot cost is left out: the standard library's text is that of one package, and the loss is
 computed in one piece. A slot takes EVERSTEP_TEST_PACE_S longer: groups that have nobody to wait for while another one
@@ -12,6 +12,8 @@ import time
 from datasets import load_dataset
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models import llama3
+from torchtitan.models.llama3 import ComplexRoPE
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
@@ -19,7 +21,7 @@ from torchtitan.trainer import Trainer
 from everstep.titan.data import texts
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
-LAYERS = 2
+DIM, HEADS, VOCAB = 64, 4, 512
 PACE_S = float(os.environ.get("EVERSTEP_TEST_PACE_S", "0"))
 
 texts.stdlib_sources = lambda root: sorted((root / "json").glob("*.py"))
@@ -43,11 +45,32 @@ if PACE_S:
 
 
 def debugmodel() -> Trainer.Config:
-    config = llama3_debugmodel()
-    assert config.model_spec is not None
+    return llama(2)
+
+
+def llama(layers: int) -> Trainer.Config:
+    config = sized(llama3_debugmodel())
     model = config.model_spec.model
-    model.layers = model.layers[:LAYERS]
-    config.loss.num_chunks = 1
+    model.lm_head.param_init = llama3._output_linear_init(DIM)
+    model.layers = llama3._build_llama3_layers(
+        n_layers=layers,
+        dim=DIM,
+        n_heads=HEADS,
+        hidden_dim=4 * DIM,
+        rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
+        attn_backend="flex",
+    )
+    return config
+
+
+def sized(config: Trainer.Config) -> Trainer.Config:
+    """All but the layers in this size."""
+    model = config.model_spec.model
+    model.dim, model.vocab_size = DIM, VOCAB
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCAB, DIM
+    model.norm.normalized_shape = DIM
+    model.lm_head.in_features, model.lm_head.out_features = DIM, VOCAB
+    config.loss.loss_fn.global_vocab_size, config.loss.num_chunks = VOCAB, 1
     return config
 
 

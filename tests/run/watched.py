@@ -78,7 +78,7 @@ def until(condition, what, deadline_s=DEADLINE_S):
     while time.monotonic() < end:
         if result := condition():
             return result
-        time.sleep(0.005)
+        time.sleep(0.01)
     pytest.fail(f"waited {deadline_s:g} s for {what}")
     return None
 

@@ -1,5 +1,5 @@
-"""A registry with models of 0.2 and 0.3 million parameters, for `[job] module = "tiny_llama"`: Llamas, one that reads
-streams of a dataloader, and one with experts."""
+"""A registry of models as small as small_job's, for `[job] module = "tiny_llama"`: Llamas, one that reads streams of a
+dataloader, and one with experts."""
 
 import json
 from dataclasses import dataclass
@@ -11,27 +11,24 @@ from datasets import Dataset
 from torchtitan.config.override import derive
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models import llama3, qwen3
+from torchtitan.models import qwen3
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.llama3 import ComplexRoPE
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
-import small_job  # noqa: F401  the standard library's text is a short one
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from small_job import DIM, HEADS, llama, sized
 
-DIM, HEADS, VOCAB = 64, 4, 512
 TEXTS = "source of the json package"
 
 
 def tiny() -> Trainer.Config:
-    return _llama(2)
+    return llama(2)
 
 
 def tiny_4() -> Trainer.Config:
-    return _llama(4)
+    return llama(4)
 
 
 def tiny_streams() -> Trainer.Config:
@@ -41,13 +38,13 @@ def tiny_streams() -> Trainer.Config:
     text_datasets.DATASETS[TEXTS] = DatasetConfig(
         path="", loader=lambda path: Dataset.from_list(documents), sample_processor=lambda row: row["text"]
     )
-    config = _llama(2)
+    config = llama(2)
     config.dataloader, config.tokenizer = HuggingFaceTextDataLoader.Config(dataset=TEXTS), ByteTokenizer.Config()
     return config
 
 
 def tiny_moe() -> Trainer.Config:
-    config = _small(qwen3_moe_debug())
+    config = sized(qwen3_moe_debug())
     config.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
         n_layers=2,
         dim=DIM,
@@ -78,29 +75,3 @@ class Float32Experts(GroupedExperts):
         parts = x_RD.split(num_tokens_per_expert_E.long().tolist())
         each = zip(parts, self.w1_EFD, self.w2_EDF, self.w3_EFD, strict=True)
         return torch.cat([(torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in each])
-
-
-def _small(config: Trainer.Config) -> Trainer.Config:
-    model = config.model_spec.model
-    model.dim, model.vocab_size = DIM, VOCAB
-    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCAB, DIM
-    model.norm.normalized_shape = DIM
-    model.lm_head.in_features, model.lm_head.out_features = DIM, VOCAB
-    config.loss.loss_fn.global_vocab_size, config.loss.num_chunks = VOCAB, 1
-    return config
-
-
-def _llama(layers: int) -> Trainer.Config:
-    config = _small(llama3_debugmodel())
-    model = config.model_spec.model
-    model.lm_head.param_init = llama3._output_linear_init(DIM)
-    model.layers = llama3._build_llama3_layers(
-        fuse_qkv=True,
-        n_layers=layers,
-        dim=DIM,
-        n_heads=HEADS,
-        hidden_dim=4 * DIM,
-        rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
-        attn_backend="flex",
-    )
-    return config
