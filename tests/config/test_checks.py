@@ -204,36 +204,22 @@ def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "ranks", "message"),
+    ("degrees", "ranks", "takes"),
     [
-        ({"tensor": 2}, 1, "tensor_parallel_degree = 2 takes a multiple of 2 ranks in a group, and a group has 1"),
-        ({"data_shard": 4}, 1, "data_parallel_shard_degree = 4 takes 4 ranks in a group, and a group has 1"),
-        (
-            {"tensor": 2, "data_shard": 3},
-            4,
-            "tensor_parallel_degree = 2 x data_parallel_shard_degree = 3 takes 6 ranks in a group, and a group has 4",
-        ),
-        ({"tensor": 2, "context": 2}, 8, ""),
+        ("tensor_parallel_degree = 2", 1, "a multiple of 2 ranks in a group, and a group has 1"),
+        ("data_parallel_shard_degree = 4", 1, "4 ranks in a group, and a group has 1"),
+        ("tensor_parallel_degree = 2 x data_parallel_shard_degree = 3", 4, "6 ranks in a group, and a group has 4"),
+        ("tensor_parallel_degree = 2 x context_parallel_degree = 2", 8, ""),
+        ("data_parallel_replicate_degree = 2", 3, "a multiple of 2 ranks in a group, and a group has 3"),
     ],
 )
-def test_a_groups_ranks_are_those_that_its_degrees_take(load, degrees, ranks, message):
-    keys = {"data_shard": "data_parallel_shard_degree"}
-    table = "".join(f"{keys.get(name, f'{name}_parallel_degree')} = {degree}\n" for name, degree in degrees.items())
-    text = GOOD + "[parallelism]\n" + table
-    if not message:
-        assert load(text, ranks=ranks)
-        return
-    with pytest.raises(ConfigError) as caught:
-        load(text, ranks=ranks)
-    assert "run.toml:13: [parallelism] " in str(caught.value)
-    assert message in str(caught.value)
-
-
-def test_replicas_without_groups_take_ranks(load):
-    config = load(GOOD.replace("enable = true", "enable = false"), check=False)
-    config.parallelism.data_parallel_replicate_degree = 2
-    [problem] = problems(config, ranks=3)
-    assert problem.message.startswith("[parallelism] data_parallel_replicate_degree = 2 takes a multiple of 2 ranks")
+def test_a_groups_ranks_are_those_that_its_degrees_take(load, degrees, ranks, takes):
+    """Replicas too, without fault tolerance."""
+    alone = "replicate" in degrees
+    text = GOOD.replace("enable = true", "enable = false") if alone else GOOD
+    config = load(f"{text}[parallelism]\n" + degrees.replace(" x ", "\n"), check=False)
+    expected = f"[parallelism] {degrees} takes {takes}: change the degrees, or give another --ranks-per-group"
+    assert [problem.message for problem in problems(config, ranks=ranks)] == ([expected] if takes else [])
 
 
 def test_replicas_become_groups_and_it_is_said_in_a_line(load):

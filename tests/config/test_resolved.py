@@ -2,6 +2,7 @@
 only then."""
 
 import copy
+import functools
 import json
 from pathlib import Path
 
@@ -69,32 +70,28 @@ DIFFERENT = {
 
 
 @pytest.fixture(scope="module")
-def demo(config_class):
+def demo(config_class, tmp_path_factory):
+    """Loads configs/demo.toml, of 120 steps, with flags."""
+    path = tmp_path_factory.mktemp("demo") / "demo.toml"
     text = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text()
-    text = "\n".join("steps = 120" if line.startswith("steps") else line for line in text.splitlines())
-
-    def load_demo(directory, *flags):
-        path = directory / "demo.toml"
-        path.write_text(text)
-        return load_config(path, config_class, flags)
-
-    return load_demo
+    path.write_text("\n".join("steps = 120" if line.startswith("steps") else line for line in text.splitlines()))
+    return functools.cache(lambda *flags: load_config(path, config_class, flags))
 
 
 @pytest.mark.parametrize(("flag", "difference"), [*((flag, None) for flag in SAME), *DIFFERENT.items()])
-def test_what_decides_the_result_changes_the_identity_and_how_it_is_reached_does_not(demo, tmp_path, flag, difference):
-    before, after = demo(tmp_path), demo(tmp_path, flag)
+def test_what_decides_the_result_changes_the_identity_and_how_it_is_reached_does_not(demo, flag, difference):
+    before, after = demo(), demo(flag)
     assert resolved_toml(before) != resolved_toml(after)
     assert (config_identity(before) == config_identity(after)) == (difference is None)
     assert differing_keys(before, after) == ([difference] if difference else [])
 
 
 @pytest.mark.parametrize(("workers", "groups", "same"), [(4, 2, True), (3, 3, False), (0, 2, False)])
-def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(demo, tmp_path, workers, groups, same):
+def test_a_run_directory_belongs_to_one_number_of_workers_and_not_of_groups(demo, workers, groups, same):
     def identity(workers, groups):
         flags = f"--semi_sync.method=diloco --semi_sync.sync_steps=10 --fault_tolerance.groups={groups}"
         more = f"--semi_sync.workers={workers} --snapshot.no-enable --training.global_batch_size=24"
-        return config_identity(demo(tmp_path, *flags.split(), *more.split()))
+        return config_identity(demo(*flags.split(), *more.split()))
 
     assert (identity(workers, groups) == identity(4 if workers else 0, 3)) == same
 

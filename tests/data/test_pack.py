@@ -7,7 +7,6 @@ import json
 import random
 import signal
 import struct
-import subprocess
 import sys
 from functools import partial
 
@@ -24,6 +23,7 @@ from everstep.data.documents import Documents
 from everstep.data.pack import Pack, pack
 from everstep.data.token_format import DataError, map_tokens, read_footer, verify
 from everstep.titan.data.encoders import encoder_for
+from forked import ran
 
 
 def write_lines(path, texts):
@@ -172,7 +172,7 @@ def begun(out):
 def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, corpus, out):
     whole = tmp_path / "whole.tokens"
     assert len(pack(Pack(corpus, whole), chunk_tokens=60000).chunks) > 10
-    assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
+    assert ran([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
     for chunks, left in ((1, -9), (4, 0)):
         newest = max(begun(out).glob("*.npz"))
         newest.write_bytes(newest.read_bytes()[:left])  # as a host that lost its power may leave it

@@ -1,37 +1,34 @@
 """Ranks of a group tell each other apart from others."""
 
-import multiprocessing
+import subprocess
+import sys
 
 import pytest
-import torch.distributed as dist
 
 from everstep.launch.machine import free_port
+from forked import Forked
+from watched import environment
+
+ENTER = """
+import sys
+import torch.distributed as dist
 from everstep.titan.group import StrangerError, gather_json, require_members
-
-
-def enter(rank, port, token, results):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        require_members(token)
-        results.put((rank, str(gather_json({"rank": rank, "more": "." * rank * 100}))))
-    except StrangerError as error:
-        results.put((rank, str(error)))
+dist.init_process_group("gloo")
+try:
+    require_members(sys.argv[1].encode())
+    print(gather_json({"rank": dist.get_rank(), "more": "." * dist.get_rank() * 100}))
+except StrangerError as error:
+    print(error)
+"""
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"), [(b"the run's", "{'rank': 0, 'more': ''}"), (b"another", "has the place of rank 1")]
+    ("theirs", "said"), [("the run's", "{'rank': 0, 'more': ''}"), ("another", "has the place of rank 1")]
 )
-def test_a_rank_without_the_runs_token_ends_the_start_with_a_sentence(monkeypatch, theirs, said):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    port = free_port()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "everstep.titan.group"])
-    results = context.Queue()
+def test_a_rank_without_the_runs_token_ends_the_start_with_a_sentence(theirs, said):
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        context.Process(target=enter, args=(rank, port, token, results), daemon=True)
-        for rank, token in enumerate((b"the run's", theirs))
+        Forked([sys.executable, "-c", ENTER, token], stdout=subprocess.PIPE, env=environment(RANK=str(rank), **place))
+        for rank, token in enumerate(("the run's", theirs))
     ]
-    for rank in ranks:
-        rank.start()
-    found = dict(results.get(timeout=400) for _ in ranks)
-    assert said in found[0]
+    assert said in ranks[0].stdout.read()

@@ -1,7 +1,5 @@
 """What only a GPU can do is refused before the start where there is none, with the reason."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +7,8 @@ import pytest
 from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_dist_gemm
 
 from everstep.titan.machine import needs_gpu
+from forked import ran
+from watched import environment
 
 KERNELS = [
     # of a config: where something is set to what
@@ -32,12 +32,18 @@ def test_a_kernel_of_gpus_is_named_and_a_plain_model_has_none(place, value):
     assert recipe.key == ("job", "config")
 
 
+OF_GPUS = """
+from everstep.titan import trainer
+from torchtitan.train import main
+trainer.device_type = "cuda"  # as torchtitan says on its own
+main()
+"""
+
+
 def test_torchtitans_own_entry_point_names_ours_where_there_is_no_accelerator(tmp_path):
     config = Path(__file__).parents[2] / "configs" / "demo.toml"
     flags = ["--module", "everstep", "--config", str(config), "--dump_folder", str(tmp_path)]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", *flags], env=os.environ | ranks, capture_output=True, text=True
-    )
+    ended = ran([sys.executable, "-c", OF_GPUS, *flags], env=environment(**ranks))
     assert ended.returncode != 0
     assert "PyTorch sees no accelerator; -m everstep.train trains on the CPU" in ended.stderr.splitlines()[-1]
