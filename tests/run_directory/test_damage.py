@@ -19,10 +19,10 @@ from everstep.data.pack import Pack, pack
 from everstep.launch.prepare import Prepared, leave_answer, prepared_file, take_answer
 from everstep.launch.view import RunState
 from everstep.report import metrics
-from everstep.report.score import score
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.directory import End, groups_file, over_file, take, wanted_groups
+from everstep.run.event_fields import NEEDED, fits
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, fence_file, holder
 from everstep.run.files import write_json
@@ -73,71 +73,42 @@ def write_all(run):
 
 
 def write_events(folder):
-    """A small run's events, of every kind that its readers look at closely."""
-    supervisor, agent, worker, chaos = (
-        EventLog(folder, *whose)
-        for whose in ((None, None, "supervisor"), (0, None, "agent"), (0, 0, "worker"), (None, None, "chaos"))
-    )
-    supervisor.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=4)
-    supervisor.emit("lighthouse_started", address="http://127.0.0.1:1", pid=77)
-    agent.emit("workers_started", incarnation=0, pids=[79])
-    worker.emit("training_started", 1, source="start", slots=4, global_batch_size=8, ranks=1)
+    """A small run's events, and one of every kind that has fields of its own."""
+    log = EventLog(folder, 0, 0, "worker")
+    log.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=4)
     for step in range(1, 5):
-        worker.emit("attempt", step, attempt=1, quorum_id=1, committed=True, reason="", computed=[0, 1], recomputed=[])
-        fields = {"attempt": 1, "owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
-        fields |= {"history": f"{step:x}", "parent": f"{step - 1:x}"}
-        worker.emit("commit", step, **fields, lr=0.1, took_s=0.1, compute_s=0.1, reduce_s=0.0, quorum_id=1)
-        worker.emit("heal", step, source_groups=[1], history=f"{step:x}", bytes=10, took_s=0.1)
-        worker.emit("audit", step, checksum="0", agreed=True, differing=[])
-        worker.emit("finding", step, action="corrected", outcome="corrected")
-        worker.emit("checkpoint_saved", step, took_s=0.1)
-    agent.emit("workers_stalled", incarnation=0, phase="compute", idle_s=3.0, stalled_rank=0)
-    agent.emit("workers_died", incarnation=0, reason="killed", exitcodes={"0": -9})
-    agent.emit("agent_ended", status="done", reason="finished")
-    chaos.emit("fault", fault="kill-group", target_group=[0, 1], pids=[79], until=1.0)
-    supervisor.emit("run_ended", status="done", reason="finished")
+        log.emit("attempt", step, attempt=1, quorum_id=1, committed=True, reason="", computed=[0, 1], recomputed=[])
+        made = {"owners": [0, 0, 1, 1], "groups": [0, 1], "loss": 2.5, "tokens": 8.0, "grad_norm": 1.0}
+        log.emit("commit", step, **made, history=f"{step:x}", parent=f"{step - 1:x}")
+    for kind in sorted(NEEDED.keys() - {"run_started"}):
+        log.emit(kind, **{"step": 4} | {name: value_of(name) for name in NEEDED[kind]})
 
 
-@pytest.mark.parametrize("rounds", [1000, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_no_damage_ends_a_reader_or_is_believed(tmp_path, rounds):
-    doors, chance = write_all(tmp_path), random.Random(rounds)
-    whole = {path: path.read_bytes() for path in doors}
-    for number in range(rounds):
-        path = chance.choice([*doors])
-        path.write_bytes(damaged(whole[path], chance))
-        doors[path](tmp_path)
-        if number % 40 == 0:
-            score(tmp_path)
-        path.write_bytes(whole[path])
-    assert published_address(tmp_path) == "http://[::1]:29510"
-    assert read_beat(beat_path(tmp_path, 0, 0)).phase == "compute"
-    assert (holder(tmp_path, 0), take_answer(tmp_path).groups) == (Claim(1, 0), 2)
-
-
-@pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
-def test_a_beat_of_no_process_or_of_no_time_is_none(tmp_path, monkeypatch, pid, mono):
-    beats = BeatFile(tmp_path / "beat")
-    monkeypatch.setattr("everstep.run.beats.os.getpid", lambda: pid)
-    monkeypatch.setattr("everstep.run.beats.time.monotonic", lambda: mono)
-    beats.beat("compute")
-    assert read_beat(tmp_path / "beat") is None
+def value_of(name):
+    """One that such a field may have; a pid is nobody's."""
+    nobody = 1 << 30
+    values = (nobody,) if name == "pid" else (4, [0], [[0, 1]], True, "x", {"0": 1}, {"0": "1"}, [nobody])
+    return next(value for value in values if fits({"kind": "other", name: value}))
 
 
 COMMANDS = (
     ("status",), ("watch",), ("report", "--json"), ("report", "--check"), ("report", "--against", "OTHER"), ("stop",),
     ("same", "OTHER"), ("snapshots",), ("chaos", "--every", "5"), ("scale", "--groups", "3"),
 )  # fmt: skip
+EVERY = 8
+"""After so many damages one is met by a command too."""
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_every_command_ends_with_a_status(tmp_path, monkeypatch, capsys, rounds):
+@pytest.mark.parametrize("rounds", [1500, pytest.param(80_000, marks=pytest.mark.slow)])
+def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_status(
+    tmp_path, monkeypatch, capsys, rounds
+):
     def enough(pause_s):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.time, "sleep", enough)  # a run without an end is watched for ever
     run_dir = tmp_path / "run"
-    write_all(run_dir)
-    prepared_file(run_dir).unlink()  # with one, `scale` asks another process what the config says
+    doors = write_all(run_dir)
     write_json(over_file(run_dir, 1), End("failed", "given up").__dict__)
     own_token(run_dir)
     take(run_dir)
@@ -148,26 +119,40 @@ def test_every_command_ends_with_a_status(tmp_path, monkeypatch, capsys, rounds)
     whole, chance, statuses = {path: path.read_bytes() for path in files}, random.Random(rounds), set()
     modes = {path: path.stat().st_mode for path in files}  # a token that others can read is refused
     for number in range(rounds):
-        path = chance.choice(files)
+        path = chance.choice(files if number % EVERY == 0 else [*doors])
         path.write_bytes(damaged(whole[path], chance))
-        if path.suffix == ".tokens":
-            words = ["pack", "--verify", "--out", str(path)]
-        else:
-            name, *more = COMMANDS[number % len(COMMANDS)]
-            words = [name, str(run_dir), *(str(run_dir.with_name("other")) if one == "OTHER" else one for one in more)]
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        said = "".join(capsys.readouterr())
-        assert ended.value.code in (0, 1, 2, cli.INTERRUPTED_EXIT), (words, path, said)
-        assert "Traceback" not in said
-        assert json.dumps(said).count("\\u001b[2J") == 0, "nothing of it is obeyed by a terminal"
-        statuses.add(ended.value.code)
-        for one, data in whole.items():
-            if not one.is_file() or one.read_bytes() != data:
-                one.unlink(missing_ok=True)
+        doors.get(path, state)(run_dir)
+        if number % EVERY == 0:
+            prepared_file(run_dir).unlink()  # with one, `scale` asks another process what the config says
+            if path.suffix == ".tokens":
+                words = ["pack", "--verify", "--out", str(path)]
+            else:
+                name, *more = COMMANDS[number // EVERY % len(COMMANDS)]
+                words = [name, str(run_dir), *(one.replace("OTHER", str(tmp_path / "other")) for one in more)]
+            with pytest.raises(SystemExit) as ended:
+                cli.main(words)
+            said = "".join(capsys.readouterr())
+            assert ended.value.code in (0, 1, 2, cli.INTERRUPTED_EXIT), (words, path, said)
+            assert "Traceback" not in said
+            assert json.dumps(said).count("\\u001b[2J") == 0, "nothing of it is obeyed by a terminal"
+            statuses.add(ended.value.code)
+            for one, data in whole.items():
                 one.write_bytes(data)
                 one.chmod(modes[one])
+        path.write_bytes(whole[path])
     assert statuses >= {0, 1, 2}
+    assert published_address(run_dir) == "http://[::1]:29510"
+    assert read_beat(beat_path(run_dir, 0, 0)).phase == "compute"
+    assert (holder(run_dir, 0), take_answer(run_dir).groups) == (Claim(1, 0), 2)
+
+
+@pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
+def test_a_beat_of_no_process_or_of_no_time_is_none(tmp_path, monkeypatch, pid, mono):
+    beats = BeatFile(tmp_path / "beat")
+    monkeypatch.setattr("everstep.run.beats.os.getpid", lambda: pid)
+    monkeypatch.setattr("everstep.run.beats.time.monotonic", lambda: mono)
+    beats.beat("compute")
+    assert read_beat(tmp_path / "beat") is None
 
 
 STANDS_THERE = {
