@@ -1,36 +1,20 @@
 """Sums with the same bits in every order: of slots, of groups, and after what was forgotten."""
 
-from datetime import timedelta
-from itertools import pairwise
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from everstep.quorum.errors import SumsBroken
 from everstep.step import exact
 from everstep.step.reduction import GradientReducer
+from step.test_reduction import WAIT, OneGroup
 
 SLOTS = 12
-WAIT = timedelta(seconds=1)
 
 
-class Groups:
-    """A sum over groups in an order that is given."""
-
-    def __init__(self):
-        self.parts = []
-
-    def start(self, tensor, timeout):
-        self.parts.append(tensor)
-        return SimpleNamespace(ended=True)
-
-    def finish(self, one): ...
-
-
-def parameters():
-    tied = torch.nn.Parameter(torch.zeros(40, 30))
-    return [tied, torch.nn.Parameter(torch.zeros(70_000)), torch.nn.Parameter(torch.zeros(24, 16).t())]
+def made(exact_slots=SLOTS):
+    """Parameters, the sums over their only group, and their reducer."""
+    params = [*map(torch.nn.Parameter, (torch.zeros(40, 30), torch.zeros(70_000), torch.zeros(24, 16).t()))]
+    return params, OneGroup(), GradientReducer(params, bucket_bytes=1 << 16, exact_slots=exact_slots)
 
 
 def backward(params, slot, bad=0.0):
@@ -67,10 +51,9 @@ def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
     """Gradients of a step whose slots were computed in these shares; slots of `refused` are dropped once on the way."""
     reducers = []
     for share in shares:
-        params = parameters()
-        reducer, sums = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=exact_slots), Groups()
+        params, sums, reducer = made(exact_slots)
         if set(share) & set(refused):
-            reducer.begin(Groups(), WAIT)
+            reducer.begin(OneGroup(), WAIT)
             compute(reducer, params, share, last=None)
             reducer.forget()
             for param in params:
@@ -108,23 +91,13 @@ def test_the_sum_has_the_same_bits_whoever_computed_what_in_whatever_order():
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_a_retry_goes_on_with_what_is_held():
+def test_a_retry_goes_on_with_what_is_held_also_if_data_ends_before_the_last_slot():
     """As after a member's death: the sum was taken, failed, and is taken again with one more slot."""
-    params, sums = parameters(), Groups()
-    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
-    for first, last in pairwise([0, 5, 6, SLOTS]):
-        sums.parts.clear()
-        attempt(reducer, params, sums, range(first, last))
-    reducer.assign(0.37)
-    for ours, whole in zip(params, summed([list(range(SLOTS))])[0], strict=True):
-        assert torch.equal(ours.grad, whole)
-
-
-def test_a_sum_has_all_slots_also_if_data_ended_before_the_last_one():
-    params, sums = parameters(), Groups()
-    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    params, sums, reducer = made()
+    attempt(reducer, params, sums, range(5))
+    attempt(reducer, params, sums, [5])
     reducer.begin(sums, WAIT)
-    compute(reducer, params, range(SLOTS - 1), last=None)
+    compute(reducer, params, range(6, SLOTS - 1), last=None)
     reducer.begin_slot(last=True)
     reducer.finish()
     reducer.assign(0.37)
@@ -135,8 +108,7 @@ def test_a_sum_has_all_slots_also_if_data_ended_before_the_last_one():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, exact.most_of_slot(SLOTS) * 1.01])
 @pytest.mark.parametrize("at", [0, SLOTS - 1])
 def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
-    params, sums = parameters(), Groups()
-    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    params, sums, reducer = made()
     attempt(reducer, params, sums, range(SLOTS), bad=(at, bad))
     assert not reducer.own_finite()
     assert not reducer.finite()
@@ -146,8 +118,7 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
 
 def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
     """As when the refused slot is dealt to another group, and there is nothing else to compute."""
-    params, sums = parameters(), Groups()
-    reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+    params, sums, reducer = made()
     for slots in ([1], []):
         sums.parts.clear()
         attempt(reducer, params, sums, slots, bad=(1, float("nan")))
@@ -158,7 +129,7 @@ def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
 
 def test_a_rank_may_have_no_part_of_any_parameter_of_a_bucket():
     """As of a small parameter that FSDP splits."""
-    params, sums = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(3))], Groups()
+    params, sums = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(3))], OneGroup()
     reducer = GradientReducer(params, bucket_bytes=0, exact_slots=SLOTS)
     reducer.begin(sums, WAIT)
     for slot in range(3):
@@ -179,8 +150,7 @@ def test_a_gradient_that_is_added_to_once_more_than_before_is_computed_again(las
     enough."""
     found = []
     for attempts in (1, 2):
-        params, sums = parameters(), Groups()
-        reducer = GradientReducer(params, bucket_bytes=1 << 16, exact_slots=SLOTS)
+        params, sums, reducer = made()
         if broken and attempts == 1:
             sums.start = failing
         for _ in range(attempts):
