@@ -1,10 +1,26 @@
-"""What drives a group: attempts that fail at once, again and again, are not made in a busy loop."""
+"""What drives a group: its ranks take each decision together, and attempts that fail at once make no busy loop."""
 
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
+
+from everstep.quorum.errors import GroupBroken
 from everstep.step.attempt import Host, Turn
+from everstep.step.decisions import Decisions
 from everstep.step.driver import LONGEST_PAUSE_S, Driver
+
+
+def test_a_rank_at_another_decision_ends_the_group():
+    class Behind:
+        rank, size = 0, 3
+
+        def gather(self, mine):
+            return [mine, mine, mine.replace(b"1", b"0")]
+
+    decisions = Decisions(Behind())
+    with pytest.raises(GroupBroken, match="rank 2 of this group is not at decision 1, 'point'"):
+        decisions.gather("point", None)
 
 
 def test_attempts_that_fail_at_once_are_not_repeated_in_a_busy_loop():

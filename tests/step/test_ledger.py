@@ -17,7 +17,8 @@ def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=Fa
 
 
 def tally(coverage, refused=0):
-    sums = SlotSums(*torch.zeros(3, len(coverage), dtype=torch.float64), frozenset())
+    zeros, ones = torch.zeros(len(coverage), dtype=torch.float64), torch.ones(len(coverage), dtype=torch.float64)
+    sums = SlotSums(zeros.clone(), zeros, ones, frozenset())
     return ledger.Tally(tuple(coverage), sums, 0, 0, refused)
 
 
@@ -49,8 +50,9 @@ def times_covered(plan, rows, slots):
 
 
 @given(quorums())
-def test_every_slot_is_held_or_computed_exactly_once(quorum):
+def test_every_slot_is_held_or_computed_exactly_once_by_rows_that_survive_the_wire(quorum):
     slots, rows = quorum
+    assert [Row.decode(said.encode()) for said in rows] == rows
     plan = ledger.plan(rows, slots)
     count = times_covered(plan, rows, slots)
     assert count == [1] * slots
@@ -97,12 +99,6 @@ def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, a
 def test_a_spare_helps_with_the_slots_of_a_group_that_dies_in_the_same_step():
     rows = [row(1, held=range(1, 12, 3)), row(2, held=range(2, 12, 3)), row(3)]
     assert ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares == {1: (0, 9), 2: (3,), 3: (6,)}
-
-
-@given(quorums())
-def test_rows_survive_the_wire(quorum):
-    for said in quorum[1]:
-        assert Row.decode(said.encode()) == said
 
 
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
@@ -200,3 +196,57 @@ def test_ranks_that_would_scale_the_gradient_differently_do_not_see_the_same_tal
     assert mine.digest() == other.digest()
     other.sums.tokens[1] = 7.0
     assert mine.digest() != other.digest()
+
+
+# Slots that two groups compute, and what follows from their bits
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_a_share_of_the_slots_is_drawn_alike_by_everybody(share):
+    drawn = [ledger.audited_slots(7, step, 100, share) for step in range(100)]
+    assert drawn == [ledger.audited_slots(7, step, 100, share) for step in range(100)]
+    assert sum(map(len, drawn)) / 1e4 == pytest.approx(share, abs=0.015)
+    assert share in (0.0, 1.0) or drawn != [ledger.audited_slots(8, step, 100, share) for step in range(100)]
+
+
+def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone_with_that():
+    audited = tuple(range(8))
+    plan = ledger.plan([row(0), row(1), row(2, held=[0, 1])], 8, audited=audited)
+    owners = {slot: group for group, share in plan.shares.items() for slot in share} | {0: 2, 1: 2}
+    assert set(plan.auditors) == set(audited)
+    assert all(plan.auditors[slot] != owners[slot] for slot in audited)
+    audits = [list(plan.auditors.values()).count(group) for group in range(3)]
+    assert max(audits) - min(audits) <= 1
+    assert sum(plan.loads.values()) == 8 + len(audited) - 2, "what is held is computed already"
+    assert ledger.plan([row(0)], 8, audited=audited).auditors == {}
+
+
+def test_who_is_outvoted_computes_the_slot_no_more_and_a_third_one_audits_a_doubted_one():
+    doubted = ledger.plan([refusing(0, [3]), refusing(1, [3]), row(2)], 8, audited=(3,))
+    assert 3 not in doubted.shares[2]
+    assert doubted.auditors == {3: 2}
+    voted = [refusing(0, disputed=[3]), row(1), row(2)]
+    for left in (voted, voted[:2]):
+        plan = ledger.plan(left, 8, audited=(3,))
+        assert 3 in plan.shares[1]
+        assert plan.auditors == ({3: 2} if len(left) > 2 else {}), "its bits would differ in every attempt"
+        assert not plan.accepted
+    two = ledger.plan([refusing(0, disputed=[3]), refusing(1, disputed=[3])], 8, audited=(3,))
+    assert two.accepted == {3}, "nobody is left to ask"
+
+
+def test_a_tally_brings_the_bits_of_owner_and_auditor_together():
+    audited = (1, 4)
+    plan = replace(ledger.NO_PLAN, audited=audited, auditors={1: 2, 4: 1})
+    most = 1 << 52
+    parts = [
+        replace(tally([0, 1, 1, 1, 0, 0, 0, 0]), bits=(most, 0, 0, 17)),
+        replace(tally([1, 0, 0, 0, 1, 1, 1, 1]), bits=(0, most - 1, 17, 0)),
+    ]
+    total = ledger.Tally.decode(sum(part.encode() for part in parts), 8, len(audited))
+    assert total.bits == (most, most - 1, 17, 17)
+    assert total.sums.extra.tolist() == [2.0] * 8
+    assert ledger.differing_bits(total, plan) == {1}
+    assert ledger.differing_bits(total, replace(plan, accepted=frozenset({1}))) == frozenset()
+    alone = ledger.Tally.decode(parts[0].encode(), 8, len(audited))
+    assert ledger.differing_bits(alone, plan) == frozenset()
