@@ -114,13 +114,13 @@ def _kill_group(world: World, life: Life, rank: Rank, size: float) -> None:
     _only_if(_spare(world, life))
     if size < 0.2:  # the host with its snapshots
         life.group.keeper = [{} for _ in life.group.keeper]
-    world.kill(life)
+    life.end()
 
 
 def _kill_all(world: World, life: Life, rank: Rank, size: float) -> None:
     """Every group dies within a tenth of a second; snapshots and disk are left."""
     for place, each in enumerate(world.lives()):
-        world.scheduler.call_in(0.1 * size * place, world.kill, each)
+        world.scheduler.call_in(0.1 * size * place, each.end)
         if size < 0.15:
             each.group.keeper = [{} for _ in each.group.keeper]
 
@@ -212,7 +212,7 @@ def _leave(world: World, life: Life, rank: Rank, size: float) -> None:
         def back() -> None:
             world.sessions -= 1
             if life.group.life is not None and not life.group.life.ended:
-                world.kill(life.group.life)
+                life.group.life.end()
             if not world.finishing():
                 world.add_group(life.group.id)
 
@@ -256,7 +256,8 @@ def _stop_all(world: World, life: Life, rank: Rank, size: float) -> None:
             world.scheduler.call_in(1.0, again)
             return
         world.sessions -= 1
-        world.forget_beats()
+        for group in world.groups.values():
+            group.forget_beat()  # a new start of the run removes what the last one left
         for number in range(1 + int(size * 3.99)):
             world.add_group(number)
         world.disturbed()
@@ -395,7 +396,7 @@ def _dark(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group's host is gone, and no connection says so."""
     _only_if(_spare(world, life))
     world.network.dark.add(life.host)
-    world.kill(life)
+    life.end()
 
 
 def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> None:

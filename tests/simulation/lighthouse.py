@@ -7,7 +7,6 @@ request, ids, and the request handler's loop. Not ported: `shrink_only` and comm
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +19,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A quorum: its id, and what each member said when it asked, sorted by replica id."""
+    """A quorum: its id, and its members' replica ids, sorted."""
 
     id: int
-    members: tuple[tuple[str, Any], ...]
+    members: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -31,7 +30,6 @@ class Listener:
     """A request whose client still waits."""
 
     replica_id: str
-    payload: Any
     answer: Callable[[Announced], None]
 
 
@@ -41,8 +39,8 @@ class Lighthouse:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.heartbeats: dict[str, float] = {}
-        self.participants: dict[str, tuple[float, Any]] = {}
-        """Replica id → when it asked, and with what. A request stays when its client has given up."""
+        self.participants: dict[str, float] = {}
+        """Replica id → when it asked. A request stays when its client has given up."""
         self.previous: tuple[str, ...] | None = None
         self.quorum_id = 0
         self._listeners: list[Listener] = []
@@ -50,11 +48,11 @@ class Lighthouse:
     def heartbeat(self, now: float, replica_id: str) -> None:
         self.heartbeats[replica_id] = now
 
-    def ask(self, now: float, replica_id: str, payload: Any, answer: Callable[[Announced], None]) -> Listener:
+    def ask(self, now: float, replica_id: str, answer: Callable[[Announced], None]) -> Listener:
         """A request: counts as a heartbeat, and may make a quorum at once."""
         self.heartbeats[replica_id] = now
-        self.participants[replica_id] = (now, payload)
-        listener = Listener(replica_id, payload, answer)
+        self.participants[replica_id] = now
+        listener = Listener(replica_id, answer)
         self._listeners.append(listener)
         self.tick(now)
         return listener
@@ -75,7 +73,7 @@ class Lighthouse:
             return asking  # a fast quorum
         if len(asking) < self.options.min_replicas or len(asking) <= len(healthy) // 2:
             return None
-        first = min((self.participants[name][0] for name in asking), default=now)
+        first = min((self.participants[name] for name in asking), default=now)
         if len(asking) != len(healthy) and now - first < self.options.join_timeout_s:
             return None
         return asking
@@ -87,25 +85,22 @@ class Lighthouse:
             return
         if self.previous != tuple(members):
             self.quorum_id += 1
-        quorum = Announced(self.quorum_id, tuple((name, self.participants[name][1]) for name in members))
         self.previous = tuple(members)
+        quorum = Announced(self.quorum_id, self.previous)
         self.participants.clear()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             if listener.replica_id in members:
                 listener.answer(quorum)
             else:  # it hears of a quorum without it and asks again
-                self.participants[listener.replica_id] = (now, listener.payload)
+                self.participants[listener.replica_id] = now
                 self._listeners.append(listener)
 
-    def next_change(self, now: float, beating: set[str]) -> float | None:
-        """When a tick may do something that it would not do now, if nobody asks before; None for never. The heartbeats
-        of those in `beating` go on."""
+    def next_change(self, now: float) -> float | None:
+        """When a tick may do something that it would not do now, if nobody asks or beats before; None for never."""
         if not self.participants:
             return None
-        joined = [when + self.options.join_timeout_s for when, _ in self.participants.values()]
-        expiring = [
-            last + self.options.heartbeat_timeout_s for name, last in self.heartbeats.items() if name not in beating
-        ]
+        joined = [when + self.options.join_timeout_s for when in self.participants.values()]
+        expiring = [last + self.options.heartbeat_timeout_s for last in self.heartbeats.values()]
         times = [when for when in joined + expiring if when > now]
         return min(times, default=None)

@@ -1,6 +1,6 @@
 """Hosts and what goes between them: sockets in virtual time, and links that lose, delay and refuse.
 
-Stands in for `socket`, `selectors` and `select` under `everstep.wire` and what speaks it. A connection keeps its order.
+Stands in for `socket` and `selectors` under `everstep.wire` and what speaks it. A connection keeps its order.
 What is sent while its way is lost arrives when the way is open again, as TCP has it; a host that falls silent tells
 nobody. `Network.carry` is the only way from one host to another.
 """
@@ -225,12 +225,6 @@ class _Readable:
     def setblocking(self, flag: bool) -> None:
         self.timeout = None if flag else 0.0
 
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self.closed = True
 
@@ -396,9 +390,6 @@ class Socket(_Readable):
 
     def sendall(self, data: bytes | bytearray) -> None:
         self.send(data)
-
-    def getpeername(self) -> tuple[str, int]:
-        return self.place
 
     def close(self) -> None:
         if self.closed:

@@ -46,7 +46,6 @@ class Checked:
 _LEAVES: dict[str, Any] = {
     "time": system.time,
     "threading": system.threading,
-    "queue": system.queue,
     "concurrent.futures": system.futures,
     "socket": network.socket,
     "selectors": network.selectors,

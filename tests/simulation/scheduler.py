@@ -43,7 +43,6 @@ class Process:
         self.stops: list[float] = []
         self.tasks: list[Task] = []
         self.on_death: list[Callable[[], None]] = []
-        self.awaits = 0
         self.die_after: int | None = None
         """Dies at this many further awaits."""
 
@@ -170,7 +169,6 @@ class Scheduler:
         """From inside a task: until somebody resumes it with the token that it has now."""
         assert self.current is not None
         process = self.current.process
-        process.awaits += 1
         if process.die_after is not None:
             process.die_after -= 1
             if process.die_after <= 0:

@@ -38,7 +38,7 @@ class Inner:
     def look(self) -> None:
         """Tick when something may have changed by itself."""
         scheduler = self.process.scheduler
-        when = self.rules.next_change(scheduler.now, set())
+        when = self.rules.next_change(scheduler.now)
         self._alarm += 1
         if when is not None:
             tick = self.rules.options.quorum_tick_s
@@ -89,13 +89,13 @@ class LighthouseClient:
             came.fire(scheduler)
 
         scheduler.pause(0.0001, 0.001)
-        listener = inner.rules.ask(scheduler.now, replica_id, None, hear)
+        listener = inner.rules.ask(scheduler.now, replica_id, hear)
         inner.look()
         if not scheduler.wait(came, lambda: bool(answers), timeout.total_seconds()):
             inner.rules.cancel(listener)
             raise TimeoutError("deadline exceeded")
         quorum, when_s = answers[0]
-        members = [SimpleNamespace(replica_id=name) for name, _ in quorum.members]
+        members = [SimpleNamespace(replica_id=name) for name in quorum.members]
         created = SimpleNamespace(seconds=int(when_s // 1), nanos=int(when_s % 1 * 1e9))
         return SimpleNamespace(quorum_id=quorum.id, participants=members, created=created)
 

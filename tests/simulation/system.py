@@ -1,12 +1,11 @@
-"""What a process has of its operating system, in virtual time: clocks, threads, queues.
+"""What a process has of its operating system, in virtual time: clocks and threads.
 
-Stands in for the standard library's `time`, `threading`, `queue` and `concurrent.futures` under code that runs as it is
+Stands in for the standard library's `time`, `threading` and `concurrent.futures` under code that runs as it is
 (`real`). A thread is a task of the process that starts it, a process belongs to a host with clocks of its own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -56,22 +55,19 @@ def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> b
 class Thread:
     def __init__(
         self,
-        group: None = None,
+        *,
         target: Callable[..., Any] | None = None,
         name: str = "",
         args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
         daemon: bool | None = None,
     ) -> None:
-        self.name, self.daemon = name, daemon
-        self._target, self._args, self._kwargs = target, args, kwargs or {}
+        self._target, self._args = target, args
         self._begun = self._over = False
         self._ended = Signal()
 
     def run(self) -> None:
         if self._target is not None:
-            self._target(*self._args, **self._kwargs)
+            self._target(*self._args)
 
     def start(self) -> None:
         self._begun = True
@@ -166,9 +162,6 @@ class Event:
         self._flag = True
         self._news.fire(HERE.scheduler)
 
-    def clear(self) -> None:
-        self._flag = False
-
     def wait(self, timeout: float | None = None) -> bool:
         return _wait(self._news, self.is_set, timeout)
 
@@ -183,28 +176,10 @@ threading = SimpleNamespace(
 )
 
 
-class SimpleQueue:
-    def __init__(self) -> None:
-        self._things: deque[Any] = deque()
-        self._more = Signal()
-
-    def put(self, thing: Any) -> None:
-        self._things.append(thing)
-        self._more.fire(HERE.scheduler)
-
-    def get(self) -> Any:
-        _wait(self._more, lambda: bool(self._things), None)
-        return self._things.popleft()
-
-
-queue = SimpleNamespace(SimpleQueue=SimpleQueue)
-
-
 class ThreadPoolExecutor:
-    """`concurrent.futures.ThreadPoolExecutor`, for `map`."""
+    """`concurrent.futures.ThreadPoolExecutor`, for a `map` whose calls raise nothing."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int) -> None: ...
 
     def __enter__(self) -> ThreadPoolExecutor:
         return self
@@ -213,13 +188,9 @@ class ThreadPoolExecutor:
 
     def map(self, call: Callable[[Any], Any], *arguments: Iterable[Any]) -> list[Any]:
         results: dict[int, Any] = {}
-        errors: dict[int, Exception] = {}
 
         def run(number: int, given: tuple[Any, ...]) -> None:
-            try:
-                results[number] = call(*given)
-            except Exception as error:  # noqa: BLE001 it is raised below
-                errors[number] = error
+            results[number] = call(*given)
 
         threads = [
             Thread(target=run, args=(number, given)) for number, given in enumerate(zip(*arguments, strict=True))
@@ -228,8 +199,6 @@ class ThreadPoolExecutor:
             thread.start()
         for thread in threads:
             thread.join()
-        for number in sorted(errors):
-            raise errors[number]
         return [results[number] for number in range(len(threads))]
 
 

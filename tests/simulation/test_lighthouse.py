@@ -1,5 +1,5 @@
 """The port of torchft's lighthouse against the real one: a schedule of requests, heartbeats and clients that give up
-gives the same quorums, with the same members saying the same, in the same order."""
+gives the same quorums, with the same members, in the same order."""
 
 import contextlib
 import random
@@ -52,8 +52,8 @@ def draw(seed: int) -> tuple[list[Act], int]:
     return acts, chance.choice([1, 1, 2])
 
 
-Heard = tuple[int, tuple[tuple[str, int], ...]]
-"""Id of the quorum, and each member with the number of its request."""
+Heard = tuple[int, tuple[str, ...]]
+"""Id of the quorum, and its members."""
 
 
 def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
@@ -82,7 +82,7 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
             def answer(quorum: Announced, number: int = number) -> None:
                 heard[number] = (quorum.id, quorum.members)
 
-            listener = rules.ask(now, act.member, number, answer)
+            listener = rules.ask(now, act.member, answer)
             if heard[number] is None:
                 waiting[number] = (now + act.patience * UNIT_S, listener)
     return heard
@@ -98,13 +98,11 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
     slack_s = 0.1 * UNIT_S
 
     def ask(client: Any, number: int, act: Act) -> None:
-        data = {"request": number}
         try:
-            quorum = client.quorum(act.member, timedelta(seconds=act.patience * UNIT_S), "", "", 0, 1, False, data)
+            quorum = client.quorum(act.member, timedelta(seconds=act.patience * UNIT_S))
         except (TimeoutError, RuntimeError):
             return
-        members = tuple((member.replica_id, member.data["request"]) for member in quorum.participants)
-        heard[number] = (int(quorum.quorum_id), members)
+        heard[number] = (int(quorum.quorum_id), tuple(member.replica_id for member in quorum.participants))
 
     server = LighthouseServer(
         bind="127.0.0.1:0",

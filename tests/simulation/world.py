@@ -407,8 +407,8 @@ class World:
     def _judge_commits(self) -> None:
         """Each step is committed once; a fault may have it committed once more."""
         steps = max((link.step for link in self.judge.chain.values()), default=0)
-        self.above = self.judge.commits - steps - self.rewound
-        if self.above > self.fell.total() * AGAIN:
+        above = self.judge.commits - steps - self.rewound
+        if above > self.fell.total() * AGAIN:
             text = f"{self.judge.commits} for {steps} steps and {self.fell.total()} faults; {self.rewound} were lost"
             self.judge.violate("commits", text)
 
@@ -528,10 +528,6 @@ class World:
     def stop(self, process: Process, seconds: float) -> None:
         process.stop(seconds)
         self.disturbed(process.stopped_until)
-
-    def kill(self, life: Life) -> None:
-        """All its processes at once."""
-        life.end()
 
     # Watching
 
@@ -653,11 +649,6 @@ class World:
         return self.finished >= self.plan.steps or any(
             COMPLETE.intersection(life.endings) for group in self.groups.values() for life in group.lives
         )
-
-    def forget_beats(self) -> None:
-        """A new start of the run removes what the last one left."""
-        for group in self.groups.values():
-            group.forget_beat()
 
 
 def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:
