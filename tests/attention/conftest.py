@@ -43,6 +43,27 @@ class Bench:
         refused = bool(self.checks.refused())
         return value, refused, self.checks.drain()
 
+    def changes_nothing(self, compute) -> None:
+        """compute's tensors have the bits that they have without a guard, and nothing is found."""
+        got, refused, findings = self.run(compute)
+        for a, b in zip(got, compute(None), strict=True):
+            assert torch.equal(a, b)
+        assert not refused
+        assert not findings
+
+
+def attention_operands(dtype, groups, length, head=16):
+    """q, k, v of two sequences and four heads of queries, and a gradient of what is made of them."""
+    q, do = (torch.randn(2, length, 4, head).to(dtype) for _ in range(2))
+    k, v = (torch.randn(2, length, 4 // groups, head).to(dtype) for _ in range(2))
+    return *(x.requires_grad_() for x in (q, k, v)), do
+
+
+def attended(kernel, q, k, v, do):
+    """What a kernel makes of them, and the gradients of q, k and v."""
+    out, _ = kernel(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
+
 
 @pytest.fixture
 def bench() -> Bench:

@@ -26,24 +26,19 @@ from everstep.attention.section import AttentionCheck, Inject
 from everstep.titan import attention as override
 
 
-def narrow_windows(spec):
-    """Windows of 16 tokens where the model has some."""
+def registered(name, layers, backend="flex"):
+    """torchtitan's debug model of so many layers, with windows of 16 tokens where it has some."""
+    spec = MODELS[name].model_registry("debugmodel", attn_backend=backend)
+    del spec.model.layers[layers:]
     for layer in spec.model.layers:
-        if layer.attention.sliding_window_size is not None:
+        if getattr(layer.attention, "sliding_window_size", None) is not None:
             layer.attention.sliding_window_size = 16
             if hasattr(layer.attention.inner_attention, "window_size"):
                 layer.attention.inner_attention.window_size = (15, 0)
     return spec
 
 
-MODELS = {
-    "llama3": lambda attn_backend="flex": llama3.model_registry("debugmodel", attn_backend=attn_backend),
-    "qwen3": lambda attn_backend="flex": qwen3.model_registry("debugmodel", attn_backend=attn_backend),
-    "gpt_oss": lambda attn_backend="flex": narrow_windows(
-        gpt_oss.model_registry("debugmodel", attn_backend=attn_backend)
-    ),
-    "deepseek_v3": lambda attn_backend="flex": deepseek_v3.model_registry("debugmodel", attn_backend=attn_backend),
-}
+MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
 L = 64
 STOCK_FLEX = FlexAttention.forward
 
@@ -53,14 +48,11 @@ def trainer_config(spec, **sections) -> Trainer.Config:
     return Trainer.Config(model_spec=spec, training=training, **sections)
 
 
-def plain_sdpa(spec):
+def plain_sdpa(layers):
+    """A Llama of so many layers, with PyTorch's own attention."""
+    spec = registered("llama3", layers)
     for _, _, parent, field in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, field, ScaledDotProductAttention.Config())
-    return spec
-
-
-def first(layers, spec):
-    spec.model.layers = spec.model.layers[:layers]
     return spec
 
 
@@ -88,16 +80,10 @@ def built(spec, config):
     return model
 
 
-def batch(spec):
+def logits_and_gradients(model, spec):
     tokens = torch.randint(0, spec.model.vocab_size, (2, L), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(40), torch.arange(L - 40)]).expand(2, -1).contiguous()
-    return tokens, positions
-
-
-def logits_and_gradients(model, spec, masked=True):
-    tokens, positions = batch(spec)
-    masks = model.get_attention_masks(positions=positions) if masked else None
-    logits = model(tokens, positions=positions, attention_masks=masks)
+    logits = model(tokens, positions=positions, attention_masks=None)
     logits.float().square().mean().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -133,8 +119,10 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
     monkeypatch.setattr(context_parallel, "_compiled_create_block_mask", create_block_mask)
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
     monkeypatch.setattr(FlexAttention, "forward", STOCK_FLEX)
-    spec = first(2, MODELS[name]("flex"))
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    spec = registered(name, 2)
     stock = built(spec, trainer_config(spec))
+    monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, *args, **more: tensor)  # they get stock's
     state = stock.state_dict()
     x = torch.randn(2, L, spec.model.dim, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -146,7 +134,7 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
     for backend in ("flex", "varlen"):
         for path in ("", "fused", "explicit"):
             section = AttentionCheck(enable=True, frequency=1.0, path=path) if path else None
-            model, checks = build(first(2, MODELS[name](backend)), section)
+            model, checks = build(registered(name, 2, backend), section)
             model.load_state_dict(state)
             out, slope = attention_of(model, x, positions, checks)
             torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6 * expected.abs().max().item())
@@ -170,13 +158,13 @@ def aim(checks, section, fault, layer=2):
 )
 @pytest.mark.parametrize("section", ["wqkv.y", "scores", "wqkv.dw", "dq"])
 def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
-    spec = first(3, plain_sdpa(MODELS["llama3"]()))
+    spec = plain_sdpa(3)
     model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="explicit"), checkpointing)
     checks.begin(1, 0)
-    logits, gradients = logits_and_gradients(model, spec, masked=False)
+    logits, gradients = logits_and_gradients(model, spec)
     checks.begin(2, 0)
     aim(checks, section, Fault("nan", 0.01))
-    hit_logits, hit_gradients = logits_and_gradients(model, spec, masked=False)
+    hit_logits, hit_gradients = logits_and_gradients(model, spec)
     assert not checks.refused()
     assert [(f["layer"], f["section"]) for f in checks.drain()] == [(2, section)]
     torch.testing.assert_close(hit_logits, logits, rtol=1e-4, atol=1e-5)
@@ -199,7 +187,7 @@ class Operations(TorchDispatchMode):
 
 def test_switched_off_the_model_is_torchtitans_own():
     """The same modules, the same operations on the same shapes, so the same memory."""
-    spec, stock_spec = (first(2, plain_sdpa(MODELS["llama3"]())) for _ in range(2))
+    spec, stock_spec = (plain_sdpa(2) for _ in range(2))
     config = trainer_config(spec)
     override.apply(config, AttentionCheck(enable=False))
     assert config.override.imports == []
@@ -211,7 +199,7 @@ def test_switched_off_the_model_is_torchtitans_own():
     made = []
     for each in (model, stock):
         with Operations() as operations:
-            logits_and_gradients(each, spec, masked=False)
+            logits_and_gradients(each, spec)
         made.append(operations.made)
     assert made[0] == made[1]
     assert len(made[0]) > 100
@@ -219,24 +207,23 @@ def test_switched_off_the_model_is_torchtitans_own():
 
 def test_recorded_cuda_graphs_are_refused_by_their_key(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    config = trainer_config(MODELS["llama3"]())
+    config = trainer_config(registered("llama3", 1))
     override.apply(config, AttentionCheck(enable=True))
     config.training.disable_cuda_graphs = False
     with pytest.raises(ValueError, match=r"training\.disable_cuda_graphs = true"):
         override.apply(config, AttentionCheck(enable=True))
 
 
-def test_a_model_that_is_covered_in_part_is_refused_with_the_part_that_is_not(monkeypatch):
-    monkeypatch.setattr(override, "_PROJECTIONS", override._PROJECTIONS)
-    spec = plain_sdpa(MODELS["llama3"]())
+def test_a_model_that_is_covered_in_part_is_refused_with_the_part_that_is_not():
+    spec = plain_sdpa(6)
     model, _ = build(spec, AttentionCheck(enable=True))
     model.layers["3"].attention.wo = torch.nn.Linear(8, 8)
     with pytest.raises(ValueError, match=r"17 of 18 .*layers\.3\.attention\.wo"):
         override.attach([model], AttentionCheck(enable=True))
 
 
-def compiled_or_not(backend, checkpointing=None, masked=False, **section):
-    spec = first(3, MODELS["llama3"]("flex") if masked else plain_sdpa(MODELS["llama3"]()))
+def compiled_or_not(backend, checkpointing, **section):
+    spec = plain_sdpa(2)
     section = AttentionCheck(enable=True, frequency=1.0, path="fused", **section)
     model, checks = build(spec, section, checkpointing)
     if backend:
@@ -261,7 +248,7 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing, mon
         for step, section in enumerate(("wqkv.y", "wo.dx", "wqkv.dw", "context", "dq", ""), 1):
             checks.begin(step, 0)
             aim(checks, section, Fault("nan", 0.3), layer=1)
-            results.append(logits_and_gradients(model, spec, masked=False))
+            results.append(logits_and_gradients(model, spec))
             refused = checks.refused()
             aimed.append((section, refused, [(f["layer"], f["section"], f["kind"]) for f in checks.drain()]))
         found.append(aimed)

@@ -1,4 +1,6 @@
-"""The gate of the lighthouse: groups of the run form quorums through it, and nobody else stops, stalls or ends them."""
+"""The gate of the lighthouse: groups of the run form quorums through it, and nobody else stops, stalls or ends them.
+Who comes back while the others make a step that is longer than the join timeout leaves none of them out; and groups
+that make step after step hear that somebody waits for them."""
 
 import contextlib
 import dataclasses
@@ -10,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torchft.coordination import LighthouseClient
@@ -17,6 +20,7 @@ from torchft.coordination import LighthouseClient
 from everstep import wire
 from everstep.launch.machine import free_port
 from everstep.quorum.errors import QuorumUnavailable
+from everstep.quorum.gate import Gate, Rules
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
@@ -26,118 +30,128 @@ from forked import Forked
 
 SOON = timedelta(seconds=10)
 LIFE = "0123456789abcdef"
+TOKEN = bytes(32)
+JOIN_S = 0.5
 BEATS_S = 1.0
-"""The lighthouse's heartbeat timeout."""
+"""In which each group has beaten, and the gate looked."""
+FRESH = State(0, 0)
 
 
-class Lighthouse:
-    def __init__(self, run_dir, min_groups=1, more=()):
-        self.run_dir, self.port = run_dir, free_port()
-        self.address, self.token = f"http://127.0.0.1:{self.port}", run_token(run_dir)
-        command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", f"127.0.0.1:{self.port}"]
-        command += ["--run-dir", str(run_dir), "--min-groups", str(min_groups), "--join-timeout-s", "5"]
-        command += ["--heartbeat-timeout-s", str(BEATS_S), *more]
-        self.process = Forked(command, stdout=subprocess.PIPE)
-        self.said = self.process.stdout.readline()
+@pytest.fixture
+def make():
+    """Makes gates, and members that find them; both end with the test."""
+    gates, members = [], []
 
-    def member(self, group, token=None, life=LIFE):
-        return Membership(
-            group=group,
-            life=life,
-            token=token or self.token,
-            find_lighthouse=lambda: self.address,
-            heartbeat_timeout_s=BEATS_S,
+    def gate(groups=0, min_groups=1, heartbeat_timeout_s=2.0):
+        rules = Rules(min_groups, JOIN_S, heartbeat_timeout_s, groups=groups)
+        gates.append(Gate(TOKEN, ("127.0.0.1", 0), rules, lambda count, last: None))
+        return gates[-1]
+
+    def member(group, at, life=LIFE, fenced=lambda: False, token=TOKEN):
+        """`at`: a list of one gate, which may become another one."""
+        members.append(
+            Membership(
+                group=group,
+                life=life,
+                token=token,
+                find_lighthouse=lambda: f"http://{at[0].address}",
+                fenced=fenced,
+                heartbeat_timeout_s=2.0,
+            )
         )
+        return members[-1]
 
-    def connect(self):
-        return wire.connect(f"127.0.0.1:{self.port}", self.token, SOON, purpose=PURPOSE)
-
-    def ask(self, group, number=1, unreached=()):
-        """A group's request for a quorum; the channel on which it will be answered."""
-        channel = self.connect()
-        channel.send_frame(quorum(group, number, unreached))
-        return channel
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
+    yield SimpleNamespace(gate=gate, member=member)
+    for one in members:
+        one.leave()
+    for one in gates:
+        one.close()
 
 
-@pytest.fixture(scope="module")
-def lighthouse(tmp_path_factory):
-    one = Lighthouse(tmp_path_factory.mktemp("run"))
-    assert "lighthouse on 127.0.0.1" in one.said
-    yield one
-    one.end()
+def connected(address):
+    return wire.connect(address, TOKEN, SOON, purpose=PURPOSE)
 
 
-def a_request(group, number=1, state=State(0, 0)):  # noqa: B008
+def a_request(group, number=1, state=FRESH):
     return Request(group, LIFE, number, state, NOTHING, False, "", "127.0.0.1:1", ("127.0.0.1:2",))
 
 
-def quorum(group, number=1, unreached=()):
-    said = encode(dataclasses.replace(a_request(group, number), unreached=unreached))
-    return {"replica": name_of(group, LIFE), "said": said, "timeout_s": 8.0}
+def quorum(group, number=1):
+    """A request as it is sent."""
+    return {"replica": name_of(group, LIFE), "said": encode(a_request(group, number)), "timeout_s": 8.0}
 
 
-def asks(member, group, number, timeout=SOON):
-    begin = time.monotonic()
-    groups = [found.group for found in member.ask(a_request(group, number), timeout)[1]]
-    return groups, time.monotonic() - begin
+def asks(member, group, number, state=FRESH):
+    return [found.group for found in member.ask(a_request(group, number, state), SOON)[1]]
 
 
-def rounds(members, count, first):
-    """Quorums of several groups at once; the longest wait of each round."""
-    waits = []
-    for number in range(first, first + count):
-        with ThreadPoolExecutor(len(members)) as pool:
-            results = list(pool.map(asks, members, range(len(members)), [number] * len(members)))
-        assert [groups for groups, _ in results] == [[*range(len(members))]] * len(members)
-        waits.append(max(wait for _, wait in results))
-    return waits
+def asks_until_together(member, group, state):
+    """As groups do: who meets a start that is gone asks again."""
+    end, number = time.monotonic() + 2 * SOON.total_seconds(), 1
+    while time.monotonic() < end:
+        number += 1
+        with contextlib.suppress(QuorumUnavailable):
+            found = member.ask(a_request(group, number, state), SOON / 4)[1]
+            if [one.name for one in found] == [name_of(0, LIFE), name_of(1, LIFE)]:
+                return True
+    return False
 
 
-def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse):
+@pytest.fixture
+def lighthouse(tmp_path):
+    """A process of its own; its quorums wait for 5 s for one that is heard and does not ask."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", tmp_path]
+    process = Forked([*map(str, command), "--join-timeout-s", "5"], stdout=subprocess.PIPE)
+    assert f"lighthouse on {address}" in process.stdout.readline()
+    yield SimpleNamespace(address=address, token=run_token(tmp_path), run_dir=tmp_path)
+    process.kill()
+    process.wait()
+
+
+def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
     """One that speaks as torchft's clients do, one that has another run's token, one that sends anything."""
-    members = [lighthouse.member(group) for group in range(3)]
-    time.sleep(0.5)
-    alone = rounds(members, 10, 101)
+    members = [make.member(group, [lighthouse], token=lighthouse.token) for group in range(3)]
     stop, refused = threading.Event(), []
 
     def pose():
         while not stop.is_set():
             for name in ("stray-job_0", name_of(0, LIFE)):
                 try:
-                    client = LighthouseClient(lighthouse.address, SOON)
+                    client = LighthouseClient(f"http://{lighthouse.address}", SOON)
                     client.heartbeat(name, timeout=SOON)
                     refused.append(False)
                 except Exception:  # noqa: BLE001  the Rust client's
                     refused.append(True)
             try:
-                wire.connect(f"127.0.0.1:{lighthouse.port}", bytes(32), SOON, purpose=PURPOSE)
+                connected(lighthouse.address)
             except wire.WireError as error:
                 refused.append("did not accept the run's token" in str(error))
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", lighthouse.port), 5) as sock:
+            with contextlib.suppress(OSError), socket.create_connection(wire.parse_address(lighthouse.address)) as sock:
                 sock.send(os.urandom(500))
 
-    thread = threading.Thread(target=pose)
-    thread.start()
-    while len(refused) < 5:
-        time.sleep(0.01)
-    among = rounds(members, 10, 111)
+    waits_s = []
+    with ThreadPoolExecutor(len(members)) as pool:
+        list(pool.map(asks, members, range(3), [1] * 3))  # now all are heard
+        thread = threading.Thread(target=pose)
+        thread.start()
+        while len(refused) < 5:
+            time.sleep(0.01)
+        for number in range(2, 12):
+            begun = time.monotonic()
+            assert list(pool.map(asks, members, range(3), [number] * 3)) == [[0, 1, 2]] * 3
+            waits_s.append(time.monotonic() - begun)
     stop.set()
     thread.join()
     assert all(refused)
-    assert sorted(among)[5] < sorted(alone)[5] + 4.0, "a quorum that waits for the stranger takes 5 s"
+    assert sorted(waits_s)[5] < 4.0, "a quorum that waits for the stranger takes 5 s"
     told = list(read_events(lighthouse.run_dir, {"stranger_refused"}))
     assert 1 <= len(told) < len(refused), "it is told once a minute"
     assert "does not know the run's token" in told[0]["reason"]
-    for member in members:
-        member.leave()
 
 
-def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
-    good = quorum(7)
+def test_what_is_no_request_of_a_group_ends_its_own_connection(make):
+    good, gate = quorum(7), make.gate()
     for message in (
         {},
         {"replica": 7},
@@ -147,27 +161,121 @@ def test_what_is_no_request_of_a_group_ends_its_own_connection(lighthouse):
         good | {"timeout_s": -1},
         good | {"more": 1},
     ):
-        channel = lighthouse.connect()
+        channel = connected(gate.address)
         with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
         channel.close()
 
 
-def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(lighthouse, tmp_path, capsys):
-    words = ["--bind", f"127.0.0.1:{lighthouse.port}", "--run-dir", str(tmp_path)]
+def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(make, tmp_path, capsys):
+    taken = make.gate().address
+    words = ["--bind", taken, "--run-dir", str(tmp_path)]
     assert main(words) == 1
-    assert f"lighthouse: cannot listen on 127.0.0.1:{lighthouse.port}" in capsys.readouterr().err
+    assert f"lighthouse: cannot listen on {taken}" in capsys.readouterr().err
     tmp_path.chmod(0o777)
     assert main(words) == 1
     assert "chmod go-w" in capsys.readouterr().err
 
 
-def test_a_group_that_is_too_few_is_told_so(tmp_path):
-    lighthouse = Lighthouse(tmp_path, min_groups=2)
-    member = lighthouse.member(0)
-    try:
-        with pytest.raises(QuorumUnavailable, match=r"^groups 0 are heard, and fault_tolerance\.min_groups is 2$"):
-            member.ask(a_request(0), timedelta(seconds=2))
-    finally:
-        member.leave()
-        lighthouse.end()
+def test_a_group_that_is_too_few_is_told_so(make):
+    member = make.member(0, [make.gate(min_groups=2, heartbeat_timeout_s=1.0)])
+    with pytest.raises(QuorumUnavailable, match=r"^groups 0 are heard, and fault_tolerance\.min_groups is 2$"):
+        member.ask(a_request(0), timedelta(seconds=2))
+
+
+def test_who_waits_in_vain_is_told_why(make):
+    """And not that the lighthouse was silent when it was asked again for the last moments."""
+    at = [make.gate(2)]
+    members = [make.member(group, at) for group in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(asks, members[0], 0, 1, State(0, 1))
+        assert asks(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
+    with pytest.raises(QuorumUnavailable, match="none of the groups that make a step has asked"):
+        members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
+
+
+def test_the_longest_timeout_that_a_config_may_have_is_none_that_the_gate_refuses(make):
+    member = make.member(0, [make.gate(1)])
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(member.ask, a_request(0), timedelta(seconds=3e8))
+        try:
+            assert found.result(timeout=SOON.total_seconds())[1] == [a_request(0)]
+        finally:
+            member.leave()
+
+
+def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
+    """A gate that hears of it after the one that counts takes it for that one; the others wait for who makes steps."""
+    at, fenced = [make.gate(2)], threading.Event()
+    members = [make.member(group, at) for group in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(asks, member, group, 1, State(0, 1)) for group, member in enumerate(members)]
+        assert [one.result() for one in found] == [[0, 1]] * 2
+        old = make.member(0, at, "old", fenced.is_set)
+        waits = pool.submit(old.ask, dataclasses.replace(a_request(0), life="old"), timedelta(seconds=60))
+        time.sleep(BEATS_S)
+        found = [pool.submit(asks_until_together, *both, State(0, 1)) for both in zip(members, range(2), strict=True)]
+        fenced.set()
+        assert [one.result() for one in found] == [True, True]
+        with contextlib.suppress(QuorumUnavailable):  # or it was in a quorum before it looked at its fence
+            waits.result(timeout=1)
+
+
+def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next(make):
+    at = [make.gate(3)]
+    members = [make.member(group, at) for group in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(asks, member, group, 1, State(1, 1)) for group, member in enumerate(members)]
+        assert [one.result() for one in found] == [[0, 1, 2]] * 3
+        time.sleep(BEATS_S)
+        members[2].leave()
+        begun = time.monotonic()
+        found = [pool.submit(asks, member, group, 2, State(1, 1)) for group, member in enumerate(members[:2])]
+        assert [one.result() for one in found] == [[0, 1]] * 2
+        assert time.monotonic() - begun < BEATS_S / 5
+
+
+def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse(make):
+    """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
+    gate = make.gate(heartbeat_timeout_s=1.0)
+    *beats, old, one, new = (connected(gate.address) for _ in range(5))
+    stop = threading.Event()
+
+    def beat(seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stop.wait(0.1):
+            for group, channel in enumerate(beats):
+                channel.ask({"replica": name_of(group, LIFE)})
+
+    beat(0.3)
+    old.send_frame(quorum(0))
+    beat(2.0)
+    time.sleep(1.2)  # nobody is heard, and all may be new when they are
+    old.cut()
+    beating = threading.Thread(target=beat, args=(20.0,))
+    beating.start()
+    one.send_frame(quorum(1))
+    time.sleep(0.15)  # it looks again before the other one
+    new.send_frame(quorum(0, 2))
+    new.set_timeout(timedelta(seconds=5))
+    assert new.receive_frame() == one.receive_frame()
+    stop.set()
+    beating.join()
+
+
+def test_groups_that_make_steps_apart_hear_of_each_other(make):
+    """Each has a quorum of its own, as after a cut between them; then they beat at the same gate."""
+    places = [[make.gate(1)], [make.gate(1)]]
+    members = [make.member(group, at) for group, at in enumerate(places)]
+    for group, member in enumerate(members):
+        assert asks(member, group, 1, State(1, 1)) == [group]
+    places[0][0].close()
+    places[0][0] = places[1][0]
+    time.sleep(2 * BEATS_S)
+    assert [member.wanted for member in members] == [True, True]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(asks, members[0], 0, 2, State(1, 1))
+        time.sleep(JOIN_S)
+        assert asks(members[1], 1, 2, State(1, 1)) == waits.result() == [0, 1]
+    time.sleep(2 * BEATS_S)
+    assert [member.wanted for member in members] == [False, False]

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -68,42 +69,45 @@ def server():
 
 
 def test_concurrent_joiners_all_receive_it(server):
-    state, got = a_state(big=20_000), []
+    state = a_state(big=20_000)
     server.serve(3, 0, state)
-    joiners = [threading.Thread(target=lambda: got.append(fetch(state, server.address))) for _ in range(5)]
-    for joiner in joiners:
-        joiner.start()
-    for joiner in joiners:
-        joiner.join()
-    assert len(got) == 5
-    for one in got:
-        assert_same(one, state)
+    with ThreadPoolExecutor(5) as pool:
+        for joiner in [pool.submit(fetch, state, server.address) for _ in range(5)]:
+            assert_same(joiner.result(), state)
 
 
-def test_the_optimizer_waits_for_no_joiner_and_changes_nothing_that_it_reads(server, monkeypatch):
-    """It changes every tensor while the transfer runs."""
-    state, half, go_on, got = a_state(big=60_000), threading.Event(), threading.Event(), []
+@pytest.mark.parametrize(
+    ("owner", "name", "waits"), [(Channel, "receive_range", False), (heal._Copy, "_copy", True)], ids=["joiner", "copy"]
+)
+def test_the_optimizer_waits_for_a_copy_and_for_no_joiner_and_changes_nothing_that_it_reads(
+    server, monkeypatch, owner, name, waits
+):
+    """It changes every tensor while the transfer runs, or as soon as the copy is made."""
+    state, there, go_on, closed = a_state(big=60_000), threading.Event(), threading.Event(), threading.Event()
     state.tensors["transposed"] = torch.randn(5, 7).T
     before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
-    server.serve(1, 0, state)
+    carry_out = getattr(owner, name)
 
-    receive = Channel.receive_range
-
-    def hold(channel, *where, **base):
-        receive(channel, *where, **base)
-        half.set()
+    def hold(*what, **more):
+        there.set()
         go_on.wait(60)
+        return carry_out(*what, **more)
 
-    monkeypatch.setattr(Channel, "receive_range", hold)
-    joiner = threading.Thread(target=lambda: got.append(fetch(before, server.address, step=1)))
-    joiner.start()
-    assert half.wait(60)
-    server.close()
-    for tensor in state.tensors.values():
-        tensor.zero_()
-    go_on.set()
-    joiner.join()
-    assert_same(got[0], before)
+    def commit():
+        server.close()
+        for tensor in state.tensors.values():
+            tensor.zero_()
+        closed.set()
+
+    monkeypatch.setattr(owner, name, hold)
+    server.serve(3, 0, state)
+    with ThreadPoolExecutor(2) as pool:
+        joiner = pool.submit(fetch, before, server.address)
+        assert there.wait(60)
+        pool.submit(commit)
+        assert closed.wait(0.2 if waits else 60) != waits
+        go_on.set()
+        assert_same(joiner.result(), before)
 
 
 @pytest.mark.parametrize(
@@ -141,36 +145,6 @@ def test_a_joiner_is_told_what_ended_a_copy_in_the_middle(server, monkeypatch):
     server.serve(2, 0, a_state())
     with pytest.raises(HealError, match="could not be copied: the device is lost"):
         fetch(a_state(), server.address, step=2)
-
-
-def test_the_optimizer_waits_for_a_copy_under_way(server, monkeypatch):
-    state, got, copying, go_on, closed = a_state(), [], threading.Event(), threading.Event(), threading.Event()
-    before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
-    copy = heal._Copy._copy
-
-    def slowly(self, *pair):
-        copying.set()
-        go_on.wait(60)
-        copy(self, *pair)
-
-    def commit():
-        server.close()
-        for tensor in state.tensors.values():
-            tensor.zero_()
-        closed.set()
-
-    monkeypatch.setattr(heal._Copy, "_copy", slowly)
-    server.serve(1, 0, state)
-    joiner = threading.Thread(target=lambda: got.append(fetch(before, server.address, step=1)))
-    joiner.start()
-    assert copying.wait(60)
-    optimizer = threading.Thread(target=commit)
-    optimizer.start()
-    assert not closed.wait(0.2)
-    go_on.set()
-    optimizer.join()
-    joiner.join()
-    assert_same(got[0], before)
 
 
 # From several sources
