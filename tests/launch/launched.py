@@ -20,7 +20,7 @@ from everstep.run.address import publish_address
 from everstep.run.directory import config_file
 from everstep.run.events import read_events
 from forked import Forked
-from watched import Followed, of_kind, until
+from watched import Followed, environment, of_kind, until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -76,7 +76,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         super().__init__(folder / "run")
         self.temporary = settings.pop("temporary", None) or short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
-        environment = settings.pop("environment", {})
+        more = settings.pop("environment", {})
         if settings.pop("published", True):
             publish_address(self.run_dir, "http://127.0.0.1:1")
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
@@ -90,13 +90,12 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip
-        paths = os.pathsep.join([str(HERE), *sys.path])
         with self.output.open("ab") as output:
             self.process = Forked(
                 [sys.executable, "-c", self.CODE, json.dumps(arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)} | environment,
+                env=environment(TMPDIR=str(self.temporary)) | more,
                 start_new_session=True,
             )
 
@@ -115,12 +114,8 @@ class TinyRun(Tiny):
         self.output = output or run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
-        paths = os.pathsep.join([str(HERE), *sys.path])
         # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
-        options = {
-            "env": os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.temporary)},
-            "start_new_session": True,
-        }
+        options = {"env": environment(TMPDIR=str(self.temporary)), "start_new_session": True}
         if terminal is None:
             with self.output.open("ab") as output:
                 starts = Forked if forked else subprocess.Popen

@@ -42,6 +42,7 @@ def test_claims_go_upwards_only(tmp_path, later, earlier):
 
 
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
+    """One that was started again while it runs is told so, and goes on."""
     old = agent("--training.steps", "1000000", job=7, restart=0)
     pids = old.wait_for("workers_started")["pids"]
     old.wait_for("commit")
@@ -51,23 +52,15 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     second = until(lambda: old.events("workers_started", incarnation=1), "the new start's workers")[0]
     ended = old.events("agent_ended", status="fenced")[0]
     assert ended["t"] < second["t"]
+    twice = agent("--training.steps", "1000000", job=7, restart=1)
+    assert twice.process.wait(DEADLINE_S) == FENCED_EXIT
+    assert f"is run by process {new.process.pid} on" in twice.said()
+    assert read_beat(agent_beat_path(new.run_dir, 0)).phase == "watching", "the first one has not ended"
     assert new.process.poll() is None
-    assert agent("--training.steps", "1000000", job=7, restart=1).process.wait(DEADLINE_S) == FENCED_EXIT, "it runs"
-
-
-def test_a_start_of_a_group_that_runs_is_not_made_twice(agent, tmp_path):
-    """Somebody gave the command again."""
-    first = agent("--training.steps", "1000000", job=7)
-    first.wait_for("commit")
-    second = agent("--training.steps", "1000000", job=7)
-    assert second.process.wait(DEADLINE_S) == FENCED_EXIT
-    assert f"is run by process {first.process.pid} on" in second.said()
-    assert len(first.events("workers_started")) == 1
-    assert read_beat(agent_beat_path(tmp_path / "run", 0)).phase == "watching", "the first one has not ended"
-    first.process.kill()
-    first.process.wait(DEADLINE_S)
-    agent("--training.steps", "1000000", job=7)
-    first.wait_for("workers_started", incarnation=1)
+    new.process.kill()
+    new.process.wait(DEADLINE_S)
+    agent("--training.steps", "1000000", job=7, restart=1)
+    old.wait_for("workers_started", incarnation=2)
 
 
 @pytest.mark.parametrize("skew_s", [-200.0, 200.0])
