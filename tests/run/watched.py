@@ -16,7 +16,7 @@ from everstep.run.events import EventTail
 from forked import Forked, ran
 
 HERE = Path(__file__).parent
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """For anything awaited. Far above what a quiet machine needs: a loaded one should not fail a test."""
 
 LOSS_TOLERANCE = 1e-4
@@ -53,6 +53,13 @@ BASE = {
     "metrics": {"log_freq": 10},
     "debug": {"seed": 0},
 }
+PATIENT = {
+    "stall_timeout_s": 300.0,
+    "startup_timeout_s": 900.0,
+    "reduce_timeout_s": 60.0,
+    "quorum_timeout_s": 90.0,
+}
+"""Of a fault-tolerant run in which a loaded machine must not pass for a fault."""
 
 
 def write_config(path, **sections):

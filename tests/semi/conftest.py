@@ -8,7 +8,6 @@ from everstep.titan.data.rows import Rows
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import simulate
-from semi_runs import WARMUP
 
 
 class Streams:
@@ -30,29 +29,14 @@ def reference():
         text = path.read_text()
         if text not in known:
             config = load_config(path, EverstepTrainer.Config)
-            slots = config.training.global_batch_size  # of one row each
+            slots = config.training.global_batch_size
             shape = {"seq_len": 32, "local_batch_size": 1, "tokenizer": ByteTokenizer.Config().build()}
             if config.data.source == "dataloader":
                 data = Streams(config.dataloader, slots, shape)
             else:
                 data = Rows.Config(shuffle=True, seed=0).build(dp_world_size=1, dp_rank=0, **shape)
                 data.open_slots(slots, 0, 1)
-            semi, adam = config.semi_sync, config.optimizer.param_groups[0].optimizer_kwargs
-            known[text] = simulate(
-                config,
-                data,
-                method=semi.method,
-                workers=semi.workers,
-                sync_steps=semi.sync_steps,
-                steps=config.training.steps,
-                slots=slots,
-                warmup=WARMUP,
-                lr=adam["lr"],
-                eps=adam["eps"],
-                fragments=semi.fragments,
-                overlap=semi.overlap_steps,
-                mixing=semi.mixing,
-            )
+            known[text] = simulate(config, data)
         return known[text]
 
     return _reference

@@ -50,32 +50,21 @@ def balances(model):
     return [module for module in model.modules() if getattr(module, "expert_bias_E", None) is not None]
 
 
-def simulate(
-    config,
-    data,
-    *,
-    method,
-    workers,
-    sync_steps,
-    steps,
-    slots,
-    warmup,
-    lr,
-    eps,
-    fragments=1,
-    overlap=0,
-    mixing=0.0,
-    outer=(0.7, 0.9, True),
-):
+def simulate(config, data, outer=(0.7, 0.9, True)):
+    """What a run of this config comes to. `outer`: rate, momentum, and whether it is Nesterov's."""
+    semi, training, adam = config.semi_sync, config.training, config.optimizer.param_groups[0].optimizer_kwargs
+    workers, fragments, slots = semi.workers, semi.fragments, training.global_batch_size  # a slot has one row
+    warmup, lr = config.lr_scheduler.warmup_steps, adam["lr"]
     model = build(config)
     parts = {name: fragment(name, fragments) for name, _ in model.named_parameters()}
     theta = {name: p.detach().clone() for name, p in model.named_parameters()}
     velocity = {name: torch.zeros_like(p) for name, p in theta.items()}
     models = [copy.deepcopy(model) for _ in range(workers)]
 
-    adams = [torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.1) for m in models]
-    turn, each, losses, delta = sync_steps // fragments, slots // workers, [], {}
-    for step in range(1, steps + 1):
+    more = {"betas": (0.9, 0.95), "eps": adam["eps"], "weight_decay": 0.1}
+    adams = [torch.optim.AdamW(m.parameters(), lr=lr, **more) for m in models]
+    turn, each, losses, delta = semi.sync_steps // fragments, slots // workers, [], {}
+    for step in range(1, training.steps + 1):
         losses.append(0.0)
         for worker, (local, adam) in enumerate(zip(models, adams, strict=True)):
             for group in adam.param_groups:
@@ -97,10 +86,10 @@ def simulate(
                 moe.expert_bias_E += moved - moved.mean()
                 load.zero_()
         now = [dict(local.named_parameters()) for local in models]
-        part = ((step + overlap) // turn - 1) % fragments
+        part = ((step + semi.overlap_steps) // turn - 1) % fragments
         mine = [name for name in theta if parts[name] == part]
         with torch.no_grad():
-            if (step + overlap) % turn == 0:
+            if (step + semi.overlap_steps) % turn == 0:
                 delta = {name: torch.stack([theta[name] - w[name] for w in now]).mean(0) for name in mine}
             if step % turn:
                 continue
@@ -109,7 +98,7 @@ def simulate(
                 for moe in same:
                     moe.expert_bias_E.copy_(mean)
             for name in delta:
-                if method == "local_sgd":
+                if semi.method == "local_sgd":
                     theta[name] = torch.stack([w[name] for w in now]).mean(0)
                 else:
                     rate, momentum, nesterov = outer
@@ -117,7 +106,7 @@ def simulate(
                     change = delta[name] + momentum * velocity[name] if nesterov else velocity[name]
                     theta[name] = theta[name] - rate * change
                 for w in now:
-                    w[name].copy_(mixing * w[name].double() + (1 - mixing) * theta[name].double())
+                    w[name].copy_(semi.mixing * w[name].double() + (1 - semi.mixing) * theta[name].double())
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(theta[name])

@@ -10,21 +10,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from everstep.titan.parts import tensors_in, workers_in
 from everstep.titan.same import checkpoints
-from semi_runs import DEADLINE_S, SYNC_STEPS, WORKERS, semi_config, soon, worst
+from semi_runs import SYNC_STEPS, WORKERS, quick_config, worst
 from watched import until
 
-ROUNDS, EVERY = 16, 2
+ROUNDS, EVERY, PACE_S = 12, 2, 0.15
 STEPS = ROUNDS * SYNC_STEPS
-QUICK = {"join_timeout_s": 3.0, "connect_timeout_s": 2.0, "reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0}
 
 
-def config(path, module="tiny_llama", *, workers=WORKERS, slots=8, rounds=ROUNDS, **checkpoint):
-    return semi_config(
+def config(path, module="tiny_llama", *, rounds=ROUNDS, workers=WORKERS, **checkpoint):
+    return quick_config(
         path,
-        job={"module": module},
-        training={"steps": rounds * SYNC_STEPS, "global_batch_size": slots},
-        semi_sync={"workers": workers},
-        fault_tolerance=QUICK,
+        rounds,
+        module,
+        workers=workers,
         checkpoint={"interval": EVERY * SYNC_STEPS} | checkpoint,
         snapshot={"segment_dir": str(path.parent)},
     )
@@ -62,8 +60,8 @@ def put_in_one(folder):
 def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_from_it(
     start, reference, tmp_path, groups, in_one, mode
 ):
-    run = start(toml := config(tmp_path / "run.toml", async_mode=mode), run_dir=tmp_path / "run", pace_s=0.05)
-    saved = soon(run, lambda: [e for e in run.events("checkpoint_saved") if e["step"] >= 2 * EVERY])[0]["step"]
+    run = start(toml := config(tmp_path / "run.toml", async_mode=mode), run_dir=tmp_path / "run", pace_s=PACE_S)
+    saved = run.wait_for("checkpoint_saved", step=2 * EVERY)["step"]
     forget(run)
     folder = checkpoints(run.run_dir)[saved * SYNC_STEPS]
     parts, owners = workers_in(folder), run.events("commit", step=saved)[0]["owners"]
@@ -76,7 +74,7 @@ def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_fro
     if in_one:
         put_in_one(folder)
     again = start(toml, "--groups", str(groups), run_dir=run.run_dir)
-    assert again.wait(DEADLINE_S) == 0, again.said()
+    assert again.wait() == 0, again.said()
     told = again.events("training_started")[0]
     assert (told["source"], told["step"]) == ("disk", saved + 1)
     assert worst(again, reference(toml), STEPS) <= 1e-5
@@ -88,20 +86,20 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
-    run = start(toml := config(tmp_path / "run.toml", "held_parts"), run_dir=tmp_path / "run", pace_s=0.05)
-    before = soon(run, lambda: run.events("checkpoint_saved"))[0]["step"]
+    run = start(toml := config(tmp_path / "run.toml", "held_parts"), run_dir=tmp_path / "run", pace_s=PACE_S)
+    before = run.wait_for("checkpoint_saved")["step"]
     held.touch()
-    soon(run, held.with_suffix(".reached").exists)
+    run.until(held.with_suffix(".reached").exists, "the part to be written")
     held.unlink()
     killed = run.kill(*lost)
     at = run.events("commit")[-1]["step"]
     if lost == (1,):
-        soon(run, lambda: run.events("checkpoint_saved", killed, step=at // EVERY * EVERY))
+        run.wait_for("checkpoint_saved", killed, step=at // EVERY * EVERY)
     forget(run)
     newest = max(checkpoints(run.run_dir))
     assert (newest > before * SYNC_STEPS) == (lost == (1,))
     again = start(toml, run_dir=run.run_dir)
-    assert again.wait(DEADLINE_S) == 0, again.said()
+    assert again.wait() == 0, again.said()
     assert again.events("training_started")[0]["step"] == newest // SYNC_STEPS + 1
     assert worst(again, reference(toml), STEPS) <= 1e-5
 
@@ -111,13 +109,13 @@ def test_a_part_without_room_costs_the_checkpoint_and_not_the_room_of_the_others
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
-    run = start(config(tmp_path / "run.toml", "held_parts", rounds=400), pace_s=0.05)
-    soon(run, lambda: run.events("checkpoint_saved"))
+    run = start(config(tmp_path / "run.toml", "held_parts", rounds=400), pace_s=PACE_S)
+    run.wait_for("checkpoint_saved")
     held.write_text("full")
-    failed = soon(run, lambda: run.events("checkpoint_failed", group=1))[0]
+    failed = run.wait_for("checkpoint_failed", group=1)
     assert "No space left" in failed["reason"]
     held.unlink()
-    soon(run, lambda: run.events("checkpoint_saved", failed["t"], step=failed["step"] + EVERY))
+    run.wait_for("checkpoint_saved", failed["t"], step=failed["step"] + EVERY)
     run.end()
     assert failed["step"] * SYNC_STEPS not in checkpoints(run.run_dir)
     waiting = [path.name for path in (run.run_dir / "checkpoint").glob("writing-[0-9]*")]
@@ -135,10 +133,11 @@ def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_worker
     peaks = {}
     for workers in (2, 4):
         (folder := tmp_path / str(workers)).mkdir()
-        toml = config(folder / "run.toml", "wide_llama", workers=workers, slots=4, rounds=400)
+        toml = config(folder / "run.toml", "wide_llama", workers=workers, rounds=400)
         for start_number in (1, 2):
             run = start(toml, "--groups", str(workers), run_dir=folder / "run")
-            soon(run, lambda run=run: len({event["step"] for event in run.events("checkpoint_saved")}) > 1)
+            first = run.wait_for("checkpoint_saved")["step"]
+            run.wait_for("checkpoint_saved", step=first + EVERY)
             peaks[workers, start_number] = max(peak_mb(run.workers(group)[0]) for group in range(workers))
             forget(run)
         assert run.events("training_started")[0]["source"] == "disk"

@@ -4,25 +4,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from everstep.report import score
-from everstep.run.beats import beat_path, read_beat
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import build
-from semi_runs import (
-    DEADLINE_S,
-    SYNC_STEPS,
-    semi_config,
-    soon,
-    worst,
-    worst_loss,
-)
-
-
-def computes(run, group):
-    """Whether the group's newest worker is within a round."""
-    beat = read_beat(beat_path(run.run_dir, group, 0))
-    return beat and beat.phase == "compute" and beat.pid in run.workers(group)
-
+from semi_runs import SYNC_STEPS, semi_config, worst, worst_loss
 
 WAYS = {
     "halves, late": {"semi_sync": {"sync_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5}},
@@ -57,15 +42,15 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
     config = semi_config(tmp_path / "run.toml", **sections | more)
     run = start(config, pace_s=0.1)
     for victim in both:
-        soon(run, lambda: any(event["groups"] == [0, 1] for event in run.events("commit")))
-        soon(run, lambda victim=victim: computes(run, victim))
+        run.wait_for("commit", groups=[0, 1])
+        run.wait_for_phase(victim, {"compute"})
         killed = run.kill(victim)
-        healed = soon(run, lambda victim=victim, killed=killed: run.events("heal", killed, group=victim))[0]["t"]
-        soon(run, lambda victim=victim, healed=healed: run.events("worker_round", healed, group=victim))
-    soon(run, lambda: run.events("checkpoint_saved"))
+        healed = run.wait_for("heal", killed, group=victim)["t"]
+        run.wait_for("worker_round", healed, group=victim)
+    run.wait_for("checkpoint_saved")
     killed = run.kill(*both)
-    assert soon(run, lambda: run.events("training_started", killed))[0]["source"] == "disk"
-    assert run.wait(DEADLINE_S) == 0, run.said()
+    assert run.wait_for("training_started", killed)["source"] == "disk"
+    assert run.wait() == 0, run.said()
     expected = reference(config)
     assert worst(run, expected, steps) <= 1e-5
     assert worst_loss(run, expected) <= 1e-5
@@ -89,10 +74,10 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
     dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "begin"), no_dist=True)
     begin = {"initial_load_path": str(tmp_path / "begin"), "initial_load_model_only": True}
     run = start(semi_config(tmp_path / "begun.toml", **sections, checkpoint=begin), "--ranks-per-group", "2")
-    soon(run, lambda: run.events("commit"))
-    soon(run, lambda: computes(run, 1))
+    run.wait_for("commit")
+    run.wait_for_phase(1, {"compute"})
     run.kill(1, ranks=slice(1, 2))
-    assert run.wait(DEADLINE_S) == 0, run.said()
+    assert run.wait() == 0, run.said()
     differences = worst(run, reference(config), 160), worst_loss(run, reference(config))
     print("parameters, losses differ by", differences)
     assert max(differences) <= 1e-5

@@ -8,23 +8,10 @@ import subprocess
 
 import pytest
 
-from semi_runs import DEADLINE_S, SYNC_STEPS, semi_config, soon, worst
+from semi_runs import SYNC_STEPS, quick_config, worst
 
-QUICK = {"join_timeout_s": 3.0, "connect_timeout_s": 2.0, "reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0}
-
-
-def config(path, rounds, module="tiny_llama", **snapshot):
-    return semi_config(
-        path,
-        job={"module": module},
-        training={"steps": rounds * SYNC_STEPS},
-        fault_tolerance=QUICK,
-        snapshot=snapshot,
-    )
-
-
-def commits(run, after):
-    return [event for event in run.events("commit", rank=0) if event["step"] > after]
+PACE_S, ROUNDS = 0.15, 24
+"""So that a group that was killed is back before the others are done."""
 
 
 @pytest.fixture
@@ -40,13 +27,14 @@ def small(tmp_path):
 
 def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_the_run(start, tmp_path, monkeypatch):
     monkeypatch.setenv("SLOW_WRITE", "3600")
-    run = start(config(tmp_path / "run.toml", 400, "slow_storage", segment_dir=str(tmp_path / "none")))
-    told = soon(run, lambda: run.events("workers_unprotected"))[0]
+    nowhere = {"segment_dir": str(tmp_path / "none")}
+    run = start(quick_config(tmp_path / "run.toml", 400, "slow_storage", snapshot=nowhere), pace_s=PACE_S)
+    told = run.wait_for("workers_unprotected")
     assert "the copy takes longer than a round" in told["reason"]
     assert told["risk"] == f"group {told['group']} dies"
-    soon(run, lambda: commits(run, after=5))
+    run.wait_for("commit", step=6)
     killed = run.kill(1)
-    assert run.wait(DEADLINE_S) == 1, run.said()
+    assert run.wait() == 1, run.said()
     ended = run.events("run_ended")[-1]
     assert "the state of worker" in ended["reason"]
     assert "Start the run again" in ended["reason"]
@@ -54,35 +42,36 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
 
 
 def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, reference, tmp_path, small):
-    run = start(toml := config(tmp_path / "run.toml", 40), run_dir=tmp_path / "run")
-    told = soon(run, lambda: run.events("workers_unprotected"))[0]
+    run = start(toml := quick_config(tmp_path / "run.toml", ROUNDS), run_dir=tmp_path / "run", pace_s=PACE_S)
+    told = run.wait_for("workers_unprotected")
     assert "No space left" in told["reason"]
     assert told["risk"] == f"the host of group {told['group']} is lost"
-    soon(run, lambda: "is lost now, the run ends" in run.output.read_text())
+    run.until(lambda: "is lost now, the run ends" in run.said(), "the risk to be said")
     killed = run.kill(1)
-    moved = soon(run, lambda: run.events("worker_moved", killed, group=0))
-    soon(run, lambda: run.events("worker_moved", killed, group=1))
+    run.wait_for("worker_moved", killed, group=0)
+    moved = run.events("worker_moved", killed, group=0)
+    run.wait_for("worker_moved", killed, group=1)
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
-    soon(run, lambda: run.events("workers_protected", killed, group=0))
-    assert run.wait(DEADLINE_S) == 0, run.said()
+    run.wait_for("workers_protected", killed, group=0)
+    assert run.wait() == 0, run.said()
     assert max(event["rounds_again"] for event in moved) <= 1, "what was just being written"
-    assert worst(run, reference(toml), 40 * SYNC_STEPS) <= 1e-5
+    assert worst(run, reference(toml), ROUNDS * SYNC_STEPS) <= 1e-5
     shutil.rmtree(small, ignore_errors=True)
 
 
 def test_a_host_that_is_lost_with_its_memory_costs_no_state_and_no_storage(start, reference, tmp_path):
     """Each group counts as a host of its own."""
-    toml = config(tmp_path / "run.toml", 24, failure_domain="group", segment_dir=str(tmp_path))
-    run = start(toml, pace_s=0.05)
-    soon(run, lambda: len({event["group"] for event in run.events("keeper_found")}) == 2)
-    after = run.events("keeper_found")[-1]["t"]
-    soon(run, lambda: [event for event in run.events("commit", after, group=1) if event["kept_bytes"]])
+    memory = {"failure_domain": "group", "segment_dir": str(tmp_path)}
+    run = start(toml := quick_config(tmp_path / "run.toml", ROUNDS, snapshot=memory), pace_s=PACE_S)
+    after = max(run.wait_for("keeper_found", group=group)["t"] for group in (0, 1))
+    run.until(lambda: [e for e in run.events("commit", after, group=1) if e["kept_bytes"]], "a state to be kept")
     shutil.rmtree(run.run_dir / "state" / "workers", ignore_errors=True)  # from before there was another keeper
     killed = run.kill(1)
     os.kill(run.events("keeper_found", group=1)[-1]["pid"], signal.SIGKILL)
     for segment in tmp_path.glob("everstep-*-group-1"):
         shutil.rmtree(segment)
-    moved = soon(run, lambda: run.events("worker_moved", killed, group=0))
-    assert run.wait(DEADLINE_S) == 0, run.said()
+    run.wait_for("worker_moved", killed, group=0)
+    moved = run.events("worker_moved", killed, group=0)
+    assert run.wait() == 0, run.said()
     assert max(event["rounds_again"] for event in moved) <= 2, "what was just being copied"
-    assert worst(run, reference(toml), 24 * SYNC_STEPS) <= 1e-5
+    assert worst(run, reference(toml), ROUNDS * SYNC_STEPS) <= 1e-5
