@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import torch
 import xxhash
 
 from damage import damaged
 from everstep.snapshot import keeper, parity, peers, recovery
 from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
 from everstep.snapshot.layout import Layout
-from everstep.snapshot.restore import Restored
-from snapshot_cluster import Cluster, state_of
+from snapshot_cluster import Cluster, assert_is_step, state_of
 
 _PREFIX = struct.Struct("<8sIQ")
 AT_ONCE = timedelta(0)
@@ -50,21 +47,15 @@ class Site:
     """The files of a run of a few groups, and keepers that serve whatever lies there, unverified."""
 
     def __init__(self, groups: int = 4, scale: float = SCALE, **settings: Any) -> None:
-        coded = settings.get("parity", 1) > 0
+        coded, self.scale = settings.get("parity", 1) > 0, scale
         self.strangers: list[bytes] = []
         with Cluster(groups, **settings) as stranger:
-            for step in (OLD, NEW):
-                stranger.commit(step, seed=9, scale=scale)
-            stranger.wait()
-            stranger.settled(NEW, coded)
+            stranger.take(OLD, NEW, coded=coded, seed=9, scale=scale)
             self.strangers += _contents(stranger).values()
         self.run = Cluster(groups, **settings)
-        for step in (OLDER, OLD, NEW):
-            self.run.commit(step, scale=scale)
-            self.run.wait()
-            self.run.settled(step, coded)
-            if step == OLDER:
-                self.strangers += _contents(self.run).values()
+        self.run.take(OLDER, coded=coded, scale=scale)
+        self.strangers += _contents(self.run).values()
+        self.run.take(OLD, NEW, coded=coded, scale=scale)
         self.run.kill_trainers()
         for group in self.run.groups:
             self.run.kill_keeper(group)
@@ -77,16 +68,7 @@ class Site:
         ]
         for group, each in zip(self.run.groups, self.keepers, strict=True):
             peers.write_place(self.run.run_dir, each.place(group))
-        self.states = {step: state_of(step, scale=scale) for step in (OLDER, OLD, NEW)}
-        self.layout = Layout.of(self.states[NEW].tensors)
-        self.flat = {step: self._flat(step) for step in self.states}
-
-    def _flat(self, step: int) -> np.ndarray:
-        """The state's bytes, gaps between tensors included."""
-        flat = torch.zeros(self.layout.size, dtype=torch.uint8)
-        for name, view in self.layout.views(flat).items():
-            view.copy_(self.states[step].tensors[name])
-        return flat.numpy()
+        self.layout = Layout.of(state_of(NEW, scale=scale).tensors)
 
     def close(self) -> None:
         for each in self.keepers:
@@ -105,14 +87,9 @@ class Site:
         if found.restored is None:
             assert found.decision.reasons, "without a reason"
             return 0
-        self._check(found.restored)
+        assert (found.restored.layout, found.restored.history) == (self.layout, 1)
+        assert_is_step(found.restored, found.restored.step, self.scale)
         return found.restored.step
-
-    def _check(self, restored: Restored) -> None:
-        want = self.states[restored.step]
-        assert np.array_equal(restored.flat, self.flat[restored.step]), "other bytes"
-        assert (restored.meta, restored.blobs, restored.history) == (want.meta, want.blobs, 1)
-        assert restored.layout == self.layout
 
     def restore_files(self, changed: set[Path]) -> None:
         for path in changed:
