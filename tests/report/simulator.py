@@ -18,7 +18,6 @@ SAMPLES_PER_SLOT = 4
 class Committed:
     step: int
     loss: float
-    parent: str = ""
     history: str = ""
     lost: int = 0
     repeated: int = 0
@@ -60,12 +59,11 @@ class Simulator:
         batch = slots * SAMPLES_PER_SLOT
         self.log = Timeline().add(0, "run_started", role="supervisor", groups=groups, global_batch_size=batch)
         self.random = random.Random(seed)
-        self.slots, self.t, self.quorum_id = slots, 1.0, 0
+        self.slots, self.t = slots, 1.0
         self.up: dict[int, Group] = {}
         self.killed_at: dict[int, list[float]] = {group: [] for group in range(groups)}
         self.saved = {"disk": (), "memory": ()}
         self.steps_computed: set[int] = set()
-        self.commits = 0
         self.truth = Truth()
         for group in range(groups):
             self.start(group)
@@ -121,18 +119,9 @@ class Simulator:
 
     def quorum(self, step):
         """Let the groups that are behind heal; returns those that were not and take part in `step`."""
-        self.quorum_id += 1
         able = sorted(number for number, group in self.up.items() if len(group.history) == step - 1)
         for number, group in self.up.items():
-            self.log.add(
-                self.t + 0.01,
-                "quorum",
-                number,
-                step,
-                quorum_id=self.quorum_id,
-                groups=able,
-                wait_s=self.random.random() / 9,
-            )
+            self.log.add(self.t + 0.01, "quorum", number, step, groups=able, wait_s=self.random.random() / 9)
             if number not in able:
                 self.log.heal(self.t + 0.02, number, able[0], step, named(self.up[able[0]].history))
                 self.up[number] = Group(self.up[able[0]].history)
@@ -189,9 +178,7 @@ class Simulator:
             self.truth.thrown_away += 1
 
     def commit(self, move, step, able, commits, which):
-        self.commits += 1
-        before = named(self.up[able[0]].history)
-        commit = Committed(step, self.random.random(), parent=before, history=f"commit {self.commits}")
+        commit, parent = Committed(step, self.random.random()), named(self.up[able[0]].history)
         owners = [next(number for number in able if slot in self.up[number].held) for slot in range(self.slots)]
         if move == "lose":
             owners[which % self.slots], commit.lost = -1, 1
@@ -202,11 +189,9 @@ class Simulator:
                 said[which % self.slots] += 1
                 commit.repeated = 1
             told.append((self.t + 0.03 + self.random.uniform(0, 0.01), said))
-            self.log.add(
-                told[-1][0], "commit", number, step, owners=said, groups=able, quorum_id=self.quorum_id,
-                loss=commit.loss, tokens=1.0, grad_norm=1.0, took_s=1.0, coverage_ok=move != "lose",
-                history=commit.history, parent=commit.parent,
-            )  # fmt: skip
+            whole = {"coverage_ok": move != "lose", "parent": parent}
+            self.log.commit(told[-1][0], step, able, [number], said, commit.loss, **whole)
+            commit.history = self.log.newest[step]
             self.up[number] = Group((*self.up[number].history, commit))
         t, owners = min(told)
         for number in able:

@@ -4,12 +4,26 @@ import http.client
 import socket
 import threading
 import time
-import urllib.request
 
 import pytest
 
 from everstep.report import serve
 from watched import until
+
+
+def served():
+    """A server of one page: its host and port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
+    return listening.getsockname()
+
+
+def asked(place, host="localhost", path="/"):
+    """Status and content of an answer."""
+    connection = http.client.HTTPConnection(*place, timeout=30)
+    connection.request("GET", path, headers={"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
 
 
 def is_closed(connection):
@@ -24,9 +38,7 @@ def is_closed(connection):
 
 def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_for_long(monkeypatch):
     monkeypatch.setattr(serve, "CONNECTION_S", 1.5)
-    listening = socket.create_server(("127.0.0.1", 0))
-    serve.serve(listening, {"/"}, "text/html", lambda: b"here")
-    place = listening.getsockname()
+    place = served()
     held = [socket.create_connection(place) for _ in range(64)]
     until(lambda: sum(map(is_closed, held)) >= 48, "the others to be refused")
     slow = [connection for connection in held if not is_closed(connection)]
@@ -40,33 +52,18 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     assert slow == []
     for connection in held:
         connection.close()
-    assert urllib.request.urlopen("http://{}:{}/".format(*place), timeout=30).read() == b"here"
+    assert asked(place) == (200, b"<!doctype")
 
 
 def test_a_server_of_names_that_does_not_answer_holds_nothing_up(monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(serve.socket, "getfqdn", lambda: answers.wait(30) and "Node7.example")
-    listening = socket.create_server(("127.0.0.1", 0))
     begin = time.monotonic()
-    serve.serve(listening, {"/"}, "text/html", lambda: b"here")
-    place = "{}:{}".format(*listening.getsockname())
-    assert urllib.request.urlopen(f"http://{place}/", timeout=10).read() == b"here"
+    place = served()
+    assert asked(place) == (200, b"<!doctype")
     assert time.monotonic() - begin < 20
     answers.set()
-
-    def by_name():
-        connection = http.client.HTTPConnection(place, timeout=30)
-        connection.request("GET", "/", headers={"Host": "node7.example"})
-        return connection.getresponse().status == 200
-
-    until(by_name, "its name")
-
-
-@pytest.fixture(scope="module")
-def served():
-    listening = socket.create_server(("127.0.0.1", 0))
-    serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
-    return "{}:{}".format(*listening.getsockname())
+    until(lambda: asked(place, "node7.example")[0] == 200, "its name")
 
 
 @pytest.mark.parametrize(
@@ -81,15 +78,9 @@ def served():
         ("", 403),
     ],
 )
-def test_a_name_that_is_not_this_machines_reads_nothing(served, host, status):
-    connection = http.client.HTTPConnection(served, timeout=30)
-    connection.request("GET", "/", headers={"Host": host})
-    answer = connection.getresponse()
-    assert answer.status == status
-    assert b"<!doctype" not in answer.read() or status == 200
-    for path in ("token", "config.toml", "../token"):  # nothing else of a run directory is served
-        connection.request("GET", f"/{path}", headers={"Host": host})
-        answer = connection.getresponse()
-        assert answer.status in (403, 404)
-        answer.read()
-    connection.close()
+def test_a_name_that_is_not_this_machines_reads_nothing(host, status):
+    place = served()
+    found, content = asked(place, host)
+    assert (found, b"<!doctype" in content) == (status, status == 200)
+    for path in ("/token", "/config.toml", "/../token"):  # nothing else of a run directory is served
+        assert asked(place, host, path)[0] in (403, 404)

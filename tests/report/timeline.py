@@ -46,7 +46,7 @@ class Timeline:
         them has."""
         by = by if by is not None else groups
         parent = parent or self.held.get(by[0], f"before-{step}")
-        history = f"{step} {groups} {[self.lives[group] for group in groups]} on {hash(parent):x}"
+        history = f"{step} {loss} {groups} {[self.lives[group] for group in groups]} on {hash(parent):x}"
         self.newest[step] = history
         owners = owners if owners is not None else [groups[slot % len(groups)] for slot in range(4)]
         for group in by:
