@@ -38,14 +38,10 @@ def answers(address, **kwargs):
         channel.close()
 
 
-def strangers(address, count):
-    return [socket.create_connection(wire.parse_address(address), 5) for _ in range(count)]
-
-
 def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
     process = psutil.Process()
     before, threads = process.num_fds(), threading.active_count()
-    crowd = strangers(server.address, 1000)
+    crowd = [socket.create_connection(wire.parse_address(server.address), 5) for _ in range(1000)]
     assert answers(server.address)
     ours = process.num_fds() - before - len(crowd)
     assert ours <= 133
