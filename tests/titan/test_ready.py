@@ -1,7 +1,6 @@
 """A group is ready before the others begin to wait for it."""
 
-import contextlib
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -25,26 +24,13 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
         injector.begin(step)
         assert injector.strike(0, "context") is not None
 
-    class Trainer:
-        checks = SimpleNamespace(injector=injector)
-        device, step = SimpleNamespace(type="cpu"), 0
-        place = SimpleNamespace(
-            files=SimpleNamespace(beat=lambda *said: None), events=SimpleNamespace(emit=lambda *said, **more: None)
-        )
-        config = SimpleNamespace(
-            fault_tolerance=SimpleNamespace(enable=True, group_id=0),
-            compile=SimpleNamespace(enable=True),
-            profiler=SimpleNamespace(build=lambda **more: contextlib.nullcontext()),
-            dump_folder="",
-        )
-        metrics_processor = SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[0.0])
-        slots = SimpleNamespace(compute=compute)
-        work = SimpleNamespace(discard=lambda: done.append("discard"))
-        participation = SimpleNamespace(warm=lambda: done.append("warm"), run=lambda work: 1 / 0)
-        _compile = EverstepTrainer._compile
-
+    trainer = MagicMock(step=0)
+    trainer.device.type, trainer.checks.injector, trainer.slots.compute = "cpu", injector, compute
+    trainer.work.discard = lambda: done.append("discard")
+    trainer.participation.configure_mock(warm=lambda: done.append("warm"), run=lambda work: 1 / 0)
+    trainer._compile = lambda: EverstepTrainer._compile(trainer)
     with pytest.raises(ZeroDivisionError):
-        EverstepTrainer.train(Trainer())
+        EverstepTrainer.train(trainer)
     assert done == ["compute", "discard", "warm"]
     compute(1, 0, whole=False)  # the fault of the first step was not used up
 

@@ -1,6 +1,7 @@
 """What a group says of its slots beside the gradients, and what the commit makes of all groups' words."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
@@ -45,28 +46,17 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
         assert step._slots.expert_loads[0].tolist() == [3.0, 4.0]
 
 
-class Known(SlotSource):
-    """A source of which the fingerprint is known."""
-
-    fingerprint = lambda self: self.content  # noqa: E731
-    __iter__ = state_dict = load_state_dict = require_vocab = _slot = committed = lambda self, *said: None
-
-    def __init__(self, content):
-        super().__init__(0, 1)
-        self.content = content
-
-
 def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path, monkeypatch):
     """Where rows are left out of a checkpoint, a run may turn to other data."""
     monkeypatch.setattr(slots, "decoder_vocab_size", lambda spec: 1)
 
     def start(content, *excluded):
-        config = SimpleNamespace(checkpoint=SimpleNamespace(exclude_from_loading=excluded), model_spec=0)
-        trainer = SimpleNamespace(dataloader=Known(content), config=config, num_pipeline_parallel_microbatches=1)
-        trainer.place = SimpleNamespace(run_dir=tmp_path)
-        group = Slots.__new__(Slots)
-        group._trainer, group.number, group.dp_rank, group.dp_size = trainer, 1, 0, 1
-        return group._opened_source()
+        group = MagicMock()
+        group._trainer.dataloader = create_autospec(SlotSource, instance=True)
+        group._trainer.dataloader.fingerprint.return_value = content
+        group._trainer.config.checkpoint.exclude_from_loading = excluded
+        group._trainer.place.run_dir = tmp_path
+        return Slots._opened_source(group)
 
     start("one file")
     start("one file")

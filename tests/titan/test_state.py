@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from everstep.quorum.heal import HealState
 from everstep.run.directory import ask_to_stop
 from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
-from everstep.titan import run_files, snapshots
+from everstep.titan import run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.steps import Steps
 from everstep.titan.work import TrainerWork
@@ -55,53 +57,42 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
 
 def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
     """One that heals has no part of it to give: without that the snapshot could not be restored."""
-    shared = []
-
-    class Copier:
-        def committed(self, step, history, groups, *_):
-            shared.append(groups)
-
-    one = snapshots.Snapshots.__new__(snapshots.Snapshots)
-    one._copier = Copier()
-    fields = dict.fromkeys(Commit.__dataclass_fields__, 0)
-    one.committed(Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
-    assert shared == [(0, 2)]
+    one, fields = MagicMock(), dict.fromkeys(Commit.__dataclass_fields__, 0)
+    Snapshots.committed(one, Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
+    (told,) = one._copier.committed.call_args_list
+    assert told.args[2] == (0, 2)
 
 
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
     """However often it is started again; a checkpoint says of which run and of which data it is."""
-    checkpoint = SimpleNamespace(exclude_from_loading=["dataloader"])
-    work = Steps.__new__(Steps)
-    work._source = SimpleNamespace(began_after=0)
-    work._disk, work._ft = SimpleNamespace(load=lambda: True), SimpleNamespace(exact=False)
-    work._trainer = trainer = SimpleNamespace(step=100, history=1, parameters_told="")
-    trainer.config, trainer.data, trainer.data_told = SimpleNamespace(checkpoint=checkpoint), "new", "old"
-    assert work._from_disk() == "disk"
+    work = MagicMock()
+    work._trainer.configure_mock(step=100, data="new", data_told="old", parameters_told="")
+    work._trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
+    assert Steps._from_disk(work) == "disk"
     assert work._source.began_after == 100
-    trainer.step, trainer.data_told = 130, "new"
-    work._from_disk()
+    work._trainer.configure_mock(step=130, data_told="new")
+    Steps._from_disk(work)
     assert work._source.began_after == 100, "a later start goes on with the rows that come then"
 
 
 def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tmp_path, monkeypatch):
     """Its last checkpoint was removed, or an older one named. What another group saved meanwhile counts."""
     monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
-    settings = {"groups": 2, "steps": 100, "stall_timeout_s": 1.0}
 
     def start(rank=0):
-        work = Steps.__new__(Steps)
-        work._files, work._snapshots = run_files.RankFiles(tmp_path, 0, rank, **settings), None
-        work._trainer, work._slots = SimpleNamespace(step=20, history=1), SimpleNamespace(steps_per_commit=1)
-        work._from_memory, work._from_disk, work._taken = lambda: "", lambda: "disk", lambda source: None
-        return work
+        return run_files.RankFiles(tmp_path, 0, rank, groups=2, steps=100, stall_timeout_s=1.0)
 
-    start()._files.mark_finished(26, for_all=True)
+    def restored(files):
+        Steps.restore(MagicMock(_files=files, _snapshots=None, committed=20), None)
+
+    start().mark_finished(26, for_all=True)
     ranks = start(), start(1)
-    assert [rank.restore(None) for rank in ranks] == [(20, 1)] * 2
-    assert ranks[1]._files.finished_step() == 20
-    ranks[0]._files.mark_finished(30, for_all=True)
-    ranks[1].restore(None)
-    assert ranks[1]._files.finished_step() == 30
+    for files in ranks:
+        restored(files)
+    assert ranks[1].finished_step() == 20
+    ranks[0].mark_finished(30, for_all=True)
+    restored(ranks[1])
+    assert ranks[1].finished_step() == 30
 
 
 def test_a_group_that_leaves_names_the_file_that_asked_it(tmp_path, monkeypatch):
