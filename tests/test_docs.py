@@ -1,9 +1,11 @@
 """The docs name what there is: files, commands, campaigns, kinds of faults, fields of report.json."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
@@ -12,6 +14,10 @@ from everstep.report.metrics import Figures
 from everstep.report.score import figures_of
 
 ROOT = Path(__file__).parents[1]
+METRICS = {
+    family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
+    for family in Figures(Account(), 1, 1).collect()
+}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -52,8 +58,13 @@ def named(names, text):
 def test_every_figure_is_explained():
     fields = {*figures_of(read([]))}
     assert fields == named(fields, text_of("docs/report.md"))
-    metrics = {
-        family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-        for family in Figures(Account(), 1, 1).collect()
-    }
-    assert metrics == named(metrics, text_of("docs/monitoring.md"))
+    assert named(METRICS, text_of("docs/monitoring.md")) == METRICS
+
+
+def test_dashboard_and_alerts_name_figures_that_exist():
+    dashboard, alerts = json.loads(text_of("docs/grafana.json")), yaml.safe_load(text_of("docs/alerts.yml"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    drawn, watched = ({*re.findall(r"\beverstep_(\w+)", " ".join(said))} for said in (expressions, rules))
+    assert drawn == METRICS, "the dashboard shows all of them"
+    assert watched <= METRICS

@@ -7,23 +7,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.config.sections import FaultTolerance
-from everstep.report import metrics
-from everstep.report.account import Account
 from everstep.report.curves import WandB, scalars_of
 from everstep.report.live import PAUSE_S, Teller
 from everstep.run.events import EventLog
 from timeline import Timeline, page_of
 from watched import environment, until
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def losses(folder):
@@ -225,20 +219,3 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert len(files) == 2
     assert len({file.name for file in files}) == 1, "one W&B run, of two processes"
     assert logged == [1, 2, 3, 3, 4, 5], "W&B's steps only grow"
-
-
-def test_dashboard_and_alerts_name_figures_that_exist():
-    families = metrics.Figures(Account(), 1, 1).collect()
-    known = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-
-    def mentioned(text):
-        words = "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
-        return {word for word in words if word.startswith("everstep_")}
-
-    dashboard = json.loads((DOCS / "grafana.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    alerts = yaml.safe_load((DOCS / "alerts.yml").read_text())
-    rules = [rule for group in alerts["groups"] for rule in group["rules"]]
-    for expression in (*expressions, *(rule["expr"] for rule in rules)):
-        assert mentioned(expression) <= known, expression
-    assert mentioned(" ".join(expressions)) == known, "the dashboard shows all of them"
