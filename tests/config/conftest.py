@@ -20,11 +20,11 @@ def load(tmp_path):
         overrides=(),
         *,
         base='[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
-        check=True,
+        kind=EverstepTrainer.Config,
         **more,
     ):
         path = tmp_path / "run.toml"
         path.write_text(base + text)
-        return load_config(path, EverstepTrainer.Config, overrides, check=check, **more)
+        return load_config(path, kind, overrides, **more)
 
     return load_text

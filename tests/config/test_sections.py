@@ -8,7 +8,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 
 from everstep.config.errors import ConfigError
 from everstep.config.resolved import resolved_toml
-from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 
 
@@ -43,13 +42,10 @@ class MyTrainer(EverstepTrainer):
         my_section: MySection = field(default_factory=MySection)
 
 
-def test_one_more_field_is_one_more_section(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text('[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[my_section]\ndepth = 2\n')
-    config = load_config(path, MyTrainer.Config)
+def test_one_more_field_is_one_more_section(load):
+    config = load("[my_section]\ndepth = 2\n", kind=MyTrainer.Config)
     assert config.my_section == MySection(depth=2)
-    path.write_text(resolved_toml(config))
-    assert load_config(path, MyTrainer.Config, ["--my_section.depth", "3"]).my_section.depth == 3
-    path.write_text('[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n[my_section]\ndept = 2\n')
+    again = load(resolved_toml(config), ["--my_section.depth", "3"], base="", kind=MyTrainer.Config)
+    assert again.my_section.depth == 3
     with pytest.raises(ConfigError, match="has no key 'dept'; the nearest is 'depth'"):
-        load_config(path, MyTrainer.Config)
+        load("[my_section]\ndept = 2\n", kind=MyTrainer.Config)
