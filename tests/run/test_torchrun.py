@@ -1,4 +1,4 @@
-"""Groups that torchrun starts, as on a cluster: torchtitan's own command line, and a lighthouse beside them."""
+"""A group that torchrun starts, as on a cluster: torchtitan's own command line, and a lighthouse beside it."""
 
 import os
 import signal
@@ -32,7 +32,8 @@ def processes():
 
 
 class Torchrun(Followed):
-    """Groups started by torchrun in one run directory, with the lighthouse they need."""
+    """Groups of one rank in one run directory, with the lighthouse they need; the first is started without torchrun, by
+    the variables that it sets."""
 
     def __init__(self, config, run_dir, processes):
         super().__init__(run_dir)
@@ -52,24 +53,29 @@ class Torchrun(Followed):
         self.lighthouse = f"http://127.0.0.1:{port}"
         until(lambda: read_beat(lighthouse_beat_path(run_dir)), "the lighthouse to serve")
 
-    def group(self, group, *flags):
-        process = Forked(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--max_restarts", "3",
-                "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1",
-                "-m", "everstep.train", "--module", "everstep", "--config", str(self.config),
-                "--dump_folder", str(self.run_dir), "--fault_tolerance.group_id", str(group),
-                "--fault_tolerance.bind_host", "127.0.0.1", "--fault_tolerance.lighthouse", self.lighthouse,
-                *flags,
-            ],
-            env=environment(EVERSTEP_TEST_PACE_S="0.5"), cwd=self.run_dir,
-            stdout=(self.run_dir / f"torchrun-{group}.log").open("wb"), stderr=subprocess.STDOUT,
+    def group(self, group):
+        torchrun = (
+            "-m", "torch.distributed.run", "--nproc_per_node", "1", "--max_restarts", "3", "--rdzv_backend", "c10d",
+            "--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1",
         )  # fmt: skip
+        trainer = (
+            "-m", "everstep.train", "--module", "everstep", "--config", self.config, "--dump_folder", self.run_dir,
+            "--fault_tolerance.group_id", group, "--fault_tolerance.bind_host", "127.0.0.1",
+            "--fault_tolerance.lighthouse", self.lighthouse,
+        )  # fmt: skip
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        alone["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        with (self.run_dir / f"group-{group}.log").open("wb") as output:
+            process = Forked(
+                [sys.executable, *(torchrun if group else ()), *trainer],
+                env=environment(EVERSTEP_TEST_PACE_S="0.5", **({} if group else alone)), cwd=self.run_dir,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         self.processes.append(process)
         return process
 
 
-def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, processes):
+def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, processes):
     # More steps than the group that is left can make until torchrun has started the killed one again.
     config = write_config(tmp_path / "torchrun.toml", training={"steps": 10_000}, fault_tolerance={"groups": 2})
     run = Torchrun(config, tmp_path / "run", processes)
@@ -78,11 +84,10 @@ def test_two_groups_of_torchrun_train_as_one_and_survive_a_kill(tmp_path, proces
     victim, killed = run.wait_for("worker_ready", group=1), time.time()
     os.kill(victim["pid"], signal.SIGKILL)
     run.wait_for("commit", after=killed + 1.0, group=1)
-    for process in groups:
-        assert process.poll() is None
-        # To its workers: SIGTERM to torchrun itself would end them without their last step.
-        for worker in psutil.Process(process.pid).children():
-            worker.send_signal(signal.SIGTERM)
+    assert [process.poll() for process in groups] == [None, None]
+    # To torchrun's worker: SIGTERM to torchrun itself would end it without its last step.
+    for process in (groups[0], *psutil.Process(groups[1].pid).children()):
+        process.send_signal(signal.SIGTERM)
     assert [process.wait(DEADLINE_S) for process in groups] == [0, 0]
     figures = score.score(run.run_dir)
     assert figures["first_step"] == 1

@@ -85,7 +85,7 @@ def until(condition, what, deadline_s=DEADLINE_S):
     while time.monotonic() < end:
         if result := condition():
             return result
-        time.sleep(0.01)
+        time.sleep(0.02)
     pytest.fail(f"waited {deadline_s:g} s for {what}")
     return None
 

@@ -24,11 +24,11 @@ def semi_config(path, **sections):
     return write_config(path, **{name: table.get(name, {}) | sections.get(name, {}) for name in names})
 
 
-def quick_config(path, rounds, module="tiny_llama", *, workers=WORKERS, **sections):
+def quick_config(path, rounds, model="tiny", *, workers=WORKERS, **sections):
     """Of workers with one slot each, whose groups soon miss one that died."""
     return semi_config(
         path,
-        job={"module": module},
+        job={"config": model},
         training={"steps": rounds * SYNC_STEPS, "global_batch_size": workers},
         semi_sync={"workers": workers},
         fault_tolerance={"reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0},

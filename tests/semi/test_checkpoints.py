@@ -17,11 +17,11 @@ ROUNDS, EVERY, PACE_S = 12, 2, 0.15
 STEPS = ROUNDS * SYNC_STEPS
 
 
-def config(path, module="tiny_llama", *, rounds=ROUNDS, workers=WORKERS, **checkpoint):
+def config(path, model="tiny", *, rounds=ROUNDS, workers=WORKERS, **checkpoint):
     return quick_config(
         path,
         rounds,
-        module,
+        model,
         workers=workers,
         checkpoint={"interval": EVERY * SYNC_STEPS} | checkpoint,
         snapshot={"segment_dir": str(path.parent)},
@@ -86,7 +86,7 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
-    run = start(toml := config(tmp_path / "run.toml", "held_parts"), run_dir=tmp_path / "run", pace_s=PACE_S)
+    run = start(toml := config(tmp_path / "run.toml", "held"), run_dir=tmp_path / "run", pace_s=PACE_S)
     before = run.wait_for("checkpoint_saved")["step"]
     held.touch()
     run.until(held.with_suffix(".reached").exists, "the part to be written")
@@ -109,7 +109,7 @@ def test_a_part_without_room_costs_the_checkpoint_and_not_the_room_of_the_others
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
-    run = start(config(tmp_path / "run.toml", "held_parts", rounds=400), pace_s=PACE_S)
+    run = start(config(tmp_path / "run.toml", "held", rounds=400), pace_s=PACE_S)
     run.wait_for("checkpoint_saved")
     held.write_text("full")
     failed = run.wait_for("checkpoint_failed", group=1)
@@ -133,7 +133,7 @@ def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_worker
     peaks = {}
     for workers in (2, 4):
         (folder := tmp_path / str(workers)).mkdir()
-        toml = config(folder / "run.toml", "wide_llama", workers=workers, rounds=400)
+        toml = config(folder / "run.toml", "wide", workers=workers, rounds=400)
         for start_number in (1, 2):
             run = start(toml, "--groups", str(workers), run_dir=folder / "run")
             first = run.wait_for("checkpoint_saved")["step"]

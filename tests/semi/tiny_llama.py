@@ -1,13 +1,19 @@
 """A registry of models as small as small_job's, for `[job] module = "tiny_llama"`: Llamas, one that reads streams of a
-dataloader, and one with experts."""
+dataloader, and one with experts; and of the small one on a storage or with a compiler that has something wrong."""
 
+import errno
 import json
+import os
+import tempfile
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torchtitan.hf_datasets.text_datasets as text_datasets
 from datasets import Dataset
+from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan.config.override import derive
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
@@ -17,10 +23,12 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
+import small_job
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 from small_job import DIM, HEADS, llama, sized
 
 TEXTS = "source of the json package"
+_write, _open = FileSystemWriter.write_data, os.open
 
 
 def tiny() -> Trainer.Config:
@@ -75,3 +83,45 @@ class Float32Experts(GroupedExperts):
         parts = x_RD.split(num_tokens_per_expert_E.long().tolist())
         each = zip(parts, self.w1_EFD, self.w2_EDF, self.w3_EFD, strict=True)
         return torch.cat([(torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in each])
+
+
+def wide() -> Trainer.Config:
+    """17 million parameters: a worker's own state is 136 MB."""
+    small_job.DIM, small_job.VOCAB = 512, 8192
+    return tiny()
+
+
+def cold() -> Trainer.Config:
+    """In processes each of which compiles everything itself."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    return tiny()
+
+
+def held() -> Trainer.Config:
+    """Group HELD_GROUP stops for ever before it writes to a checkpoint, while the file HELD exists; or finds no room,
+    if there is a word in it. The file's name with `.reached` says so."""
+
+    def write(writer, *args, **kwargs):
+        held = Path(os.environ.get("HELD", "none"))  # a process that called this may run other tests
+        if held.exists() and f"writing-trainer-{os.environ['HELD_GROUP']}-" in str(writer.path):
+            held.with_suffix(".reached").touch()
+            if held.read_text():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            threading.Event().wait()
+        return _write(writer, *args, **kwargs)
+
+    FileSystemWriter.write_data = write
+    return tiny()
+
+
+def slow_storage() -> Trainer.Config:
+    """It takes SLOW_WRITE seconds to open a file of a worker's state for writing."""
+
+    def open_slowly(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT and "/state/workers/" in os.fspath(path):
+            time.sleep(float(os.environ["SLOW_WRITE"]))
+        return _open(path, flags, *args, **kwargs)
+
+    os.open = open_slowly
+    return tiny()

@@ -41,7 +41,7 @@ def test_a_group_that_compiles_holds_nobody_up(tmp_path):
     waits = {"reduce_timeout_s": REDUCE_S, "connect_timeout_s": REDUCE_S - 1.0, "join_timeout_s": REDUCE_S}
     config = write_config(
         tmp_path / "run.toml",
-        job={"module": "cold_compiler", "config": "tiny"},
+        job={"module": "tiny_llama", "config": "cold"},
         training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
         compile={"enable": True},
         fault_tolerance={"groups": 2, "quorum_timeout_s": 15.0, "stall_timeout_s": 120.0, **waits},
