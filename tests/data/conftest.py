@@ -7,6 +7,12 @@ from torchtitan.hf_datasets import DatasetConfig
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 
+def built(config, tokenizer, dp_rank=0, dp_world_size=1, seq_len=16, local_batch_size=2):
+    """A dataloader as torchtitan builds it."""
+    place = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "snapshot_every_n_steps": 1}
+    return config.build(tokenizer=tokenizer, seq_len=seq_len, local_batch_size=local_batch_size, **place)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return ByteTokenizer.Config().build(tokenizer_path="not needed")

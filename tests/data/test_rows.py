@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
+from data.conftest import built
 from everstep.data.pack import Pack, pack
 from everstep.data.permutation import permutation
 from everstep.titan.data.rows import Rows
@@ -32,14 +33,8 @@ def token_file(tmp_path, jsonl):
 @pytest.fixture
 def build(token_file, tokenizer):
     def build(dp_rank=0, dp_world_size=1, seq_len=16, local_batch_size=2, **config):
-        return Rows.Config(path=str(token_file), **config).build(
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            snapshot_every_n_steps=None,
-        )
+        rows = Rows.Config(path=str(token_file), **config)
+        return built(rows, tokenizer, dp_rank, dp_world_size, seq_len, local_batch_size)
 
     return build
 

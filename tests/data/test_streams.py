@@ -16,10 +16,9 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
+from data.conftest import built
 from everstep.data.plain import StreamState, decode_states, encode_states, plain
 from everstep.titan.data.streams import SlotStreams, _stateful
-
-SEQ_LEN, BATCH = 16, 2
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +40,8 @@ def base(dataset="map", **kwargs):
     return HuggingFaceTextDataLoader.Config(dataset=dataset, **kwargs)
 
 
-def build(config, tokenizer, dp_rank=0, dp_world_size=1, **kwargs):
-    return config.build(
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        tokenizer=tokenizer,
-        seq_len=SEQ_LEN,
-        local_batch_size=BATCH,
-        snapshot_every_n_steps=1,
-        **kwargs,
-    )
-
-
 def streams(config, tokenizer, slots, dp_rank=0, dp_size=1):
-    source = build(SlotStreams.Config(base=config), tokenizer)
+    source = built(SlotStreams.Config(base=config), tokenizer)
     source.open_slots(slots, dp_rank, dp_size)
     return source
 
@@ -67,7 +54,7 @@ def flat(batch):
 def uninterrupted(config, tokenizer, slots, steps):
     """By slot, the batches that torchtitan's own dataloader gives, with None after their end."""
 
-    loaders = [iter(build(config, tokenizer, slot, slots)) for slot in range(slots)]
+    loaders = [iter(built(config, tokenizer, slot, slots)) for slot in range(slots)]
     return [[flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders]
 
 

@@ -16,10 +16,6 @@ JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not f
 PROTECTED = "protected: step 1, 1 steps old, survives any 1 of hosts a b"
 
 
-def found(action, rank=1):
-    return {"slot": 3, "layer": 4, "section": "wq.y", "anomaly": "nan", "action": action, "rank": rank}
-
-
 @pytest.fixture
 def run_dir(tmp_path):
     story = Timeline().add(0.0, "run_started", role="supervisor", groups=2, steps=4, ranks_per_group=2, seed=0)
@@ -30,7 +26,7 @@ def run_dir(tmp_path):
         story.add(1.1, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=0.5, rate=1.0)
         story.add(1.2, "attention_schedule", 0, 1, rank=rank, coverage="12 of 12", overhead=overhead, rate=rate)
     for action in ("recomputed", "refused"):
-        story.add(1.3, "finding", 0, 2, **found(action))
+        story.add(1.3, "finding", 0, 2, rank=1, slot=3, layer=4, section="wq.y", anomaly="nan", action=action)
     story.add(1.3, "slot_refused", 0, 2, slot=3, reason="attention findings")
     story.add(1.4, "unfit", 0, 2, rank=1, slot=3, reason=UNFIT)
     for group in (0, 1):

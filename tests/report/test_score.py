@@ -65,11 +65,6 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert verdict(figures) == []
 
 
-def broken(**changes):
-    figures = figures_of(read(finished_run().events))
-    return verdict(figures | changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -85,7 +80,7 @@ def broken(**changes):
     ],
 )
 def test_the_verdict_names_what_broke_the_promise(changes, sentence):
-    assert broken(**changes) == [sentence]
+    assert verdict(figures_of(read(finished_run().events)) | changes) == [sentence]
 
 
 def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):

@@ -1,7 +1,7 @@
 """Checkpoints on disk: what a torn one may not be taken for, and what is told of them."""
 
 import errno
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -56,13 +56,9 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monk
 
 def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_other(tmp_path, manager, monkeypatch):
     """The disk is full at step 10, and has room again at 20; the name of step 30 is taken."""
-    told = []
-    place = SimpleNamespace(
-        events=SimpleNamespace(emit=lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))),
-        files=SimpleNamespace(beat=lambda *said: None),
-    )
-    config = SimpleNamespace(checkpoint=SimpleNamespace(enable=True))
-    disk = DiskCheckpoints(SimpleNamespace(config=config, checkpointer=manager, place=place))
+    trainer, told = MagicMock(checkpointer=manager), []
+    trainer.place.events.emit = lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))
+    disk = DiskCheckpoints(trainer)
     write_aside(manager, 0, "life")
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))

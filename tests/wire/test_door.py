@@ -63,9 +63,8 @@ def test_who_opens_a_door_may_have_a_descriptor_for_each_member():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_the_handshake_has_one_deadline_however_busily_a_stranger_sends(monkeypatch):
+def test_the_handshake_has_one_deadline_however_busily_a_stranger_sends(server, monkeypatch):
     monkeypatch.setattr(door, "HANDSHAKE_TIMEOUT", timedelta(seconds=0.5))
-    server = wire.Server("127.0.0.1", TOKEN, echo, SOON)
     stranger = socket.create_connection(wire.parse_address(server.address))
     stranger.settimeout(0.1)
     begin = time.monotonic()
@@ -77,7 +76,6 @@ def test_the_handshake_has_one_deadline_however_busily_a_stranger_sends(monkeypa
                     break
     assert time.monotonic() - begin < 30
     stranger.close()
-    server.close()
 
 
 @pytest.mark.parametrize("greeting", [b"", door.MAGIC + bytes(32)], ids=["at once", "after it has greeted"])
