@@ -5,8 +5,6 @@ The tests are in the order of the run: each leaves it going on.
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 
@@ -15,36 +13,15 @@ import pytest
 from everstep.chaos.cluster import find_target
 from everstep.run.directory import LaunchError, holder_of
 from launched import TinyRun
-from watched import environment, until
+from watched import everstep, until
 
 ENDLESS = ("--training.steps", "1000000")
 
 
-class BrokenRun(TinyRun):
-    """The real supervisor, agents and lighthouse, with workers that only look like trainers."""
-
-    def chaos(self, *args):
-        return subprocess.Popen(
-            [sys.executable, "-m", "everstep.cli", "chaos", str(self.run_dir), *args],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def end(self):
-        super().end()
-        if holder := holder_of(self.run_dir):  # a launcher that was killed and started again
-            os.kill(holder[0], signal.SIGTERM)
-            until(lambda: holder_of(self.run_dir) is None, "the run to end")
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    # Not forked: a launcher is started again by the words of its command.
-    run = BrokenRun(folder / "run", 3, 2, *ENDLESS, "--tiny.page", forked=False)
+    """The real supervisor, agents and lighthouse, with workers that only look like trainers."""
+    run = TinyRun(tmp_path_factory.mktemp("tiny") / "run", 3, 2, *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)
     yield run
@@ -56,19 +33,13 @@ def tellers(run):
     return [process.pid for process in run.tree() if "everstep.report.live" in process.cmdline()]
 
 
-def campaign(tmp_path, *entries):
-    path = tmp_path / "campaign.toml"
-    path.write_text("\n".join(f"[[fault]]\nat_step = 1\npatience_s = 120\n{entry}" for entry in entries))
-    return path
-
-
 def broken(run, tmp_path, *entries):
     """Do these faults; returns the wall time at which it began, and what was said."""
-    begin = time.time()
-    chaos = run.chaos("--campaign", str(campaign(tmp_path, *entries)))
-    said, _ = chaos.communicate(timeout=180)
-    assert chaos.returncode == 0, said
-    return begin, said
+    path, begin = tmp_path / "campaign.toml", time.time()
+    path.write_text("\n".join(f"[[fault]]\nat_step = 1\npatience_s = 120\n{entry}" for entry in entries))
+    chaos = everstep("chaos", run.run_dir, "--campaign", path, timeout=180)
+    assert chaos.returncode == 0, chaos.stdout + chaos.stderr
+    return begin, chaos.stdout
 
 
 def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
@@ -121,6 +92,6 @@ def test_a_run_that_is_over_is_not_broken(run):
     until(lambda: holder_of(run.run_dir) is None, "the run to end")
     with pytest.raises(LaunchError, match="is over: stopped, stopped cleanly"):
         find_target(run.run_dir)
-    chaos = run.chaos("--every", "5")
-    assert "is over" in chaos.communicate(timeout=120)[0]
+    chaos = everstep("chaos", run.run_dir, "--every", "5")
+    assert "is over" in chaos.stderr
     assert chaos.returncode == 2
