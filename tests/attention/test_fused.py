@@ -6,7 +6,6 @@ import torch
 from attention_clean import sdpa as sdpa_under
 from everstep.attention import explicit, fused
 from everstep.attention.identities import backward_deviation
-from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible
 
 from .conftest import attended, attention_operands
@@ -19,29 +18,17 @@ def with_lse(q, k, v):
     return explicit.attention(q, k, v, Visible())
 
 
-def computed(q, k, v, do, guard=None, kernel=sdpa):
-    checked = kernel if guard is None else lambda *qkv: fused.attention(kernel, *qkv, scale=None, guard=guard)
-    return attended(checked, q, k, v, do)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [sdpa, with_lse])
 def test_watching_changes_no_bit_and_raises_no_alarm(bench, dtype, groups, kernel):
     args = attention_operands(dtype, groups, 64)
-    bench.changes_nothing(lambda guard: computed(*args, guard, kernel))
 
+    def compute(guard):
+        checked = kernel if guard is None else lambda *qkv: fused.attention(kernel, *qkv, scale=None, guard=guard)
+        return attended(checked, *args)
 
-@pytest.mark.parametrize("section", fused.RESULTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", [Fault(kind, 0.4, magnitude=300.0) for kind in ("nan", "inf", "near-inf", "scale")])
-def test_a_wrong_result_refuses_the_slot(bench, section, dtype, fault):
-    if fault.kind == "scale" and dtype == torch.bfloat16 and section == "context":
-        fault = Fault("scale", 0.4, magnitude=4.0)  # within the range of V
-    _, refused, findings = bench.run(lambda guard: computed(*attention_operands(dtype, 2, 64), guard), section, fault)
-    assert refused
-    if section != "context":
-        assert {f["section"] for f in findings} == {"attention.backward"}
+    bench.changes_nothing(compute)
 
 
 @pytest.mark.parametrize("hit", ["dq", "dk", "dv"])

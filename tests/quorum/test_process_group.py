@@ -31,10 +31,9 @@ def board():
 def crosses():
     made = []
 
-    def _make(connect_timeout=LONG):
-        made.append(
-            RankColumn("gloo", column=0, host=HOST, connect_timeout=connect_timeout, reduce_timeout=LONG, token=TOKEN)
-        )
+    def _make(connect_timeout=LONG, backend="gloo", make=Communicator):
+        options = {"host": HOST, "connect_timeout": connect_timeout, "reduce_timeout": LONG, "token": TOKEN}
+        made.append(RankColumn(backend, column=0, make=make, **options))
         return made[-1]
 
     yield _make
@@ -84,21 +83,12 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     until(lambda: broken == [False, True], "what was connected too late is broken")
 
 
-def test_a_member_that_does_not_come_is_not_waited_for_as_long_as_a_backend_that_loads(board):
-    column = RankColumn(
-        "nccl",
-        column=0,
-        host=HOST,
-        connect_timeout=SHORT,
-        reduce_timeout=LONG,
-        token=TOKEN,
-        make=lambda backend, *more: Communicator("gloo", *more),
-    )
+def test_a_member_that_does_not_come_is_not_waited_for_as_long_as_a_backend_that_loads(board, crosses):
+    column = crosses(SHORT, "nccl", lambda backend, *more: Communicator("gloo", *more))
     column.warm(f"{HOST}:{board.port}", LONG)
     peer = PeerWatch(HOST, lambda _: None, TOKEN, LONG)
     with pytest.raises(SumsBroken, match="DistStoreError"):
         column.connect(place(board, "one comes", [column, peer]))
-    column.abort()
 
 
 def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(board, crosses):

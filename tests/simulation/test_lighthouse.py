@@ -18,17 +18,15 @@ UNIT_S = 0.4
 """One tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different places between two
 ticks, a fifth of it apart."""
 JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 2.5
-LONG_UNITS = 40
 
 
 @dataclass(frozen=True)
 class Act:
-    """What a member does at a tick: ask (and give up after some ticks), or send a heartbeat."""
+    """What a member does at a tick: ask, and give up after some ticks; or send a heartbeat, if it has no patience."""
 
     unit: int
     member: str
-    kind: str
-    patience: float = LONG_UNITS
+    patience: float = 0.0
 
 
 def draw(seed: int) -> tuple[list[Act], int]:
@@ -45,10 +43,10 @@ def draw(seed: int) -> tuple[list[Act], int]:
             draw = chance.random()
             if draw < asks and free_at[member] <= unit:
                 patience = chance.choice([0.7, 1.7, 4.7, 7.7])
-                acts.append(Act(unit, member, "ask", patience))
+                acts.append(Act(unit, member, patience))
                 free_at[member] = unit + patience + 1
             elif draw < beats:
-                acts.append(Act(unit, member, "beat"))
+                acts.append(Act(unit, member))
     return acts, chance.choice([1, 1, 2])
 
 
@@ -63,10 +61,8 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
     heard: dict[int, Heard | None] = {}
     waiting: dict[int, tuple[float, Listener]] = {}
     steps: list[tuple[float, int, Act | None]] = [(act.unit * UNIT_S, number, act) for number, act in enumerate(acts)]
-    tick, last = 0.0, max(act.unit for act in acts) * UNIT_S + 9 * UNIT_S
-    while tick < last:
-        steps.append((tick + 0.011, -1, None))
-        tick += options.quorum_tick_s
+    last = max(act.unit for act in acts) * UNIT_S + 9 * UNIT_S
+    steps += [(tick * options.quorum_tick_s + 0.011, -1, None) for tick in range(round(last / options.quorum_tick_s))]
     for now, number, act in sorted(steps, key=lambda step: (step[0], step[1])):
         for waits, (until, listener) in list(waiting.items()):
             if until <= now:
@@ -74,7 +70,7 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
                 del waiting[waits]
         if act is None:
             rules.tick(now)
-        elif act.kind == "beat":
+        elif not act.patience:
             rules.heartbeat(now, act.member)
         else:
             heard[number] = None
@@ -122,7 +118,7 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
             if time.monotonic() - due > slack_s:
                 raise Late
             client = LighthouseClient(address, timedelta(seconds=5))
-            if act.kind == "beat":
+            if not act.patience:
                 client.heartbeat(act.member)
                 continue
             heard[number] = None

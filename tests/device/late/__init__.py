@@ -108,11 +108,6 @@ def set_device(device: Any = None) -> None:
     pass
 
 
-@contextlib.contextmanager
-def device(which: Any = None) -> Iterator[None]:
-    yield
-
-
 synchronize = torch.accelerator.synchronize
 current_stream = torch.accelerator.current_stream
 set_stream = torch.accelerator.set_stream

@@ -61,15 +61,14 @@ def _made(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return _backend()(store, rank, size, timeout)
 
 
-def work_of(tensors: Sequence[torch.Tensor], result: Any, *, host: bool = False) -> Any:
-    """torch.distributed's Work, of what the current stream was given so far.
+def work_of(tensors: Sequence[torch.Tensor], *, host: bool = False) -> Any:
+    """torch.distributed's Work, without a future, of what the current stream was given so far.
 
     Args:
         tensors: kept until somebody has waited.
-        result: of its future.
         host: whether `wait` has the host wait too.
     """
-    return _work_class()(list(tensors), result, host)
+    return _work_class()(list(tensors), host)
 
 
 @functools.cache
@@ -77,9 +76,9 @@ def _work_class() -> type:
     from torch._C._distributed_c10d import Work
 
     class LateWork(Work):
-        def __init__(self, tensors: list[torch.Tensor], result: Any, host: bool) -> None:
+        def __init__(self, tensors: list[torch.Tensor], host: bool) -> None:
             super().__init__()
-            self._event, self._kept, self._result, self._host = here(), tensors, result, host
+            self._event, self._kept, self._host = here(), tensors, host
 
         def wait(self, timeout: timedelta | None = None) -> bool:
             torch.accelerator.current_stream().wait_event(self._event)
@@ -88,34 +87,17 @@ def _work_class() -> type:
             self._kept.clear()
             return True
 
-        def get_future(self) -> torch.futures.Future:
-            self.wait()
-            future = torch.futures.Future()
-            future.set_result(self._result)
-            return future
-
     return LateWork
 
 
-def plain_sum(op: Any, size: int) -> tuple[Any, float]:
+def plain_sum(op: Any) -> tuple[Any, float]:
     """The reduction that Gloo knows, and what its result is multiplied by."""
     from torch.distributed import ReduceOp
 
     kind, factor = op.__getstate__() if isinstance(op, ReduceOp) else (op, None)
-    if kind == ReduceOp.AVG:
-        return ReduceOp.SUM, 1 / size
     if kind == ReduceOp.PREMUL_SUM:
         return ReduceOp.SUM, float(factor)
     return kind, 1.0
-
-
-def _one_by_one(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """For several outputs and inputs; its Work is the last one's."""
-
-    def coalesced(backend: Any, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return [collective(backend, *pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
-
-    return coalesced
 
 
 @functools.cache
@@ -139,7 +121,7 @@ def _backend() -> type:
         def options(self) -> Any:
             return c10d.Backend.Options("lateccl", self._timeout)
 
-        def _run(self, what, reads, writes, call, result=None, *, host: bool = False) -> Any:
+        def _run(self, what, reads, writes, call, *, host: bool = False) -> Any:
             """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives Gloo's Work or None."""
             ready, before = here(), torch.accelerator.current_stream()
             self._stream = self._stream or torch.Stream(device="late")
@@ -159,13 +141,13 @@ def _backend() -> type:
                         os.kill(os.getpid(), signal.SIGABRT)
 
                 give(what, reads, writes, carry_out)
-                return work_of([*reads, *writes], result, host=host)
+                return work_of([*reads, *writes], host=host)
             finally:
                 torch.accelerator.set_stream(before)
 
         def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
             opts = opts or c10d.AllreduceOptions()
-            op, factor = plain_sum(opts.reduceOp, self._size)
+            op, factor = plain_sum(opts.reduceOp)
 
             def call(_: Any, own: list[torch.Tensor]) -> Any:
                 opts.reduceOp, opts.asyncOp = op, True
@@ -174,38 +156,42 @@ def _backend() -> type:
                     if factor != 1.0:
                         one.mul_(factor)
 
-            return self._run("allreduce", [], tensors, call, tensors)
+            return self._run("allreduce", [], tensors, call)
 
         def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-            return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts), tensors)
+            return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts))
 
         def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
             options = opts or c10d.AllgatherOptions()
             call = lambda own, parts: self._gloo.allgather([parts], own, options)  # noqa: E731
-            return self._run("allgather", inputs, outputs[0], call, outputs)
+            return self._run("allgather", inputs, outputs[0], call)
 
         def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
             call = lambda own, parts: self._gloo.gather([parts] if outputs else [], own, opts)  # noqa: E731
-            return self._run("gather", inputs, outputs[0] if outputs else [], call, outputs)
+            return self._run("gather", inputs, outputs[0] if outputs else [], call)
 
         def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
             call = lambda parts, own: self._gloo.scatter(own, [parts] if inputs else [], opts)  # noqa: E731
-            return self._run("scatter", inputs[0] if inputs else [], outputs, call, outputs)
+            return self._run("scatter", inputs[0] if inputs else [], outputs, call)
 
         def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
                 parts = list(whole[0].view(-1).chunk(self._size))
                 return self._gloo.allgather([parts], [mine[0].reshape(-1)], opts or c10d.AllgatherOptions())
 
-            return self._run("all_gather_single", [own], [output], call, output)
+            return self._run("all_gather_single", [own], [output], call)
 
         _allgather_base = all_gather_single
 
-        allgather_into_tensor_coalesced = all_gather_single_coalesced = _one_by_one(all_gather_single)
+        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+            """Its Work is the last one's."""
+            return [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
 
         def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
             opts = opts or c10d.ReduceScatterOptions()
-            op, factor = plain_sum(opts.reduceOp, self._size)
+            op, factor = plain_sum(opts.reduceOp)
 
             def call(whole: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
                 options = c10d.AllreduceOptions()
@@ -215,11 +201,9 @@ def _backend() -> type:
                 part = total.chunk(self._size)[self.rank()]
                 mine[0].view(-1).copy_(part if factor == 1.0 else part * factor)
 
-            return self._run("reduce_scatter_single", [own], [output], call, output)
+            return self._run("reduce_scatter_single", [own], [output], call)
 
         _reduce_scatter_base = reduce_scatter_single
-
-        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _one_by_one(reduce_scatter_single)
 
         def barrier(self, opts: Any = None) -> Any:
             return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)

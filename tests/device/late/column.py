@@ -80,7 +80,7 @@ class Column:
                 self._revoked = True
 
         give(what, reads, writes, carry_out)
-        return work_of([*reads, *writes], None)
+        return work_of([*reads, *writes])
 
     def get_error(self) -> Any:
         kinds = self._module.torch._C._distributed_c10d.ErrorType
