@@ -8,8 +8,6 @@ import signal
 import time
 from dataclasses import dataclass
 
-import psutil
-
 from everstep.launch import offspring
 from everstep.launch.forking import Request, fork
 
@@ -57,9 +55,11 @@ class Children:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler it would wake nobody
 
-    def left_behind(self) -> list[psutil.Process]:
-        """What processes that have ended had started, and what is left of it."""
-        return offspring.left_behind(self._alive)
+    def kill_left_behind(self) -> bool:
+        """Kill what processes that have ended had started; whether any of it was left."""
+        left = offspring.left_behind(self._alive)
+        offspring.kill(left)
+        return bool(left)
 
     def start(self, request: Request, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if there is no room for it."""
@@ -94,8 +94,7 @@ class Children:
         tells of the run."""
         self._alive = {self._guard.pid: self._guard}
         deadline = time.monotonic() + KILL_GRACE_S
-        while time.monotonic() < deadline and (left := self.left_behind()):
-            offspring.kill(left)
+        while time.monotonic() < deadline and self.kill_left_behind():
             self._reap()
             time.sleep(0.005)
         if self._guard.alive:

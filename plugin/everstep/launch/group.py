@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 
-from everstep.launch import offspring
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
@@ -257,9 +256,7 @@ class Group:
             if ended_s > LITTER_PATIENCE_S:
                 self._leave_behind(now.running[0], ended_s)
             return
-        left = self._children.left_behind()
-        offspring.kill(left)
-        if left and ended_s < LITTER_PATIENCE_S:
+        if self._children.kill_left_behind() and ended_s < LITTER_PATIENCE_S:
             return
         if self.settings.nodes > 1 and now.first is not None and ended_s < PEER_FAILS_ELSEWHERE_S:
             return  # another node may tell that it is to blame
