@@ -13,7 +13,6 @@ from everstep.launch.machine import limited_threads
 from everstep.launch.meeting import Round
 from everstep.launch.watchdog import Death, failures
 from everstep.launch.worker import log_path
-from everstep.run.directory import ask_to_stop, stop_file
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT
 from forked import ran
@@ -40,14 +39,6 @@ def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
     died = one.wait_for("workers_died")
     assert (died["reason"], died["exitcodes"]) == ("rank 1 exited with status 0", {"1": 0})
     one.wait_for("workers_started", incarnation=1)
-
-
-def test_an_agent_says_what_it_waits_for_and_why_it_does_not_start(agent):
-    one = agent("--training.steps", "9", ranks=1, published=False)
-    until(lambda: "waiting for a lighthouse's address in" in one.said(), "it to be said")
-    ask_to_stop(one.run_dir)
-    assert one.process.wait(DEADLINE_S) == 0
-    assert f"stopped: {stop_file(one.run_dir)} is there" in one.said()
 
 
 def test_an_agent_is_not_given_up_for_failing_faster_than_others_make_steps(agent):

@@ -74,11 +74,15 @@ def started(run_dir, number):
     return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
 
 
-def test_an_agent_without_an_address_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
+def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
     one = agent("--training.steps", "1000000", published=False)
+    until(lambda: "waiting for a lighthouse's address in" in one.said(), "it to be said")
     assert one.events("workers_started") == []
     publish_address(tmp_path / "run", "http://127.0.0.1:1")
     one.wait_for("commit")
     stop_file(tmp_path / "run").touch()
     assert one.process.wait(DEADLINE_S) == 0
     assert one.events("agent_ended")[-1]["status"] == "stopped"
+    late = agent("--training.steps", "1000000", published=False)
+    assert late.process.wait(DEADLINE_S) == 0
+    assert f"stopped: {stop_file(tmp_path / 'run')} is there" in late.said()

@@ -3,8 +3,6 @@
 import pytest
 from torchtitan.config.manager import ConfigManager
 
-from everstep.commands import cluster
-from everstep.commands.agent import Agent, agent
 from everstep.launch import prepare
 from everstep.launch.prepare import Order, Prepared
 from everstep.launch.supervisor import RunSettings, Supervisor
@@ -58,22 +56,16 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
 
 @pytest.mark.parametrize(
     ("name", "flags", "ranks", "judged"),
-    [("run.toml", FLAGS, 1, 2), ("run/config.toml", [], 1, 0), ("run/config.toml", [], 2, 1)],
+    [("run.toml", FLAGS, 1, 1), ("run/config.toml", [], 1, 0), ("run/config.toml", [], 2, 1)],
 )
-def test_processes_of_a_batch_job_take_what_was_settled_or_settle_it(
+def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     settled, tmp_path, monkeypatch, name, flags, ranks, judged
 ):
     """The run directory's own config is not read again; another one is, and is the same run's, and so are other ranks
     than it was judged for."""
-    asked, agents, beacons = [], [], []
-    in_this_process = monkeypatch.setattr
-    in_this_process(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
-    in_this_process("everstep.launch.agent.run_agent", agents.append)
-    in_this_process("everstep.launch.beacon.keep_up", lambda *told: beacons.append(told[2]))
+    asked = []
+    monkeypatch.setattr(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
-    agent(Agent(config=tmp_path / name, run_dir=tmp_path / "run", group=1, ranks=ranks), flags)
-    cluster.lighthouse(cluster.Lighthouse(config=tmp_path / name, run_dir=tmp_path / "run"), flags)
-    (settings,), (beacon,) = agents, beacons
+    found = prepare.settled(tmp_path / name, tmp_path / "run", flags, None, ranks)
     assert len(asked) == judged
-    assert (settings.groups, settings.run_dir) == (2, tmp_path / "run")
-    assert settings.fault_tolerance == beacon.fault_tolerance == settled.fault_tolerance
+    assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)

@@ -4,11 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from everstep.titan.parts import tensors_in, workers_in
+from everstep.titan.parts import workers_in
 from everstep.titan.same import checkpoints
 from semi_runs import SYNC_STEPS, WORKERS, quick_config, worst
 from watched import until
@@ -38,27 +35,10 @@ def forget(run):
         )
 
 
-def put_in_one(folder):
-    """As checkpoints were before they had parts."""
-    found = tensors_in(folder)
-    whole = dict.fromkeys(found, 0)
-    for name, (_, entry) in found.items():
-        if isinstance(entry, TensorStorageMetadata):
-            whole[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    for part in {part for part, _ in found.values()}:
-        mine = {name: value for name, value in whole.items() if found[name][0] == part}
-        dcp.load(mine, checkpoint_id=str(part), no_dist=True)
-        whole |= mine
-    shutil.rmtree(folder)
-    dcp.save(whole, checkpoint_id=str(folder), no_dist=True)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("groups", "in_one", "mode"), [(3, True, "async"), pytest.param(1, False, "disabled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("groups", "mode"), [(3, "async"), pytest.param(1, "disabled", marks=pytest.mark.slow)])
 def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_from_it(
-    start, reference, tmp_path, groups, in_one, mode
+    start, reference, tmp_path, groups, mode
 ):
     run = start(toml := config(tmp_path / "run.toml", async_mode=mode), run_dir=tmp_path / "run", pace_s=PACE_S)
     saved = run.wait_for("checkpoint_saved", step=2 * EVERY)["step"]
@@ -71,8 +51,6 @@ def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_fro
     for step, later in checkpoints(run.run_dir).items():
         if step > saved * SYNC_STEPS:
             shutil.rmtree(later)
-    if in_one:
-        put_in_one(folder)
     again = start(toml, "--groups", str(groups), run_dir=run.run_dir)
     assert again.wait() == 0, again.said()
     told = again.events("training_started")[0]

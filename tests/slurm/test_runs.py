@@ -177,13 +177,6 @@ def shared(cluster, tmp_path_factory):
     run.end()
 
 
-def back(run, group, since):
-    """The group's next agent, once all train again."""
-    up = run.wait_for("agent_up", after=since, group=group)
-    run.wait_for_step((0, 1, 2), after=run.wait_for("workers_started", after=up["t"], group=group)["t"])
-    return up
-
-
 @pytest.mark.slow
 def test_of_two_incarnations_only_the_later_one_trains(shared):
     node, frozen = shared.node_of(1), time.time()

@@ -127,14 +127,6 @@ def hurt(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-def swap(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    other = chance.choice([path for path in site.files if path.exists()])
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(mine)
-    return [path, other]
-
-
 def foreign(site: Site, chance: random.Random, path: Path) -> list[Path]:
     """Another file of this run, one of a step that is over, or one of another run."""
     path.write_bytes(chance.choice([*site.files.values(), *site.strangers]))
@@ -198,7 +190,7 @@ def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
     return [path]
 
 
-FAULTS = (hurt, hurt, hurt, hurt, swap, foreign, foreign, lie, lie, disguise, forge, lose)
+FAULTS = (hurt, hurt, hurt, hurt, foreign, foreign, lie, lie, disguise, forge, lose)
 
 
 def _body(data: bytes) -> dict | None:
