@@ -9,7 +9,7 @@ from functools import partial
 
 from simulation import mutants
 from simulation.faults import BREAKERS, KINDS
-from simulation.world import VARIANTS, Outcome, Settings, kinds_of, simulate
+from simulation.world import VARIANTS, Outcome, Settings, simulate
 
 SHOWN = 5
 
@@ -60,7 +60,7 @@ def campaign(settings: Settings, seeds: range, jobs: int) -> bool:
                 for violation in outcome.violations[:SHOWN]:
                     print(f"    {violation.at:9.3f} s  {violation.kind}: {violation.text}")
     fell = sum((outcome.fell for outcome in outcomes), Counter())
-    bad = Counter(kind for outcome in outcomes for kind in kinds_of(outcome.violations))
+    bad = Counter(kind for outcome in outcomes for kind in {violation.kind for violation in outcome.violations})
     print(
         f"{len(outcomes)} seeds: {fell.total()} faults, {sum(o.virtual_s for o in outcomes):.0f} virtual seconds, "
         f"{sum(o.commits for o in outcomes)} commits, {sum(o.applied for o in outcomes)} applied, "

@@ -65,6 +65,8 @@ def break_it(world: World, fault: Fault) -> None:
     if not lives:
         return
     life = lives[fault.group % len(lives)]
+    if fault.kind in DEADLY and not _spare(world, life):
+        return
     try:
         BREAKERS[fault.kind](world, life, life.ranks[fault.rank % life.size], fault.size)
     except NothingToBreak:
@@ -92,26 +94,22 @@ def _another(world: World, life: Life) -> Life:
 
 def _kill(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies; its agent ends the others."""
-    _only_if(_spare(world, life))
     rank.process.kill()
 
 
 def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies at one of its next waits, whatever it waits for."""
-    _only_if(_spare(world, life))
     rank.process.die_after = 1 + int(size * 60)
     world.disturbed(world.scheduler.now + 5.0)
 
 
 def _kill_at_vote(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies between its next tally and the commit."""
-    _only_if(_spare(world, life))
     rank.dies_at_vote = True
     world.disturbed(world.scheduler.now + 5.0)
 
 
 def _kill_group(world: World, life: Life, rank: Rank, size: float) -> None:
-    _only_if(_spare(world, life))
     if size < 0.2:  # the host with its snapshots
         life.group.keeper = [{} for _ in life.group.keeper]
     life.end()
@@ -137,7 +135,6 @@ def _stop_group(world: World, life: Life, rank: Rank, size: float) -> None:
 
 def _hang(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank stands still until its agent's watchdog ends the group."""
-    _only_if(_spare(world, life))
     world.stop(rank.process, 200.0)
 
 
@@ -158,30 +155,30 @@ def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> None:
 
 def _lighthouse(world: World) -> LighthouseNode:
     node = world.lighthouses[world.published]
-    _only_if(node.up)
+    _only_if(node.process.alive)
     return node
 
 
 def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> None:
     """The lighthouse dies and comes back at its address, knowing nothing."""
     node, away_s = _lighthouse(world), 0.1 + 15.0 * size**2
-    _only_if(not node.frozen)
-    node.die()
+    _only_if(not node.process.stopped)
+    node.process.kill()
     world.scheduler.call_in(away_s, node.start)
     world.disturbed(world.scheduler.now + away_s)
 
 
 def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> None:
     node, away_s = _lighthouse(world), 0.5 + 15.0 * size**2
-    _only_if(not node.frozen)
-    node.freeze(away_s)
+    _only_if(not node.process.stopped)
+    node.process.stop(away_s)
     world.disturbed(world.scheduler.now + away_s)
 
 
 def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> None:
     """The lighthouse's host is gone; another one is started elsewhere."""
     away_s = 0.5 + 10.0 * size
-    _lighthouse(world).die()
+    _lighthouse(world).process.kill()
     world.scheduler.call_in(away_s, world.move_lighthouse)
     world.disturbed(world.scheduler.now + away_s)
 
@@ -191,8 +188,8 @@ def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> Non
     node = _lighthouse(world)
     world.move_lighthouse()
     if size > 0.5:
-        node.freeze(20.0 * (size - 0.5))
-    world.scheduler.call_in(30.0 * size, node.die)
+        node.process.stop(20.0 * (size - 0.5))
+    world.scheduler.call_in(30.0 * size, lambda: node.process.kill())
     world.disturbed(world.scheduler.now + 30.0 * size)
 
 
@@ -342,11 +339,15 @@ def _lasts_s(size: float) -> float:
     return 1.0 + 39.0 * size**2
 
 
-def _lose(world: World, ways: Sequence[tuple[str, str]], size: float) -> None:
-    """The others are to go on meanwhile."""
-    seconds = _lasts_s(size)
-    world.network.lose(ways, seconds)
-    world.scheduler.call_in(seconds, world.disturbed)
+def _lose(ways: Callable[[World, Life], Sequence[tuple[str, str]]]) -> Callable[[World, Life, Rank, float], None]:
+    """Nothing passes on these ways. The others are to go on meanwhile."""
+
+    def breaker(world: World, life: Life, rank: Rank, size: float) -> None:
+        seconds = _lasts_s(size)
+        world.network.lose(ways(world, life), seconds)
+        world.scheduler.call_in(seconds, world.disturbed)
+
+    return breaker
 
 
 def _around(life: Life, hosts: Iterable[str]) -> list[tuple[str, str]]:
@@ -356,24 +357,6 @@ def _around(life: Life, hosts: Iterable[str]) -> list[tuple[str, str]]:
 
 def _hosts(world: World) -> list[str]:
     return [f"h{number}" for number in sorted(world.groups)]
-
-
-def _part(world: World, life: Life, rank: Rank, size: float) -> None:
-    _lose(world, _around(life, [_another(world, life).host]), size)
-
-
-def _one_way(world: World, life: Life, rank: Rank, size: float) -> None:
-    _lose(world, [(life.host, _another(world, life).host)], size)
-
-
-def _unreached(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group is cut off from all others, and not from the lighthouse."""
-    _lose(world, _around(life, _hosts(world)), size)
-
-
-def _gone(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group is cut off from everybody."""
-    _lose(world, _around(life, [*_hosts(world), world.lighthouses[world.published].host]), size)
 
 
 def _closed(world: World, life: Life, rank: Rank, size: float) -> None:
@@ -394,7 +377,6 @@ def _slow_link(world: World, life: Life, rank: Rank, size: float) -> None:
 
 def _dark(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group's host is gone, and no connection says so."""
-    _only_if(_spare(world, life))
     world.network.dark.add(life.host)
     life.end()
 
@@ -441,10 +423,11 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "stray": _stray,
     "twin": _twin,
     "slow": _slow,
-    "part": _part,
-    "one-way": _one_way,
-    "unreached": _unreached,
-    "gone": _gone,
+    "part": _lose(lambda world, life: _around(life, [_another(world, life).host])),
+    "one-way": _lose(lambda world, life: [(life.host, _another(world, life).host)]),
+    # From all others and not from the lighthouse; from everybody.
+    "unreached": _lose(lambda world, life: _around(life, _hosts(world))),
+    "gone": _lose(lambda world, life: _around(life, [*_hosts(world), world.lighthouses[world.published].host])),
     "closed": _closed,
     "slow-link": _slow_link,
     "dark": _dark,
@@ -456,6 +439,8 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "join-vote": _join_at_vote,
     "join-odd": _join_odd,
 }
+DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
+"""What ends a group, if it is not the last one with a state."""
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
 """In which nobody falls silent: the connections of all that die are closed."""
 REFUSALS = ("refuse", "sick", "narrow")

@@ -109,14 +109,3 @@ class SimEvents:
                 text = f"{self._rank.name}, step {step}: {fields['recomputed']} where {sorted(truly)} were"
                 self._world.judge.violate("not recomputed", text)
         self._world.note(self._rank.name, kind, step, fields)
-
-
-class SimClock:
-    def __init__(self, world: World) -> None:
-        self._scheduler = world.scheduler
-
-    def now(self) -> float:
-        return self._scheduler.now + self._scheduler.check().clock_s
-
-    def sleep(self, seconds: float) -> None:
-        self._scheduler.sleep(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from everstep.quorum.errors import GroupBroken
@@ -16,12 +17,13 @@ from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
 from simulation import real
 from simulation.checks import Checks
-from simulation.files import DONE, STARTUP, Shared, SimClock, SimEvents, SimFiles
+from simulation.files import DONE, STARTUP, Shared, SimEvents, SimFiles
 from simulation.judge import State
 from simulation.nodes import TOKEN, Voice
 from simulation.ranks import Collectives, GroupRanks
 from simulation.scheduler import Process
 from simulation.services import Communicator, StoreServer
+from simulation.system import monotonic, sleep
 from simulation.trainer import SimWork
 
 if TYPE_CHECKING:
@@ -188,12 +190,8 @@ class Rank:
         self.door: Any = None
         self.work = SimWork(world, self)
 
-    @property
-    def snapshots(self) -> dict[int, State]:
-        return self.life.group.keeper[self.number]
-
     def snapshot(self, state: State) -> None:
-        held = self.snapshots
+        held = self.life.group.keeper[self.number]
         held[state.step] = state
         while len(held) > BUFFERS:
             del held[min(held)]
@@ -215,7 +213,7 @@ class Rank:
             token=TOKEN,
             make=Communicator,
         )
-        host = Host(SimClock(world), files, SimEvents(world, self))
+        host = Host(SimpleNamespace(now=monotonic, sleep=sleep), files, SimEvents(world, self))
         ranks = GroupRanks(life.decisions, self.number, life.size)
         try:
             protocol = StepProtocol(

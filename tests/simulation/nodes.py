@@ -31,17 +31,9 @@ class LighthouseNode:
         self.address = f"http://{host}:{PORT}"
         self.process = self._start()
 
-    @property
-    def up(self) -> bool:
-        return self.process.alive
-
-    @property
-    def frozen(self) -> bool:
-        return self.process.stopped
-
     def start(self) -> None:
         """Start anew, knowing nothing."""
-        if not self.up:
+        if not self.process.alive:
             self.process = self._start()
 
     def _start(self) -> Process:
@@ -55,12 +47,6 @@ class LighthouseNode:
         waits_s, groups = (options.join_timeout_s, options.heartbeat_timeout_s), self.world.plan.groups
         rules = real.gate.Rules(options.min_replicas, *waits_s, groups)
         real.gate.Gate(TOKEN, (self.host, PORT), rules, lambda count, last: None)
-
-    def die(self) -> None:
-        self.process.kill()
-
-    def freeze(self, seconds: float) -> None:
-        self.process.stop(seconds)
 
 
 class Voice:

@@ -15,21 +15,14 @@ TIMEOUT_S = 100.0
 """torchtitan's timeout of a collective within a group."""
 
 
-class _Meeting:
-    __slots__ = ("signature", "values")
-
-    def __init__(self, signature: tuple[Any, ...]) -> None:
-        self.signature = signature
-        self.values: dict[int, Any] = {}
-
-
 class Collectives:
     """One process group within a group: pairs call number k of every rank, whatever they call."""
 
     def __init__(self, world: World, life: Life, name: str) -> None:
         self._world, self._life, self._name = world, life, name
         self._calls = [0] * life.size
-        self._meetings: dict[int, _Meeting] = {}
+        self._meetings: dict[int, tuple[tuple[Any, ...], dict[int, Any]]] = {}
+        """By number of a call that some rank has still to make: its signature, and what the ranks gave."""
         self.changed = Signal()
 
     def meet(self, rank: int, signature: tuple[Any, ...], value: Any) -> list[Any]:
@@ -37,30 +30,30 @@ class Collectives:
         scheduler, life = self._world.scheduler, self._life
         scheduler.check()
         number = self._note(rank, signature, value)
-        meeting = self._meetings[number]
-        if len(meeting.values) == life.size:
+        _, values = self._meetings[number]
+        if len(values) == life.size:
             self._meetings.pop(number)
             self.changed.fire(scheduler)
-            return [meeting.values[place] for place in range(life.size)]
-        in_time = scheduler.wait(self.changed, lambda: len(meeting.values) == life.size or life.broken, TIMEOUT_S)
-        if len(meeting.values) < life.size or (life.broken and scheduler.random.random() < 0.5):
+            return [values[place] for place in range(life.size)]
+        in_time = scheduler.wait(self.changed, lambda: len(values) == life.size or life.broken, TIMEOUT_S)
+        if len(values) < life.size or (life.broken and scheduler.random.random() < 0.5):
             raise GroupBroken("a rank of this group is gone" if in_time else f"no answer within {TIMEOUT_S:.0f} s")
-        return [meeting.values[place] for place in range(life.size)]
+        return [values[place] for place in range(life.size)]
 
     def note(self, rank: int, signature: tuple[Any, ...]) -> None:
         """A call that all ranks make in the same order, though none waits for the others."""
         self._world.scheduler.check()
         number = self._note(rank, signature, None)
-        if len(self._meetings[number].values) == self._life.size:
+        if len(self._meetings[number][1]) == self._life.size:
             del self._meetings[number]
 
     def _note(self, rank: int, signature: tuple[Any, ...], value: Any) -> int:
         number = self._calls[rank]
         self._calls[rank] += 1
-        meeting = self._meetings.setdefault(number, _Meeting(signature))
-        meeting.values[rank] = value
-        if meeting.signature != signature:
-            text = f"{self._life.name}, {self._name} {number}: {signature} of rank {rank} meets {meeting.signature}"
+        first, values = self._meetings.setdefault(number, (signature, {}))
+        values[rank] = value
+        if first != signature:
+            text = f"{self._life.name}, {self._name} {number}: {signature} of rank {rank} meets {first}"
             self._world.judge.violate("collectives paired", text)
             raise GroupBroken("the ranks of this group are at different calls")
         return number

@@ -153,7 +153,7 @@ def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_w
     """For 6 s: it is not known to be dead, and whoever lives makes no step without it."""
     then = (Fault(13.4, "stop-group", 2, 0, 0.5), Fault(13.5, "group", 1, 0, 0.9))
     outcome = run_of(Fault(13.0, "lh-out", 2, 0, 0.25), *then, beat_s=30.0, restart_s=(90.0, 90.0))
-    together = {text.partition("groups=")[2] for at, _, text in told(outcome, "applied") if at > 14}
+    together = {text.partition("groups=")[2] for at, _, text in told(outcome, "applied", "0.0/0") if at > 14}
     assert together == {"(0, 2)"}
     assert longest_pause_s(outcome, "0.0/0") < 6.0 + 2.0 + 2 * 2.0
 

@@ -109,10 +109,8 @@ class SimWork:
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)
             self._recomputed(step, slot)
-        world.scheduler.pause(0.9 * plan.slot_s, 1.1 * plan.slot_s * world.slowness(life.group.id))
-        self._together("sharded", step, slot)
+        self._forward_and_backward(step, slot)
         self.gradient[step, slot] += 1
-        self._computed += 1
         wrong = life.checks.is_wrong(self._computed, step, slot)
         if wrong:
             self.gradient[step, WRONG] += 1
@@ -124,6 +122,12 @@ class SimWork:
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
             self.recomputed.add(slot)
+
+    def _forward_and_backward(self, step: int, slot: int) -> None:
+        slot_s, slow = self._world.plan.slot_s, self._world.slow.get(self.rank.life.group.id, 1.0)
+        self._world.scheduler.pause(0.9 * slot_s, 1.1 * slot_s * slow)
+        self._together("sharded", step, slot)
+        self._computed += 1
 
     def _bits_of(self, step: int, slot: int, wrong: bool) -> int:
         return 1 + (fold(step, slot, self.rank.life.group.id + 1 if wrong else 0) & (1 << 50) - 1)
@@ -137,9 +141,7 @@ class SimWork:
         self._same("audit", step, slot)
         if (step, slot) >= world.plan.data_ends:
             raise OutOfData
-        world.scheduler.pause(0.9 * world.plan.slot_s, 1.1 * world.plan.slot_s * world.slowness(life.group.id))
-        self._together("sharded", step, slot)
-        self._computed += 1
+        self._forward_and_backward(step, slot)
         return self._bits_of(step, slot, life.checks.is_wrong(self._computed, step, slot))
 
     def _recomputed(self, step: int, slot: int) -> None:

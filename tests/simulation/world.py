@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -297,9 +297,6 @@ class World:
         if self.setting.random() < 0.1:
             self._set_s = self.setting.uniform(-60.0, 60.0)
         return self.scheduler.now + self._set_s
-
-    def slowness(self, group: int) -> float:
-        return self.slow.get(group, 1.0)
 
     def lives(self) -> list[Life]:
         """The newest life of every group, where it goes on."""
@@ -659,7 +656,3 @@ def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False
         return World(seed, plan, trace=trace).run()
     finally:
         gc.enable()
-
-
-def kinds_of(violations: Sequence[Violation]) -> list[str]:
-    return sorted({violation.kind for violation in violations})
