@@ -235,6 +235,63 @@ def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next(make
         assert time.monotonic() - begun < BEATS_S / 5
 
 
+def slow_client(monkeypatch, heartbeat_s):
+    """Heartbeats to gates' lighthouses last so long; in what it returns, how long the next one and each quorum do."""
+    late = {}
+
+    class Slow:
+        def __init__(self, *words):
+            self.client = LighthouseClient(*words)
+
+        def heartbeat(self, *words, **more):
+            time.sleep(late.pop("heartbeat", heartbeat_s))
+            self.client.heartbeat(*words, **more)
+
+        def quorum(self, *words, **more):
+            found = self.client.quorum(*words, **more)
+            time.sleep(late.get("quorum", 0.0))
+            return found
+
+    monkeypatch.setattr("everstep.quorum.gate.LighthouseClient", Slow)
+    return late
+
+
+def all_ask(members, number, later_s=0.0):
+    """What each gets; all but the first ask later."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        first = pool.submit(asks, members[0], 0, number, State(1, 1))
+        time.sleep(later_s)
+        rest = [pool.submit(asks, member, group, number, State(1, 1)) for group, member in enumerate(members[1:], 1)]
+        return [one.result() for one in (first, *rest)]
+
+
+def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_group_is_heard_again(make, monkeypatch):
+    """Each heartbeat lasts longer than the lighthouse takes to look whether there is a quorum."""
+    slow_client(monkeypatch, 0.06)
+    at = [make.gate(3)]
+    members = [make.member(group, at) for group in range(3)]
+    assert all_ask(members, 1) == [[0, 1, 2]] * 3
+    with pytest.raises(QuorumUnavailable):
+        members[0].ask(a_request(0, 2, State(1, 1)), timedelta(seconds=JOIN_S / 2))
+    members[0].leave()
+    time.sleep(2 * BEATS_S)
+    members[0] = make.member(0, at)
+    time.sleep(BEATS_S)
+    assert all_ask(members, 3, JOIN_S / 2) == [[0, 1, 2]] * 3
+
+
+def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of_that_one(make, monkeypatch):
+    late = slow_client(monkeypatch, 0.0)
+    at = [make.gate(3)]
+    members = [make.member(group, at) for group in range(3)]
+    assert all_ask(members, 1) == [[0, 1, 2]] * 3
+    time.sleep(BEATS_S)
+    assert all_ask(members, 2) == [[0, 1, 2]] * 3
+    time.sleep(0.3)  # the lighthouse takes all for living for as long again
+    late |= {"heartbeat": 0.3, "quorum": 0.1}
+    assert all_ask(members, 3, JOIN_S - 0.1) == [[0, 1, 2]] * 3
+
+
 def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse(make):
     """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
     gate = make.gate(heartbeat_timeout_s=1.0)

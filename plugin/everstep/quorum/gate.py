@@ -144,9 +144,9 @@ class Gate:
         """The answer to all that are in the newest quorum."""
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
-        """When the lighthouse was last told who lives."""
+        """When the lighthouse was last told who lives; long ago if nobody asks."""
         self._passed: set[str] = set()
-        """Replicas that it was asked for and that were in no quorum since."""
+        """Replicas that it was asked for and that were in no quorum since: it forms one of them once it may."""
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
         self._closed = threading.Event()
@@ -238,20 +238,21 @@ class Gate:
     def _keep_beating(self) -> None:
         """Tell the lighthouse who lives, while it is asked or about to be: whoever beats, and not who has closed its
         connections. While nobody asks, it takes all for dead, and waits for none of them later."""
-        is_asked, begun = False, time.monotonic()
+        begun = time.monotonic()
         while not self._closed.is_set():
             with self._changed:
                 left_s = max(0.0, begun + self._every_s - time.monotonic())
                 self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)
-            begun, was_asked, counting = time.monotonic(), is_asked, set(self._counting().values())
+            begun, counting = time.monotonic(), set(self._counting().values())
             self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
-            is_asked = bool(self._waits) or not self._passed.isdisjoint(counting)
-            if not is_asked:
-                continue
-            if was_asked and self._stood_still():
-                self._believed_from = begun + 2 * self._every_s
-            # Those that have asked first: of all that it takes for dead together, none of them is to be left alone.
-            for replica in sorted(counting, key=lambda replica: (replica not in self._passed, replica)):
+            with self._changed:
+                if not self._waits and not self._passed:
+                    self._beaten = -math.inf
+                    continue
+                if (stood_still := self._stood_still()) and self._passed:
+                    self._believed_from = begun + 2 * self._every_s
+            # Those that it was asked for are never alone: they expire first, and come last if they have expired.
+            for replica in sorted(counting, key=lambda replica: ((replica in self._passed) == stood_still, replica)):
                 if replica in self._beating:
                     try:
                         self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
@@ -283,7 +284,6 @@ class Gate:
         with self._changed:
             if self._waits.get(asked.replica) is not waiting:  # an earlier one held its place in the newest quorum
                 return self._newest
-            self._passed.add(asked.replica)
         client = self._clients[zlib.crc32(asked.replica.encode()) % CLIENTS]
         try:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
@@ -310,6 +310,7 @@ class Gate:
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
                 if now >= self._asks_from and not self._stood_still() and self._may_pass():
+                    self._passed.add(waiting.request.name)
                     break
                 self._changed.wait(until - now)  # or until the next heartbeats: those it waits for may have died
             self._queued -= 1
