@@ -1,6 +1,5 @@
 """What an injector may hit."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from everstep.run.token import run_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from watched import DEADLINE_S
+from timeline import Timeline
+from watched import DEADLINE_S, environment
 
 
 @pytest.fixture
@@ -71,15 +71,10 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
 )
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
     view = View(tmp_path)
-    told = [("run_started", None, {"groups": groups})]
-    told += [("workers_started", group, {"incarnation": 0, "pids": [2 + group]}) for group in there]
-    told += [("commit", group, {"groups": list(there), "history": "1", "parent": "0"}) for group in there]
-    view.apply(
-        [
-            {"t": t, "mono": t, "group": group, "rank": 0, "step": 1, "kind": kind} | fields
-            for t, (kind, group, fields) in enumerate(told)
-        ]
-    )
+    told = Timeline().add(0, "run_started", role="supervisor", groups=groups)
+    for group in there:
+        told.add(1, "workers_started", group, incarnation=0, pids=[2 + group])
+    view.apply(told.commit(2, 1, there).events)
     view.hit(hit)
     assert view.candidates(1) == candidates
     if candidates:
@@ -98,12 +93,8 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
         "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    run = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes, env=environment())
     worker = int(run.stdout.readline())
     with (tmp_path / ".lock").open():
         assert holder_of(tmp_path)[0] == run.pid
