@@ -1,10 +1,92 @@
-"""What the account makes of logs that the simulated runs do not write: from event sequences with a known story."""
+"""What the account makes of logs: from event sequences with a known story."""
 
 import pytest
 
 from everstep.report.account import read
-from everstep.report.score import figures_of
+from everstep.report.faults import fault_rows
+from everstep.report.groups import STATES
+from everstep.report.score import figures_of, loss_by_step
 from timeline import Timeline
+
+
+def begun():
+    """Two groups with slots of four samples, which have made step 1."""
+    run = Timeline().add(0, "run_started", role="supervisor", groups=2, global_batch_size=16).start(1, 0, 1)
+    return run.attempt(2, 1, 0, [0, 2]).attempt(2.01, 1, 1, [1, 3]).commit(2.1, 1, [0, 1])
+
+
+def killed(run, t, *groups):
+    run.fault(t, "kill-group", [*groups])
+    for group in groups:
+        run.add(t + 0.01, "workers_died", group, role="agent", reason="killed", exitcodes={"0": -9})
+    return run
+
+
+def back(run, t, step, history):
+    """Group 0 starts again, heals and takes part in a step, in which group 1 is too."""
+    run.start(t, 0).heal(t + 0.5, 0, 1, step, history)
+    return run.attempt(t + 2, step, 0, [0, 2]).attempt(t + 2, step, 1, [1, 3]).commit(t + 2.1, step, [0, 1])
+
+
+STORIES = {
+    "a group that dies with a commit that no other has": (
+        lambda run: back(
+            killed(run.commit(4, 2, [0, 1], by=[0], loss=9.0), 4.1, 0).attempt(6, 2, 1, [0, 2]).commit(6.1, 2, [1]),
+            7, 3, None,
+        ),
+        [1.0, 2.0, 3.0], {"commits_dropped": 1, "kills": 1, "attempts": 3, "rejoins": [5.0]},
+    ),
+    "all die and load an older state": (
+        lambda run: killed(
+            run.attempt(4, 2, 0, [0, 2]).attempt(4, 2, 1, [1, 3]).commit(4.1, 2, [0, 1], loss=9.0), 5, 0, 1
+        ).start(8, 0, 1, step=2, source="disk")
+        .attempt(10, 2, 0, [0, 2]).attempt(10, 2, 1, [1, 3]).commit(10.1, 2, [0, 1]),
+        [1.0, 2.0], {"commits_dropped": 1, "slots_recomputed": 4, "attempts": 3, "rejoins": [5.1, 5.1]},
+    ),
+    "a group that misses a commit and heals": (
+        lambda run: run.commit(4, 2, [0, 1], by=[1]).heal(4.5, 0, 1, 3)
+        .attempt(6, 3, 0, [0, 2]).attempt(6, 3, 1, [1, 3]).commit(6.1, 3, [0, 1]),
+        [1.0, 2.0, 3.0], {"attempts": 2, "healing_s": 0.1},
+    ),
+    "a slot in nobody's sum": (
+        lambda run: run.commit(4, 2, [0, 1], owners=[0, 1, -1, 1], coverage_ok=False),
+        [1.0, 2.0], {"samples_lost": 4, "samples": 28},
+    ),
+    "two groups that do not agree whose a slot is": (
+        lambda run: run.commit(4, 2, [0, 1], by=[0]).commit(4, 2, [0, 1], by=[1], owners=[0, 1, 0, 0]),
+        [1.0, 2.0], {"samples_repeated": 4},
+    ),
+    "an attempt that fails, after which all is held": (
+        lambda run: run.attempt(4, 2, 0, [0, 2], committed=False).attempt(4, 2, 1, [1, 3], committed=False)
+        .attempt(5, 2, 0, took_s=0.1).attempt(5, 2, 1, took_s=0.1).commit(5.1, 2, [0, 1]),
+        [1.0, 2.0], {"attempts": 3, "stalled_s": 3.8},
+    ),
+    "and one after which groups have lost what they held": (
+        lambda run: run.attempt(4, 2, 0, [0, 2], committed=False).attempt(4, 2, 1, [1, 3], committed=False)
+        .attempt(6, 2, 0, [0, 2], [0, 2]).attempt(6, 2, 1, [1, 3], [3]).commit(6.1, 2, [0, 1]),
+        [1.0, 2.0], {"attempts": 3, "attempts_thrown_away": 1, "slots_recomputed": 4, "recomputed_s": 3.0},
+    ),
+}  # fmt: skip
+"""After `begun`: what happens, the losses of the final state's steps, and figures; other counts are 0."""
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_the_figures_are_those_of_the_story(story):
+    happens, losses, expected = STORIES[story]
+    account = read(happens(begun()).events)
+    figures = figures_of(account)
+    assert [*loss_by_step(account.lineage.final()).items()] == [*enumerate(losses, 1)]
+    counts = ("commits_dropped", "attempts_thrown_away", "slots_recomputed", "samples_lost", "samples_repeated")
+    expected = {"rejoins": []} | dict.fromkeys(counts, 0) | expected
+    rows = fault_rows(account.faults.found, figures["step_s_median"])
+    assert [row["rejoin_s"] for row in rows] == pytest.approx(expected.pop("rejoins"))
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    for row in rows:
+        assert row["stall_s"] is None or 0 <= row["stall_s"] <= row["delay_s"]
+    for spent in figures["time_by_group"].values():
+        assert set(spent) == set(STATES)
+        assert sum(spent.values()) == pytest.approx(figures["wall_s"]), "no moment is left out or told twice"
+    assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
 
 
 def life(*story):

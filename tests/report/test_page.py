@@ -5,35 +5,20 @@ import subprocess
 
 import pytest
 
-from simulator import Simulator
-from timeline import Timeline, page_of
+from timeline import Timeline, finished_run, page_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def simulated(folder, attempts, seed=0, groups=3):
-    """A run directory with the log of a simulated run: of every ten attempts a group dies in one."""
-    run = Simulator(groups, slots=6, seed=seed)
-    for index in range(attempts):
-        run.play({5: "kill", 6: "revive"}.get(index % 10, "go"), index)
-    run.events()
-    run.log.write(folder)
-    return folder
-
-
-def opened(page, tmp_path, *flags):
-    """The page's document as the browser has it after loading, and what its console said."""
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={tmp_path}/profile", *flags, "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_a_browser_opens_it_without_complaint(tmp_path):
-    run, other = simulated(tmp_path / "run", 60), simulated(tmp_path / "other", 60, seed=1)
-    text, complaints = opened(page_of(run, other), tmp_path, "--window-size=390,800")
-    assert complaints == []
+    run, other = finished_run().write(tmp_path / "run"), finished_run(0.25).write(tmp_path / "other")
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--window-size=390,800", "--dump-dom"]
+    page = page_of(run, other).as_uri()
+    done = subprocess.run([*command, page], capture_output=True, text=True, timeout=120, check=True)
+    assert ":CONSOLE" not in done.stderr
+    text = done.stdout
     assert text.count("<svg") == text.count("data-curve=") >= 4
     assert "0 thrown away" in text
     for outside in ('src="http', 'href="http', "@import", "<script src"):
@@ -41,7 +26,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
 
 
 def test_links_where_a_report_writes_are_replaced_and_the_config_is_not_shown(tmp_path):
-    run, victim = simulated(tmp_path / "run", 3), tmp_path / "victim"
+    run, victim = finished_run().write(tmp_path / "run"), tmp_path / "victim"
     victim.write_text("[job]\nmodule = 'do-not-show-this'\n")
     for name in ("report.json", "report.json.tmp", "report.html", "report.html.tmp", "config.toml"):
         (run / name).symlink_to(victim)

@@ -83,3 +83,31 @@ class Timeline:
             with (folder / f"{names.get(event['role'], event['role'])}.jsonl").open("a") as file:
                 file.write(json.dumps(event, separators=(",", ":")) + "\n")
         return run_dir
+
+
+def finished_run(loss_shift=0.0):
+    """Three groups, eight steps; group 2 is killed in step 4 and takes part again in step 7."""
+    run = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=8, seed=0, global_batch_size=24)
+    run.start(1, 0, 1, 2)
+    owners, all_groups = [0, 1, 2, 0, 1, 2], [0, 1, 2]
+    for step in (1, 2, 3):
+        run.commit(step + 1, step, all_groups, owners=owners, loss=5 - step * 0.1 + loss_shift)
+        for group in all_groups:
+            run.attempt(step + 1, step, group, [group, group + 3], took_s=0.9)
+    run.fault(4.4, "kill-worker", 2)
+    run.add(4.5, "workers_died", 2, role="agent", incarnation=0, exitcodes={"0": -9})
+    for group in (0, 1):
+        run.attempt(5.2, 4, group, [group, group + 3], took_s=1.1, committed=False)
+        run.attempt(6, 4, group, [2 + 3 * group], took_s=0.7)
+    run.commit(6, 4, [0, 1], owners=[0, 1, 0, 0, 1, 1], loss=4.6 + loss_shift, took_s=2.0)
+    run.add(6.2, "worker_ready", 2, incarnation=1, pid=2, startup_s=1.0)
+    for step, groups in ((5, [0, 1]), (6, [0, 1]), (7, all_groups), (8, all_groups)):
+        if step == 7:
+            run.heal(8.5, 2, source=0, step=7)
+        run.commit(step + 2, step, groups, owners=[groups[i % len(groups)] for i in range(6)], loss=5 - step * 0.1)
+        for group in groups:
+            slots = [i for i in range(6) if groups[i % len(groups)] == group]
+            run.attempt(step + 2, step, group, slots, took_s=0.9)
+    for group in all_groups:
+        run.add(10.5, "training_done", group, 8)
+    return run.add(11, "run_ended", role="supervisor", status="done", reason="")
