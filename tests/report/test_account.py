@@ -43,6 +43,11 @@ STORIES = {
         .attempt(10, 2, 0, [0, 2]).attempt(10, 2, 1, [1, 3]).commit(10.1, 2, [0, 1]),
         [1.0, 2.0], {"commits_dropped": 1, "slots_recomputed": 4, "attempts": 3, "rejoins": [5.1, 5.1]},
     ),
+    "a group that is back has its part when it owns a slot, or there are fewer than groups": (
+        lambda run: killed(killed(run, 3, 0).commit(4, 2, [1]), 5, 0).start(6, 0).heal(6.5, 0, 1, 3)
+        .commit(7, 3, [0, 1], owners=[1, 1, 1, 1]).commit(8, 4, [0, 1], owners=[1]),
+        [1.0, 2.0, 3.0, 4.0], {"kills": 2, "attempts": 1, "rejoins": [5.0, 3.0]},
+    ),
     "a group that misses a commit and heals": (
         lambda run: run.commit(4, 2, [0, 1], by=[1]).heal(4.5, 0, 1, 3)
         .attempt(6, 3, 0, [0, 2]).attempt(6, 3, 1, [1, 3]).commit(6.1, 3, [0, 1]),
