@@ -249,5 +249,5 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
 def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due
     in that step, for which they would wait."""
-    outcome = run_of(Fault(14.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
+    outcome = run_of(Fault(13.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0
