@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import simulation.trainer
 import simulation.world
 from everstep.step.attempt import Attempt
 from everstep.step.protocol import StepProtocol
@@ -246,8 +247,11 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(spares: int) -> None:
-    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are due
-    in that step, for which they would wait."""
-    outcome = run_of(Fault(13.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
+def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(
+    monkeypatch: pytest.MonkeyPatch, spares: int
+) -> None:
+    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are
+    due, for which they would wait."""
+    monkeypatch.setattr(simulation.trainer, "NOTES_EVERY", 1000)
+    outcome = run_of(Fault(14.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0
