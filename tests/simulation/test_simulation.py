@@ -247,9 +247,7 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_group_that_stands_still_is_not_waited_for_until_its_sum_times_out(
-    monkeypatch: pytest.MonkeyPatch, spares: int
-) -> None:
+def test_who_stands_still_is_not_waited_for_until_sums_time_out(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
     """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are
     due, for which they would wait."""
     monkeypatch.setattr(simulation.trainer, "NOTES_EVERY", 1000)
