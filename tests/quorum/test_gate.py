@@ -85,6 +85,15 @@ def asks(member, group, number, state=FRESH):
     return [found.group for found in member.ask(a_request(group, number, state), SOON)[1]]
 
 
+def all_ask(members, number, later_s=0.0):
+    """What each gets; all but the first ask later."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        first = pool.submit(asks, members[0], 0, number, State(1, 1))
+        time.sleep(later_s)
+        rest = [pool.submit(asks, member, group, number, State(1, 1)) for group, member in enumerate(members[1:], 1)]
+        return [one.result() for one in (first, *rest)]
+
+
 def asks_until_together(member, group, state):
     """As groups do: who meets a start that is gone asks again."""
     end, number = time.monotonic() + 2 * SOON.total_seconds(), 1
@@ -224,15 +233,12 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
 def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next(make):
     at = [make.gate(3)]
     members = [make.member(group, at) for group in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(asks, member, group, 1, State(1, 1)) for group, member in enumerate(members)]
-        assert [one.result() for one in found] == [[0, 1, 2]] * 3
-        time.sleep(BEATS_S)
-        members[2].leave()
-        begun = time.monotonic()
-        found = [pool.submit(asks, member, group, 2, State(1, 1)) for group, member in enumerate(members[:2])]
-        assert [one.result() for one in found] == [[0, 1]] * 2
-        assert time.monotonic() - begun < BEATS_S / 5
+    assert all_ask(members, 1) == [[0, 1, 2]] * 3
+    time.sleep(BEATS_S)
+    members[2].leave()
+    begun = time.monotonic()
+    assert all_ask(members[:2], 2) == [[0, 1]] * 2
+    assert time.monotonic() - begun < BEATS_S / 5
 
 
 def slow_client(monkeypatch, heartbeat_s):
@@ -254,15 +260,6 @@ def slow_client(monkeypatch, heartbeat_s):
 
     monkeypatch.setattr("everstep.quorum.gate.LighthouseClient", Slow)
     return late
-
-
-def all_ask(members, number, later_s=0.0):
-    """What each gets; all but the first ask later."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        first = pool.submit(asks, members[0], 0, number, State(1, 1))
-        time.sleep(later_s)
-        rest = [pool.submit(asks, member, group, number, State(1, 1)) for group, member in enumerate(members[1:], 1)]
-        return [one.result() for one in (first, *rest)]
 
 
 def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_group_is_heard_again(make, monkeypatch):

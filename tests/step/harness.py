@@ -14,7 +14,7 @@ from member import MODULUS
 from watched import environment, of_kind, until
 
 DEADLINE_S = 60
-PATIENT = {
+WAITS = {
     "heartbeat_timeout_s": 0.5, "connect_timeout_s": 2.0, "reduce_timeout_s": 5.0, "quorum_timeout_s": 5.0,
     "join_timeout_s": 30.0, "stall_timeout_s": 25.0, "startup_timeout_s": 15.0,
 }  # fmt: skip
@@ -81,11 +81,11 @@ class Run:
         return self.ranks(number, 1, **options)[0]
 
     def ranks(self, number: int, ranks: int, *, host: str = "", namespace: str = "", **options: object) -> list[Rank]:
-        """A group; its options, and of them those that are in PATIENT."""
-        own = {name: options.pop(name) for name in PATIENT.keys() & options.keys()}
+        """A group; its options, and of them those that are in WAITS."""
+        own = {name: options.pop(name) for name in WAITS.keys() & options.keys()}
         host = host or f"127.0.0.{10 + number}"
         own |= {"group_id": number, "bind_host": host, "lighthouse": f"http://{self.address}"}
-        told = json.dumps(asdict(member.Options(run_dir=str(self.run_dir), settings=PATIENT | own, **options)))
+        told = json.dumps(asdict(member.Options(run_dir=str(self.run_dir), settings=WAITS | own, **options)))
         place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         for rank in range(ranks):
             process = self._start(told, RANK=str(rank), EVERSTEP_TEST_NAMESPACE=namespace, **place)
