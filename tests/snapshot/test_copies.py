@@ -35,7 +35,9 @@ def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatc
         run.commit(3)
         assert {copier.agreed.anchor for copier in run.copiers.values()} == {(1, 1, "")}
         run.wait()
-        assert_is_step(run.recover().restored, 1)
+        found = run.recover()
+        assert found.restored is not None, found.decision
+        assert_is_step(found.restored, 1)
 
 
 @pytest.mark.parametrize(
