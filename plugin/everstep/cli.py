@@ -1,15 +1,17 @@
 """The command line: `everstep COMMAND …`. It dispatches, nothing more.
 
-Each command is a dataclass that tyro parses and a function that acts on it, in `commands`. Both are imported when the
-command is given, so `everstep --help` answers at once.
+Each command is a function in `commands`, whose parameters tyro parses. It is imported when the command is given, so
+`everstep --help` answers at once.
 """
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ STACK = ("torch", "torchtitan", "torchft", "numpy", "tyro")
 
 @dataclass(frozen=True)
 class Command:
-    """`place`: the module of the dataclass of its arguments, `Name`, and of the function that acts on them, `name`."""
+    """`place`: the module of its function, which has its name."""
 
     what: str
     place: str
@@ -87,23 +89,35 @@ def _run(name: str, command: Command, args: Sequence[str]) -> int:
     from everstep.config.errors import ConfigError
     from everstep.config.grammar import parse
 
-    module = importlib.import_module(f"everstep.{command.place}")
-    kind = getattr(module, name.capitalize())
+    function = getattr(importlib.import_module(f"everstep.{command.place}"), name)
     try:
-        value, flags = parse(kind, args, prog=f"everstep {name}")
-        _refuse_strangers(command, kind, flags)
-        return getattr(module, name)(value, flags)
+        values, flags = parse(_arguments_of(function), args, prog=f"everstep {name}")
+        _refuse_strangers(command, values, flags)
+        return function(**values, **({} if command.rest == "none" else {"flags": flags}))
     except ConfigError as error:
         raise LaunchError(str(error)) from None
 
 
-def _refuse_strangers(command: Command, kind: Any, flags: Sequence[str]) -> None:
+def _arguments_of(function: Callable[..., int]) -> Callable[..., dict[str, Any]]:
+    """What takes the arguments of a command's function, all but `flags`, and returns them by name."""
+
+    @functools.wraps(function)
+    def arguments(**values: Any) -> dict[str, Any]:
+        return values
+
+    signature = inspect.signature(function)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "flags"]
+    vars(arguments)["__signature__"] = signature.replace(parameters=own)
+    return arguments
+
+
+def _refuse_strangers(command: Command, names: Iterable[str], flags: Sequence[str]) -> None:
     """Raises LaunchError for arguments that are nobody's. torchtitan's have a section, sbatch's cannot be told."""
     if command.rest == "sbatch":
         return
     from everstep.config.grammar import ROOT_KEYS, is_flag
 
-    own = [field.replace("_", "-") for field in kind.__dataclass_fields__]
+    own = [name.rstrip("_").replace("_", "-") for name in names]
     for position, flag in enumerate(flags):
         key = flag.lstrip("-").partition("=")[0]
         if not is_flag(flag):

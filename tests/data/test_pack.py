@@ -21,7 +21,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from damage import damaged, planted
 from everstep.data import token_format
 from everstep.data.documents import Documents
-from everstep.data.pack import Pack, pack
+from everstep.data.pack import pack
 from everstep.data.token_format import DataError, map_tokens, read_footer, verify
 from everstep.titan.data.encoders import encoder_for
 
@@ -72,7 +72,7 @@ def out(tmp_path):
 def packed(tmp_path, out):
     """The file of the format's test vector, in two chunks."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": "word " * (n % 7)}) + "\n" for n in range(60)))
-    pack(Pack((tmp_path / "in.jsonl",), out), chunk_tokens=500)
+    pack((tmp_path / "in.jsonl",), out, chunk_tokens=500)
     return out
 
 
@@ -94,7 +94,7 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path, documents, tok
     write_parquet(tmp_path / "written" / "by-spark.parquet" / "part-0.parquet", documents)
     for name in ("texts", "lines.jsonl", "lines.jsonl.gz", "table.parquet", "written"):
         out = tmp_path / f"{name}.tokens"
-        footer = pack(Pack((tmp_path / name,), out))
+        footer = pack((tmp_path / name,), out)
         assert texts_in(out, tokenizer) == documents
         assert (footer.documents, footer.dtype, footer.max_id) == (60, "uint16", 257)
         verify(out)
@@ -110,12 +110,12 @@ def test_lines_of_any_further_keys_in_a_file_of_any_name_are_read(tmp_path, docu
     path = tmp_path / "part[0]::a*.jsonl"
     path.write_text("\n".join(lines), "utf-8-sig")
     (tmp_path / "part[0]::ab.jsonl").write_text('{"text": "not named"}')
-    pack(Pack((path,), out))
+    pack((path,), out)
     assert texts_in(out, tokenizer) == ["2020-01-01", *documents]
 
 
 def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl, assets, documents, out):
-    footer = pack(Pack((jsonl,), out), partial(encoder_for, str(assets / "tokenizer.json")))
+    footer = pack((jsonl,), out, partial(encoder_for, str(assets / "tokenizer.json")))
     tokens, starts = map_tokens(out, footer)
     theirs = HuggingFaceTokenizer(tokenizer_path=str(assets))
     expected = [theirs.encode(text, add_bos=True, add_eos=True) for text in documents]
@@ -129,10 +129,10 @@ def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl,
 PACK = """
 import itertools, os, signal, sys
 from pathlib import Path
-from everstep.data.pack import Pack, pack
+from everstep.data.pack import pack
 left = itertools.count(-2)
 inputs = tuple(Path(name) for name in sys.argv[2:])
-pack(Pack(inputs, Path(sys.argv[1])),
+pack(inputs, Path(sys.argv[1]),
      tell=lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL), chunk_tokens=60000)
 """
 
@@ -157,7 +157,7 @@ def begun(out):
 
 def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, corpus, out):
     whole = tmp_path / "whole.tokens"
-    assert len(pack(Pack(corpus, whole), chunk_tokens=60000).chunks) > 10
+    assert len(pack(corpus, whole, chunk_tokens=60000).chunks) > 10
     assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
     for chunks, left in ((1, -9), (4, 0)):
         newest = max(begun(out).glob("*.npz"))
@@ -165,10 +165,10 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
         (begun(out) / "whole").write_bytes(b"half of it")
         made = iter(range(chunks - 1))
         with pytest.raises(StopIteration):
-            pack(Pack(corpus, out), tell=lambda _, made=made: next(made), chunk_tokens=60000)
+            pack(corpus, out, tell=lambda _, made=made: next(made), chunk_tokens=60000)
     assert len(list(begun(out).glob("*.npz"))) == 6
     told = []
-    pack(Pack(corpus, out), tell=told.append, chunk_tokens=60000)
+    pack(corpus, out, tell=told.append, chunk_tokens=60000)
     assert len(told) == len(read_footer(whole)[0].chunks) - 6, "what was there is not made again"
     assert out.read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob("out.tokens.*"))
@@ -194,7 +194,7 @@ def test_killed_crashed_and_with_a_chunk_torn_it_makes_the_same_file(tmp_path, c
 def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=sentence):
-        pack(Pack((tmp_path / name,), out))
+        pack((tmp_path / name,), out)
     assert not out.exists()
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_whole_token_file_is_not_packed_over(corpus, packed):
     packed.write_bytes(packed.read_bytes()[:-9])
     for out in (packed, foreign, folder):
         with pytest.raises(DataError, match="exists and is no whole token file: choose another --out, or delete it"):
-            pack(Pack(corpus, out))
+            pack(corpus, out)
 
 
 # Damaged.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 from data.conftest import built
-from everstep.data.pack import Pack, pack
+from everstep.data.pack import pack
 from everstep.data.permutation import permutation
 from everstep.titan.data.rows import Rows
 from everstep.titan.data.slots import SlotSource
@@ -26,7 +26,7 @@ def test_a_permutation_takes_every_index_to_one_of_its_own_and_each_epoch_to_ano
 
 @pytest.fixture
 def token_file(tmp_path, jsonl):
-    pack(Pack((jsonl,), tmp_path / "documents.tokens"))
+    pack((jsonl,), tmp_path / "documents.tokens")
     return tmp_path / "documents.tokens"
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from everstep.commands.watch import Watch, watch
+from everstep.commands.watch import watch
 from everstep.launch.status import status
 from everstep.launch.view import RunState
 from timeline import Timeline
@@ -43,5 +43,5 @@ def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
 def test_a_view_of_a_run_that_nobody_supervises_ends_with_it(tmp_path):
     """As on Slurm, or with torchrun."""
     run = Timeline().start(0.0, 0, 1).commit(1.0, 1, (0, 1)).add(2.0, "training_done", 0, 1).write(tmp_path)
-    assert watch(Watch(run_dir=run), []) == 0
+    assert watch(run) == 0
     assert "run     done" in status(run).splitlines()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from everstep.commands.report import Report, report
+from everstep.commands.report import report
 from everstep.report.account import read
 from everstep.report.score import figures_of, loss_by_step, score, summary, verdict
 from everstep.run.directory import LaunchError
@@ -110,7 +110,7 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     broken = finished_run(loss_shift=0.25).write(tmp_path / "broken")
 
     def check(*paths, **asked):
-        status = report(Report(run_dir=paths[0], against=paths[1] if paths[1:] else None, check=True, **asked), [])
+        status = report(paths[0], paths[1] if paths[1:] else None, check=True, **asked)
         return status, *capsys.readouterr()
 
     assert check(kept)[0] == 0

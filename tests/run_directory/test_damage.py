@@ -15,7 +15,7 @@ from damage import damaged
 from everstep import cli
 from everstep.chaos.view import View
 from everstep.commands import watch
-from everstep.data.pack import Pack, pack
+from everstep.data.pack import pack
 from everstep.launch.prepare import Prepared, leave_answer, prepared_file, take_answer
 from everstep.launch.view import RunState
 from everstep.report import metrics
@@ -113,7 +113,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
     own_token(run_dir)
     take(run_dir)
     (tmp_path / "in.txt").write_text("some text " * 99)
-    pack(Pack((tmp_path / "in.txt",), run_dir / "corpus.tokens"))
+    pack((tmp_path / "in.txt",), run_dir / "corpus.tokens")
     shutil.copytree(run_dir, tmp_path / "other")
     files = sorted(path for path in run_dir.rglob("*") if path.is_file())
     whole, chance, statuses = {path: path.read_bytes() for path in files}, random.Random(rounds), set()

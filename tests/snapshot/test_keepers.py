@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from everstep import wire
-from everstep.commands.snapshots import Snapshots, snapshots
+from everstep.commands.snapshots import snapshots
 from everstep.run.directory import LaunchError
 from everstep.run.files import write_json
 from everstep.run.token import own_token, run_token
@@ -113,18 +113,17 @@ def test_a_copy_of_a_run_has_keepers_and_snapshots_of_its_own():
 def test_the_command_says_what_a_start_would_do(capsys):
     with Cluster(3) as run:
         run.take(1, 2)
-        command = Snapshots(run_dir=run.run_dir)
-        assert snapshots(command, ()) == 0
+        assert snapshots(run.run_dir) == 0
         run.lose_host(0)
-        assert snapshots(command, ()) == 0
+        assert snapshots(run.run_dir) == 0
         run.lose_host(1)
-        assert snapshots(command, ()) == 1
+        assert snapshots(run.run_dir) == 1
     *said, last = capsys.readouterr().out.splitlines()
     assert said[:2] == ["a start would restore step 2 (memory)", "a start would restore step 2 (parity)"]
     assert "not restorable: step 2: rank 0: no keeper has the part of groups 0, 1" in said[2]
     assert last == "a start would find nothing in memory"
     with pytest.raises(LaunchError, match="is no run directory"):
-        snapshots(command, ())
+        snapshots(run.run_dir)
 
 
 def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from everstep.commands.same import Same, same
+from everstep.commands.same import same
 from everstep.run.events import EventLog
 
 STEPS = 6
@@ -49,7 +49,7 @@ def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
     (one / "config.toml").write_text('[checkpoint]\nfolder = "elsewhere"\n')
     shutil.copytree(two / "checkpoint", two / "checkpoint" / "step-4.kept")
     (two / "checkpoint" / "step-4.kept" / ".metadata").touch()
-    assert same(Same(run_a=one, run_b=two), []) == status
+    assert same(one, two) == status
     told = capsys.readouterr().out
     assert all(sentence in told for sentence in said), told
 
@@ -63,5 +63,5 @@ def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
         damaged = run_dir / "checkpoint" / "step-4" / part
         dcp.save({"worker": torch.ones(1)}, checkpoint_id=str(damaged), no_dist=True)
         os.truncate(damaged / ".metadata", 40)
-    assert same(Same(run_a=one, run_b=two), []) == 1
+    assert same(one, two) == 1
     assert f"{one / 'checkpoint' / 'step-4' / part / '.metadata'} is damaged" in capsys.readouterr().out

@@ -3,8 +3,6 @@
 import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,55 +18,45 @@ from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
 from everstep.run.stops import collect_stops
 
-DEFAULT_FAULTS = ("kill-group",)
+DEFAULT_FAULTS = ["kill-group"]
 SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "run_started"}
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-@dataclass(kw_only=True)
-class Chaos:
+def chaos(
+    run_dir: tyro.conf.Positional[Path | None] = None,
+    every: float | None = None,
+    for_: Annotated[str | None, tyro.conf.arg(name="for")] = None,
+    seed: int | None = None,
+    faults: str | None = None,
+    campaign: Path | None = None,
+    list: bool = False,
+) -> int:
     """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
 
     Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
     it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
-    that (kill-all).
+    that (kill-all). Exit status 1: faults of the campaign were not done.
+
+    Args:
+        run_dir: The run directory of a run that is going on.
+        every: Seconds between faults. The first comes so long after the first step.
+        for_: How long to inject, from the first step: 90s, 10m, 2h. Default: as long as the run goes.
+        seed: Draws kinds, groups and ranks. Default: the campaign's, else 0.
+        faults: Kinds for --every, with commas: kill-worker,stop-worker; "all": every kind that can be done to this run.
+            Default: kill-group. See everstep chaos --list.
+        campaign: A TOML file that says which fault comes at which step or time.
+        list: Show every kind of fault and what it breaks, and end.
     """
-
-    run_dir: tyro.conf.Positional[Path | None] = None
-    """The run directory of a run that is going on."""
-
-    every: float | None = None
-    """Seconds between faults. The first comes so long after the first step."""
-
-    for_: Annotated[str | None, tyro.conf.arg(name="for")] = None
-    """How long to inject, from the first step: 90s, 10m, 2h. Default: as long as the run goes."""
-
-    seed: int | None = None
-    """Draws kinds, groups and ranks. Default: the campaign's, else 0."""
-
-    faults: str | None = None
-    """Kinds for --every, with commas: kill-worker,stop-worker; "all": every kind that can be done to this run. Default:
-    kill-group. See everstep chaos --list."""
-
-    campaign: Path | None = None
-    """A TOML file that says which fault comes at which step or time."""
-
-    list: bool = False
-    """Show every kind of fault and what it breaks, and end."""
-
-
-def chaos(command: Chaos, flags: Sequence[str]) -> int:
-    """Exit status 0: what was asked for was done; 1: faults of the campaign were not done."""
-    if flags:
-        raise LaunchError(f"unknown argument {flags[0]}; see --help.")
-    if command.list:
+    if list:
         print(listing())
         return 0
-    schedule, asked = _plan(command)
-    for_s = seconds(command.for_) if command.for_ else None
-    if command.run_dir is None:
+    planned = read_campaign(campaign) if campaign else Campaign([])
+    schedule, asked = _plan(planned, every, seed, faults.split(",") if faults else DEFAULT_FAULTS)
+    for_s = seconds(for_) if for_ else None
+    if run_dir is None:
         raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
-    target = find_target(command.run_dir)
+    target = find_target(run_dir)
     for fault in asked:
         if reason := why_never(fault, target):
             raise LaunchError(f"{reason}.")
@@ -85,21 +73,21 @@ def chaos(command: Chaos, flags: Sequence[str]) -> int:
     return int(bool(unmet))
 
 
-def _plan(command: Chaos) -> tuple[Schedule, list[Fault]]:
+def _plan(
+    campaign: Campaign, every_s: float | None, seed: int | None, names: list[str]
+) -> tuple[Schedule, list[Fault]]:
     """The schedule, and the faults of it that the run has to allow, which were asked for by their names. Raises
     LaunchError for what makes no sense."""
-    campaign = read_campaign(command.campaign) if command.campaign else Campaign([])
-    if command.every is None and not campaign.faults:
+    if every_s is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
-    if command.every is not None and command.every <= 0:
+    if every_s is not None and every_s <= 0:
         raise LaunchError("--every must be more than 0 seconds.")
-    names = command.faults.split(",") if command.faults else DEFAULT_FAULTS
     if names != ["all"]:
         require(names)
     faults = [Fault(name=name) for name in (FAULTS if names == ["all"] else names)]
-    seed = campaign.seed if command.seed is None else command.seed
+    seed = campaign.seed if seed is None else seed
     asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
-    return Schedule(campaign.faults, seed, command.every, faults), asked
+    return Schedule(campaign.faults, seed, every_s, faults), asked
 
 
 def seconds(text: str) -> float:

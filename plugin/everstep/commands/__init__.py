@@ -1,1 +1,6 @@
-"""What `everstep COMMAND` does: one file a command, with the dataclass of its arguments and the function that acts."""
+"""What `everstep COMMAND` does: a function a command, whose parameters are the command's arguments and whose docstring
+is its `--help`. It returns the exit status.
+
+There are as many parameters as the command has arguments. `flags` are those that it does not know: torchtitan's, or
+sbatch's.
+"""

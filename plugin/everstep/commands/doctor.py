@@ -1,9 +1,8 @@
 """`everstep doctor`: will this config run here?"""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 
 import tyro
@@ -14,43 +13,36 @@ from everstep.quorum.interface import interface_of
 from everstep.run.directory import LaunchError
 
 
-@dataclass(kw_only=True)
-class Doctor:
+def doctor(
+    config: tyro.conf.Positional[Path],
+    groups: int | None = None,
+    nodes_per_group: int = 1,
+    ranks_per_group: int = 1,
+    run_dir: Path | None = None,
+    json: bool = False,
+    flags: Sequence[str] = (),
+) -> int:
     """Look whether a config can run on this machine and survive what it should. Every line says ok, warning or error,
     and what to do. On a cluster run it on each node: srun everstep doctor CONFIG.toml --run-dir DIR.
 
-    Flags that are not listed here are torchtitan's.
+    Flags that are not listed here are torchtitan's. Exit status 1: something is an error.
+
+    Args:
+        config: The run's TOML file.
+        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
+        nodes_per_group: Nodes of each group.
+        ranks_per_group: Ranks (processes, GPUs) in each group.
+        run_dir: The run directory that the nodes will share: whether it can be written, and is nobody else's.
+        json: Print one JSON object, and nothing else, to stdout.
     """
-
-    config: tyro.conf.Positional[Path]
-    """The run's TOML file."""
-
-    groups: int | None = None
-    """Number of replica groups; the file's fault_tolerance.groups if not given."""
-
-    nodes_per_group: int = 1
-    """Nodes of each group."""
-
-    ranks_per_group: int = 1
-    """Ranks (processes, GPUs) in each group."""
-
-    run_dir: Path | None = None
-    """The run directory that the nodes will share: whether it can be written, and is nobody else's."""
-
-    json: bool = False
-    """Print one JSON object, and nothing else, to stdout."""
-
-
-def doctor(command: Doctor, flags: Sequence[str]) -> int:
-    """Exit status 1 if anything is an error."""
-    run_dir = None if command.run_dir is None else command.run_dir.resolve()
+    run_dir = None if run_dir is None else run_dir.resolve()
     order = Order(
-        config=str(command.config),
+        config=str(config),
         flags=list(flags),
-        groups=command.groups,
-        ranks=command.ranks_per_group,
+        groups=groups,
+        ranks=ranks_per_group,
         # Unless a batch system spreads the groups, or one takes several nodes.
-        together=command.nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ,
+        together=nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ,
         model=True,
     )
     try:
@@ -59,6 +51,6 @@ def doctor(command: Doctor, flags: Sequence[str]) -> int:
         lines = [Line("config", "error", str(error), "change the file, or the flag")]
     else:
         host = found.fault_tolerance.bind_host or interface_of("").address
-        lines = list(room.examine(found, command.nodes_per_group, run_dir, host))
-    print(json.dumps(room.to_json(lines)) if command.json else room.show(lines))
+        lines = list(room.examine(found, nodes_per_group, run_dir, host))
+    print(dumps(room.to_json(lines)) if json else room.show(lines))
     return int(room.broken(lines))

@@ -1,7 +1,5 @@
 """`everstep init`: a commented file to start from, written where you are."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,22 +18,19 @@ SOURCES = {
 """By name: where its file is among those that come with Everstep."""
 
 
-@dataclass(kw_only=True)
-class Init:
-    """Write a commented file to start from: a run's config, or for a cluster a script that submits one."""
+def init(
+    what: tyro.conf.Positional[Literal["demo", "llama3_1b", "llama3_8b", "qwen3_0.6b", "slurm"]],
+    out: Path | None = None,
+) -> int:
+    """Write a commented file to start from: a run's config, or for a cluster a script that submits one.
 
-    what: tyro.conf.Positional[Literal["demo", "llama3_1b", "llama3_8b", "qwen3_0.6b", "slurm"]]
-    """demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm: submit.sh,
-    which submits one."""
-
-    out: Path | None = None
-    """Where to write it. Default: its own name, in this folder."""
-
-
-def init(command: Init, flags: Sequence[str]) -> int:
-    """Returns the exit status."""
-    kind, name = SOURCES[command.what]
-    source, target = files.folder(kind) / name, command.out or Path(name)
+    Args:
+        what: demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm:
+            submit.sh, which submits one.
+        out: Where to write it. Default: its own name, in this folder.
+    """
+    kind, name = SOURCES[what]
+    source, target = files.folder(kind) / name, out or Path(name)
     if target.exists():
         raise LaunchError(f"{target} is there already; remove it, or give --out another name.")
     target.write_text(source.read_text().replace(f"configs/{name}", str(target)))

@@ -1,29 +1,43 @@
 """`everstep pack`: a token file from text."""
 
-from collections.abc import Sequence
+from pathlib import Path
 
+import tyro
 from rich.console import Console
 
-from everstep.data.pack import Pack
 from everstep.data.pack import pack as make
-from everstep.data.token_format import DataError, verify
+from everstep.data.token_format import DataError
+from everstep.data.token_format import verify as verified
 from everstep.titan.data.encoders import encoder_for
 
-__all__ = ["Pack", "pack"]
 
+def pack(
+    inputs: tyro.conf.Positional[tuple[Path, ...]] = (),
+    out: Path = Path("corpus.tokens"),
+    tokenizer: str = "bytes",
+    text_key: str = "text",
+    verify: bool = False,
+) -> int:
+    """Make a token file from text. Interrupted, the same command goes on where it was. Exit status 2: something that
+    you can put right; 1: something that the system refused; 130: Ctrl-C.
 
-def pack(command: Pack, flags: Sequence[str]) -> int:
-    """Returns the exit status: 0, 2 for something that the user can put right, 1 for what the system refused, 130 after
-    Ctrl-C."""
+    Args:
+        inputs: Text files (a document each), .jsonl and .parquet files (a document a line or row; .gz too), or
+            directories of them.
+        out: The token file to make, or to check with --verify.
+        tokenizer: A directory with a Hugging Face tokenizer.json (a model's hf_assets_path), or `bytes`.
+        text_key: The key or column that holds the text, in JSONL and parquet.
+        verify: Make nothing; compare all of --out with its checksums.
+    """
     console = Console(stderr=True)
 
     def say(message: object) -> None:
         console.print(str(message), markup=False, highlight=False, soft_wrap=True)
 
     try:
-        if command.verify and command.inputs:
+        if verify and inputs:
             raise DataError("--verify checks --out and takes no input files.")
-        footer = verify(command.out) if command.verify else make(command, lambda: encoder_for(command.tokenizer), say)
+        footer = verified(out) if verify else make(inputs, out, lambda: encoder_for(tokenizer), text_key, say)
     except KeyboardInterrupt:
         say("Stopped. The same command goes on where it was.")
         return 130
@@ -35,7 +49,7 @@ def pack(command: Pack, flags: Sequence[str]) -> int:
         return 1
     left_out = f", {footer.left_out:,} left out as empty" if footer.left_out else ""
     say(
-        f"{command.out} is whole: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
+        f"{out} is whole: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
         f"({footer.dtype}), ids up to {footer.max_id}."
     )
     return 0

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,6 @@ FOLDER = "replay"
 NEVER = 1 << 40
 
 
-@dataclass(kw_only=True)
-class Replay:
-    """Compute a step of a run again, in one group on this machine, from the newest checkpoint before it, and say of
-    each slot whether the bits of its gradient are those that were committed. The run needs [fault_tolerance]
-    exact = true; it may be finished or dead. RUN_DIR/replay keeps what was computed, until the next replay."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """The run directory."""
-
-    step: int
-    """The step."""
-
-    slot: int | None = None
-    """Say this of one slot only. The whole step is computed all the same."""
-
-
 @dataclass
 class Told:
     """What the events of a run tell of one step.
@@ -54,9 +38,18 @@ class Told:
     bits: dict[tuple[int, int], dict[str, set[int]]] = field(default_factory=dict)
 
 
-def replay(command: Replay, flags: Sequence[str]) -> int:
-    """Exit status 0 if all that was recorded of the step has the bits that it has now, else 1."""
-    run_dir, step = command.run_dir.resolve(), command.step
+def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = None) -> int:
+    """Compute a step of a run again, in one group on this machine, from the newest checkpoint before it, and say of
+    each slot whether the bits of its gradient are those that were committed. The run needs [fault_tolerance]
+    exact = true; it may be finished or dead. RUN_DIR/replay keeps what was computed, until the next replay. Exit
+    status 0: all that was recorded of the step has the bits that it has now.
+
+    Args:
+        run_dir: The run directory.
+        step: The step.
+        slot: Say this of one slot only. The whole step is computed all the same.
+    """
+    run_dir = run_dir.resolve()
     require_run(run_dir)
     begin, then = time.monotonic(), _told(run_dir)
     if step not in then:
@@ -71,7 +64,7 @@ def replay(command: Replay, flags: Sequence[str]) -> int:
     print(f"replayed   step {step} from {source}, {step - start} steps, {took_s:.0f} s")
     same = True
     for number in range(start + 1, step + 1):
-        for line, equal in _compared(then.get(number, Told()), now[number], command.slot):
+        for line, equal in _compared(then.get(number, Told()), now[number], slot):
             if not equal or number == step:
                 print(f"step {number:<6}{line}")
             same = same and equal

@@ -1,7 +1,5 @@
 """`everstep same`: whether two runs have the same bits, and where they diverge."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -10,27 +8,21 @@ from everstep.run.directory import LaunchError
 from everstep.run.token import require_run
 
 
-@dataclass(kw_only=True)
-class Same:
+def same(run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path]) -> int:
     """Compare two runs to the bit: losses, gradient norms and checksums by step, and all tensors of the newest
-    checkpoint that both have. With [fault_tolerance] exact = true two runs of one config are the same, whatever
-    failed."""
+    checkpoint that both have. With [fault_tolerance] exact = true two runs of one config are the same, whatever failed.
+    Exit status 0: all that both runs have is the same, and a step is among it.
 
-    run_a: tyro.conf.Positional[Path]
-    """A run directory."""
-
-    run_b: tyro.conf.Positional[Path]
-    """Another one."""
-
-
-def same(command: Same, flags: Sequence[str]) -> int:
-    """Exit status 0 if all that both runs have is the same and a step is among it, else 1."""
+    Args:
+        run_a: A run directory.
+        run_b: Another one.
+    """
     from everstep.titan.same import compare
 
-    for run_dir in (command.run_a, command.run_b):
+    for run_dir in (run_a, run_b):
         require_run(run_dir)
     try:
-        found = compare(command.run_a, command.run_b)
+        found = compare(run_a, run_b)
     except (OSError, ValueError) as error:
         raise LaunchError(str(error)) from None
     print(f"steps      {found.steps} in both runs, {found.checksums} with a checksum of the parameters")

@@ -1,7 +1,5 @@
 """`everstep scale`: another number of groups for a run that goes on."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -14,21 +12,15 @@ from everstep.run.files import write_json
 from everstep.run.token import require_run
 
 
-@dataclass(kw_only=True)
-class Scale:
+def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     """Give a live run more or fewer replica groups. New ones heal from the others and take part in a step once they
-    have the state; of too many the last ones finish their step and leave. The losses stay what they are."""
+    have the state; of too many the last ones finish their step and leave. The losses stay what they are.
 
-    run_dir: tyro.conf.Positional[Path]
-    """The run directory."""
-
-    groups: int
-    """How many replica groups the run is to have."""
-
-
-def scale(command: Scale, flags: Sequence[str]) -> int:
-    """Returns once the run is told. Raises LaunchError for a number of groups that its config does not take."""
-    run_dir, groups = command.run_dir.resolve(), command.groups
+    Args:
+        run_dir: The run directory.
+        groups: How many replica groups the run is to have.
+    """
+    run_dir = run_dir.resolve()
     require_run(run_dir)
     if groups < 1:
         raise LaunchError("--groups must be at least 1; `everstep stop` ends a run.")

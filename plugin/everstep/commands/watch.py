@@ -1,8 +1,6 @@
 """`everstep watch`: any run, from its events, while it goes."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -12,23 +10,19 @@ from everstep.run.directory import require_events
 POLL_S = 0.25
 
 
-@dataclass(kw_only=True)
-class Watch:
+def watch(run_dir: tyro.conf.Positional[Path]) -> int:
     """Watch a run, here or on a cluster: what happened last, then a line for each step and for what happens. Ends with
-    the run, or with Ctrl-C, which does nothing to it."""
+    the run, or with Ctrl-C, which does nothing to it. Exit status 1: the run failed.
 
-    run_dir: tyro.conf.Positional[Path]
-    """The run directory."""
-
-
-def watch(command: Watch, flags: Sequence[str]) -> int:
-    """Exit status 1 when the run failed."""
+    Args:
+        run_dir: The run directory.
+    """
     from everstep.launch.view import open_view
     from everstep.run.event_fields import OF_EVERY_STEP
     from everstep.run.events import EventTail
 
-    require_events(command.run_dir)
-    tail, view = EventTail(command.run_dir), open_view()
+    require_events(run_dir)
+    tail, view = EventTail(run_dir), open_view()
     for event in tail.past(lately=OF_EVERY_STEP):
         view.apply(event)
     print(*view.recent, view.progress(), sep="\n", flush=True)

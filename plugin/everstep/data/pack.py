@@ -12,13 +12,11 @@ import itertools
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from everstep.data import token_format
 from everstep.data.byte_ids import BYTES, Encoder
@@ -34,47 +32,30 @@ _DAMAGED = OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile
 """What numpy raises for a file that is no whole archive of arrays."""
 
 
-@dataclass
-class Pack:
-    """Make a token file from text. Interrupted, the same command goes on where it was."""
-
-    inputs: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Text files (a document each), .jsonl and .parquet files (a document a line or row; .gz too), or
-    directories of them."""
-
-    out: Path = Path("corpus.tokens")
-    """The token file to make, or to check with --verify."""
-
-    tokenizer: str = "bytes"
-    """A directory with a Hugging Face tokenizer.json (a model's hf_assets_path), or `bytes`."""
-
-    text_key: str = "text"
-    """The key or column that holds the text, in JSONL and parquet."""
-
-    verify: bool = False
-    """Make nothing; compare all of --out with its checksums."""
-
-
 def pack(
-    command: Pack,
+    inputs: Sequence[Path],
+    out: Path,
     encoder_of: Callable[[], Encoder] = lambda: BYTES,
+    text_key: str = "text",
     tell: Callable[[str], None] = lambda sentence: None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Footer:
-    """Makes `command.out` from `command.inputs`, or returns its footer if it was made from them before.
+    """Makes the token file `out` from `inputs`, or returns its footer if it was made from them before.
 
     Args:
+        inputs: text files, JSONL, parquet, or directories of them.
         encoder_of: makes what gives the ids; called when the inputs are known to be there.
+        text_key: the key or column that holds the text.
         tell: called with a sentence for each chunk.
         chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
     Raises:
         DataError, ValueError: in one sentence that names the file or the option.
     """
-    files, out = input_files(command.inputs), command.out
+    files = input_files(inputs)
     encoder = encoder_of()
     source = {
         "tokenizer": encoder.identity,
-        "text_key": command.text_key,
+        "text_key": text_key,
         "chunk_tokens": chunk_tokens,
         "inputs": [identity(file) for file in files],
     }
@@ -95,13 +76,13 @@ def pack(
     if not hold_alone(folder / "lock"):
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
-    texts = itertools.islice(documents(files, command.text_key), chunks.read, None)
+    texts = itertools.islice(documents(files, text_key), chunks.read, None)
     for ids, read in _encoded(texts, encoder, chunk_tokens):
         chunks.add(ids, read)
         tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
     if not chunks.documents:
         shutil.rmtree(folder)
-        raise DataError(f"no document with text in {', '.join(map(str, command.inputs))}.")
+        raise DataError(f"no document with text in {', '.join(map(str, inputs))}.")
     footer = chunks.join(folder / "whole", encoder.vocab_size, source)
     token_format.verify(folder / "whole")
     os.replace(folder / "whole", out)
