@@ -14,7 +14,8 @@ from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import FAULTS, own_segments
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc, View
-from everstep.run.directory import LaunchError, holder_of
+from everstep.run.directory import LaunchError, groups_file, holder_of
+from everstep.run.files import write_json
 from everstep.run.token import run_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.section import Snapshot
@@ -71,7 +72,8 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
 )
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
     view = View(tmp_path)
-    told = Timeline().add(0, "run_started", role="supervisor", groups=groups)
+    write_json(groups_file(tmp_path), {"groups": groups})
+    told = Timeline()
     for group in there:
         told.add(1, "workers_started", group, incarnation=0, pids=[2 + group])
     view.apply(told.commit(2, 1, there).events)

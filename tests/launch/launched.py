@@ -17,8 +17,9 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.address import publish_address
-from everstep.run.directory import config_file
+from everstep.run.directory import config_file, groups_file
 from everstep.run.events import read_events
+from everstep.run.files import write_json
 from forked import Forked
 from watched import Followed, environment, of_kind, until
 
@@ -81,11 +82,11 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
             publish_address(self.run_dir, "http://127.0.0.1:1")
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
         config_file(self.run_dir).parent.mkdir(exist_ok=True)
-        config_file(self.run_dir).write_text(
-            f"flags = {json.dumps(['--fault_tolerance.groups', str(settings.get('groups', 1)), *flags])}"
-        )
+        groups = settings.pop("groups", 1)
+        write_json(groups_file(self.run_dir), {"groups": groups})
+        config_file(self.run_dir).write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(groups), *flags])}")
         arguments = {
-            "run_dir": str(self.run_dir), "group": 0, "groups": 1, "ranks": 2,
+            "run_dir": str(self.run_dir), "group": 0, "ranks": 2,
             "entry": "tiny_trainer:main",
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,

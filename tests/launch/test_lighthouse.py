@@ -12,7 +12,7 @@ from everstep.launch.beacon import LINGER_S, is_over
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path
-from everstep.run.directory import End, over_file, stop_file
+from everstep.run.directory import End, groups_file, over_file, stop_file
 from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, alive, events_of, until
@@ -66,7 +66,8 @@ def test_a_lighthouse_stays_for_groups_that_are_to_be_started_again(tmp_path, mo
         earlier.setattr(time, "monotonic", lambda: now - 2 * LINGER_S)
         BeatFile(beat_path(tmp_path, 0, 0)).beat("done")
     write_json(over_file(tmp_path, 1), asdict(End(status, "")))
-    assert is_over(tmp_path, 2) == over
+    write_json(groups_file(tmp_path), {"groups": 2})
+    assert is_over(tmp_path) == over
 
 
 def started(run_dir, number):

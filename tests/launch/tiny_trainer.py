@@ -64,7 +64,7 @@ def main(argv):
     for step in range(1, steps + 1):
         heart.beat("compute", step, slot=step % 4)
         poison = step == int(flag(argv, "--tiny.fail_in", "0"))
-        if poison and "--tiny.skip" in argv and poisoned(run_dir, (step, step % 4), groups):
+        if poison and "--tiny.skip" in argv and poisoned(run_dir, (step, step % 4)):
             events.emit("slot_skipped", step, slot=step % 4)
         elif poison:
             raise FileNotFoundError(f"there is no dataset for port {os.getpid()}\nin group {group}")

@@ -80,7 +80,7 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
     monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
 
     def start(rank=0):
-        return run_files.RankFiles(tmp_path, 0, rank, groups=2, steps=100, stall_timeout_s=1.0)
+        return run_files.RankFiles(tmp_path, 0, rank, steps=100, stall_timeout_s=1.0)
 
     def restored(files):
         Steps.restore(MagicMock(_files=files, _snapshots=None, committed=20), None)
@@ -98,7 +98,7 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
 def test_a_group_that_leaves_names_the_file_that_asked_it(tmp_path, monkeypatch):
     """Nobody removes it before torchrun starts the group again, which would then leave at once."""
     monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
-    files = run_files.RankFiles(tmp_path, 0, 0, groups=1, steps=1, stall_timeout_s=1.0)
+    files = run_files.RankFiles(tmp_path, 0, 0, steps=1, stall_timeout_s=1.0)
     assert files.asked_by == "a signal"
     ask_to_stop(tmp_path)
     assert files.asked_to_leave()

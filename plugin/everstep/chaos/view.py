@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos import signals
-from everstep.launch.prepare import Prepared, take_answer
+from everstep.run.directory import number_of_groups
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
@@ -45,8 +45,6 @@ class View:
 
     def __init__(self, run_dir: Path, one_host: bool = True):
         self.run_dir = Path(run_dir)
-        self.started: dict[str, Any] | None = None
-        """The newest `run_started`; a run without a supervisor has none."""
         self.ended: dict[str, Any] | None = None
         """The `run_ended` that ended it, if it is over."""
         self.step = 0
@@ -87,7 +85,7 @@ class View:
         group = -1 if group is None else group  # of events that are nobody's, which do not read it
         match kind:
             case "run_started":
-                self.started, self.ended, self.lighthouse = event, None, None
+                self.ended = self.lighthouse = None
                 for known in (self._nodes, self._workers, self._workers_since, self._hit, self.taking_part):
                     known.clear()
             case "run_ended":
@@ -143,10 +141,7 @@ class View:
     @property
     def groups(self) -> int:
         """The nominal number of groups."""
-        if self.started is not None:
-            return self.started["groups"]
-        found = take_answer(self.run_dir)
-        return found.groups if isinstance(found, Prepared) else 1
+        return number_of_groups(self.run_dir) or 1
 
     @property
     def group_ids(self) -> list[int]:

@@ -57,7 +57,6 @@ def agent(
     return run_agent(
         GroupSettings(
             run_dir=run_dir,
-            groups=prepared.groups,
             ranks=ranks,
             host=host or section.bind_host or interface_of("").address,
             fault_tolerance=section,

@@ -11,7 +11,7 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import End, over_file, stop_file, wanted_groups
+from everstep.run.directory import End, number_of_groups, over_file, stop_file
 from everstep.run.files import read_typed
 
 PRELOAD = ("everstep.quorum.lighthouse",)
@@ -45,7 +45,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             if launcher.stops or time.monotonic() < next_look:  # all of a cluster shares that file system
                 return bool(launcher.stops)  # the stop file is for groups, which finish their step
             next_look = time.monotonic() + LOOK_S
-            return lighthouse.superseded or is_over(run_dir, config.groups)
+            return lighthouse.superseded or is_over(run_dir)
 
         launcher.run(ends)
         why = "asked to" if launcher.stops else "there is another" if lighthouse.superseded else "the run is over"
@@ -54,10 +54,10 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
     return 0
 
 
-def is_over(run_dir: Path, groups: int) -> bool:
+def is_over(run_dir: Path) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
     run that was stopped or finished by another; if others were given up, they may be waiting to be started again."""
-    ends = [read_typed(End, over_file(run_dir, group)) for group in range(wanted_groups(run_dir, groups))]
+    ends = [read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir))]
     if all(ends):
         return True
     if not any(end and end.status == "done" for end in ends) and not stop_file(run_dir).exists():

@@ -24,7 +24,7 @@ from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_r
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
-from everstep.run.directory import End, ended_file, starts_file, wanted_groups
+from everstep.run.directory import End, ended_file, number_of_groups, starts_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
@@ -52,7 +52,7 @@ EXITS = {
 
 def is_spare(settings: GroupSettings) -> bool:
     """Whether the run is to go on without this group (`everstep scale`)."""
-    return settings.group >= wanted_groups(settings.run_dir, settings.group + 1)
+    return 0 < number_of_groups(settings.run_dir) <= settings.group
 
 
 class Group:
@@ -245,7 +245,7 @@ class Group:
         if self._unclean:
             self.finish("killed", self._unclean)
         else:
-            self.finish("stopped", "asked to stop")
+            self.finish("stopped", "the run is to have fewer groups" if self.leaves else "asked to stop")
 
     # The end of an incarnation
 

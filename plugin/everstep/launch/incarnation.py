@@ -13,6 +13,7 @@ from everstep.launch.watchdog import CRASHES, HOPELESS, Death, describe_exit, oo
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
+from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.poison import Slot
 
@@ -132,8 +133,8 @@ class Incarnation:
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
         text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
         error, _, traceback = text.partition("\n")
-        commits = filter(None, (last_commit(settings.run_dir, group) for group in range(settings.groups)))
-        newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
+        commits = [last_commit(settings.run_dir, group) for group in range(number_of_groups(settings.run_dir))]
+        newest = max(filter(None, commits), key=lambda commit: commit["step"], default={"step": 0})
         reason = self.stall or f"rank {first.rank} {describe_exit(exitcode)}"
         if out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
@@ -164,9 +165,9 @@ class Incarnation:
             if beat is None or beat.phase != "compute" or beat.slot < 0:
                 return None
             slot = beat.step, beat.slot
-            known = poison.poisoned(run_dir, slot, self.settings.groups)
+            known = poison.poisoned(run_dir, slot)
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
-            groups = poison.poisoned(run_dir, slot, self.settings.groups)
+            groups = poison.poisoned(run_dir, slot)
         except OSError as error:  # a full disk must not keep the group from starting again
             print(f"the slot at which group {group} died is not noted: {error}", flush=True)
             return None

@@ -15,7 +15,7 @@ from everstep.launch.forking import Request
 from everstep.launch.machine import free_port
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
-from everstep.run.directory import LaunchError, wanted_groups
+from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
@@ -84,7 +84,6 @@ class Lighthouse:
             "--bind": f"{self._host}:{self._port}",
             "--run-dir": self._run_dir,
             "--min-groups": self._ft.min_groups,
-            "--groups": wanted_groups(self._run_dir, self._ft.groups),
             "--heartbeat-timeout-s": self._ft.heartbeat_timeout_s,
             "--join-timeout-s": self._ft.join_timeout_s,
         }

@@ -21,7 +21,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import sharing_complaint
 from everstep.run import typed
 from everstep.run.devices import visible
-from everstep.run.directory import LaunchError, config_file, make_run_dir
+from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, read_typed, write_json, write_whole
 from everstep.run.token import require_own
@@ -255,10 +255,6 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | Non
         if isinstance(found, Prepared) and groups in (None, found.groups) and ranks in (0, found.ranks):
             return found
     return prepared(Order(str(config), list(flags), groups, ranks, str(run_dir)))
-
-
-def prepared_file(run_dir: Path) -> Path:
-    return Path(run_dir) / "state" / "prepared.json"
 
 
 def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ class GroupSettings:
 
     run_dir: Path
     group: int
-    groups: int
     ranks: int
     """On this node."""
     ranks_here: int = 0

@@ -14,7 +14,7 @@ from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
-from everstep.launch.prepare import Order, Prepared, prepared_file, take_answer
+from everstep.launch.prepare import Order, Prepared, take_answer
 from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
@@ -25,9 +25,10 @@ from everstep.run.directory import (
     ended_file,
     groups_file,
     leaves_nothing,
+    number_of_groups,
+    prepared_file,
     stop_file,
     take,
-    wanted_groups,
 )
 from everstep.run.events import EventLog, EventTail
 from everstep.run.token import own_token
@@ -168,7 +169,7 @@ class Supervisor:
         groups = self._launcher.groups
         if not lighthouse.known or self._launcher.is_stopping():
             return
-        wanted = wanted_groups(self._run_dir, found.groups)
+        wanted = number_of_groups(self._run_dir)
         groups[:] = [group for group in groups if not (group.leaves and group.end)]
         for index in sorted(set(range(wanted)) - {group.settings.group for group in groups}):
             events = EventLog(self._run_dir, index, None, "agent")
@@ -180,7 +181,6 @@ class Supervisor:
         return GroupSettings(
             run_dir=self._run_dir,
             group=index,
-            groups=groups,
             ranks=settings.order.ranks,
             ranks_here=groups * settings.order.ranks,
             host=HOST,

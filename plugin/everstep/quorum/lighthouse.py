@@ -15,6 +15,7 @@ from pathlib import Path
 
 from everstep.quorum.gate import Gate, Rules
 from everstep.run.beats import BeatFile, lighthouse_beat_path
+from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import collect_stops
@@ -35,7 +36,8 @@ def serve(options: argparse.Namespace) -> None:
     token, place = run_token(options.run_dir), parse_address(options.bind)
     events = EventLog(options.run_dir, None, None, "lighthouse")
     stops = collect_stops()
-    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, options.groups)
+    groups = number_of_groups(options.run_dir)
+    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, groups)
     gate = Gate(token, place, rules, lambda count, last: events.emit("stranger_refused", count=count, reason=last))
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     heart = BeatFile(lighthouse_beat_path(options.run_dir))
@@ -53,7 +55,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--bind", required=True, help="host:port to listen on")
     parser.add_argument("--run-dir", type=Path, required=True, help="whose token admits replicas")
     parser.add_argument("--min-groups", type=int, default=1)
-    parser.add_argument("--groups", type=int, default=0, help="how many the run has; 0: not known")
     parser.add_argument("--join-timeout-s", type=float, default=2.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")

@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from everstep.run.files import hold_alone, holder, read_typed
-from everstep.run.typed import Within
+from everstep.run.files import hold_alone, holder, read_json
 
 
 class LaunchError(Exception):
@@ -115,15 +113,23 @@ def stop_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "stop"
 
 
+def prepared_file(run_dir: Path) -> Path:
+    """What the run's config says to all that is not a trainer, see `everstep.launch.prepare`."""
+    return Path(run_dir) / "state" / "prepared.json"
+
+
 def groups_file(run_dir: Path) -> Path:
     """Says how many groups a live run is to have, if that was changed: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"
 
 
-def wanted_groups(run_dir: Path, groups: int) -> int:
-    """How many groups a run is to have that was started with `groups`: 0 to this, less 1, are their ids."""
-    wanted = read_typed(dict[str, Annotated[int, Within(1)]], groups_file(run_dir)) or {}
-    return wanted.get("groups", groups)
+def number_of_groups(run_dir: Path) -> int:
+    """How many groups the run is to have now: 0 to this, less 1, are their ids. 0: nobody has said."""
+    for path in (groups_file(run_dir), prepared_file(run_dir)):
+        said = read_json(path).get("groups")
+        if isinstance(said, int) and said > 0:
+            return said
+    return 0
 
 
 def ended_file(run_dir: Path) -> Path:

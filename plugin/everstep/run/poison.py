@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from everstep.run.directory import wanted_groups
+from everstep.run.directory import number_of_groups
 from everstep.run.files import write_whole
 
 DEATHS = 3
@@ -29,15 +29,14 @@ def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: b
     write_whole(_place(run_dir, slot) / name)
 
 
-def poisoned(run_dir: Path, slot: Slot, groups: int) -> list[int]:
-    """Whose workers ended at a slot, each group as often as they did, if it is the slot that ends them in a run that
-    was started with `groups`; else nobody's. Workers that never committed a step would end at every slot: they name
-    none."""
+def poisoned(run_dir: Path, slot: Slot) -> list[int]:
+    """Whose workers ended at a slot, each group as often as they did, if it is the slot that ends them; else nobody's.
+    Workers that never committed a step would end at every slot: they name none."""
     try:
         names = os.listdir(_place(run_dir, slot))
     except OSError:
         return []
     told = [found for found in map(_STRUCK.fullmatch, names) if found]
     deaths = sorted(int(one["group"]) for one in told)
-    enough = len(deaths) >= DEATHS and len({*deaths}) >= min(DEATHS, wanted_groups(run_dir, groups))
+    enough = len(deaths) >= DEATHS and len({*deaths}) >= min(DEATHS, number_of_groups(run_dir) or DEATHS)
     return deaths if enough and any(one["what"] == "worked" for one in told) else []

@@ -8,7 +8,7 @@ from typing import Any
 from everstep.quorum.communicator import why_not
 from everstep.quorum.interface import InterfaceError, use_interface
 from everstep.run.beats import STARTUP
-from everstep.run.directory import wanted_groups
+from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.token import run_token
@@ -45,7 +45,7 @@ def open_place(config: Any) -> RunPlace:
         raise TrainerEnds(
             USAGE_EXIT, f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
-    if ft.group_id >= (groups := wanted_groups(run_dir, ft.groups)):
+    if ft.group_id >= (groups := number_of_groups(run_dir) or ft.groups):
         raise TrainerEnds(
             USAGE_EXIT,
             f"[fault_tolerance] group_id = {ft.group_id} is none of this run's {groups} groups: their ids begin at 0",
@@ -63,7 +63,6 @@ def open_place(config: Any) -> RunPlace:
         run_dir,
         ft.group_id,
         rank,
-        groups=ft.groups,
         steps=config.semi_sync.commits(config.training.steps),
         stall_timeout_s=ft.stall_timeout_s,
     )

@@ -31,15 +31,11 @@ class RankFiles:
 
     Args:
         run_dir, group, rank: whose.
-        groups: of the run.
         steps: of the whole run.
         stall_timeout_s: a group that was not heard of for longer has no state to offer.
     """
 
-    def __init__(
-        self, run_dir: Path, group: int, rank: int, *, groups: int, steps: int, stall_timeout_s: float
-    ) -> None:
-        self._groups = groups
+    def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
         self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
         self._rank = rank
         self._heartbeat = BeatFile(beat_path(run_dir, group, rank))
@@ -62,7 +58,7 @@ class RankFiles:
 
     def is_poison(self, step: int, slot: int) -> bool:
         """Whether this slot has ended so many groups that it is not to be computed, as far as this rank sees."""
-        return bool(poisoned(self._run_dir, (step, slot), self._groups))
+        return bool(poisoned(self._run_dir, (step, slot)))
 
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""
