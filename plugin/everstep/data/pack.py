@@ -1,18 +1,17 @@
 """Text to a token file, continued where it was interrupted.
 
-Until OUT is whole, each chunk of whole documents is a file, renamed into place, in a folder beside it that is named
-after the input. Another start reads on behind the documents of the chunks that are there. Where chunks
-end depends on the documents alone, so the finished file is byte for byte that of a run without interruption. It needs
-as much disk again as the chunks, and appears in one rename, after its checksums were compared."""
+Until OUT is whole, it grows by chunks of whole documents in a folder beside it that is named after the input. Another
+start reads on behind the documents of the chunks that are there. Where chunks end depends on the documents alone, so
+the finished file is byte for byte that of a run without interruption. It appears in one rename, after its checksums
+were compared."""
 
 import contextlib
 import hashlib
-import io
 import itertools
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,11 @@ from everstep.data.byte_ids import BYTES, Encoder
 from everstep.data.inputs import documents, identity, input_files
 from everstep.data.token_format import HEAD, DataError, Footer
 from everstep.run import typed
-from everstep.run.files import hold_alone, write_whole
+from everstep.run.files import hold_alone
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
 """Encoded together, on all cores."""
-_DAMAGED = OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile
-"""What numpy raises for a file that is no whole archive of arrays."""
 
 
 def pack(
@@ -75,17 +72,17 @@ def pack(
         raise DataError(f"{folder} is a link: remove it.")
     if not hold_alone(folder / "lock"):
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
-    chunks = _Chunks(folder, np.dtype(token_format.dtype_for(encoder.vocab_size)).newbyteorder("<"))
-    texts = itertools.islice(documents(files, text_key), chunks.read, None)
+    draft = _Draft(folder, encoder.vocab_size, source)
+    texts = itertools.islice(documents(files, text_key), draft.footer.documents + draft.footer.left_out, None)
     for ids, read in _encoded(texts, encoder, chunk_tokens):
-        chunks.add(ids, read)
-        tell(f"{chunks.documents:,} documents, {chunks.tokens:,} tokens")
-    if not chunks.documents:
+        draft.add(ids, read)
+        tell(f"{draft.footer.documents:,} documents, {draft.footer.tokens:,} tokens")
+    if not draft.footer.documents:
         shutil.rmtree(folder)
         raise DataError(f"no document with text in {', '.join(map(str, inputs))}.")
-    footer = chunks.join(folder / "whole", encoder.vocab_size, source)
-    token_format.verify(folder / "whole")
-    os.replace(folder / "whole", out)
+    draft.finish()
+    footer = token_format.verify(draft.file)
+    os.replace(draft.file, out)
     shutil.rmtree(folder, ignore_errors=True)  # another start may look for its lock at this moment
     return footer
 
@@ -108,72 +105,64 @@ def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Itera
         yield chunk, read
 
 
-class _Chunks:
-    """The chunks in a folder, in order: `ids` of type `dtype`, `lengths` of documents, and how many were `read`."""
+class _Draft:
+    """What there is of a token file: its head and tokens, document starts in a second file, and in a third one the
+    footer of what counts of both. What was written and does not count yet is written again."""
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
-        self.read = self.documents = self.tokens = self._count = 0
-        with contextlib.suppress(*_DAMAGED):  # stops at the first that is missing or damaged
-            while True:
-                with np.load(self._path(self._count), allow_pickle=False) as found:
-                    self._added(found["lengths"], int(found["read"]))
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:08}.npz"
-
-    def _added(self, lengths: np.ndarray, read: int) -> None:
-        self._count += 1
-        self.read += read
-        self.documents += len(lengths)
-        self.tokens += int(lengths.sum())
+    def __init__(self, folder: Path, vocab_size: int, source: dict[str, Any]) -> None:
+        self.file, self._starts, self._footer = folder / "tokens", folder / "starts", folder / "footer"
+        nothing = Footer(
+            dtype=token_format.dtype_for(vocab_size), tokens=0, documents=0, left_out=0, vocab_size=vocab_size,
+            max_id=0, source=source, chunks=[], starts_sha256="",
+        )  # fmt: skip
+        self.footer = nothing
+        with contextlib.suppress(FileNotFoundError):
+            self.footer = typed.parse(Footer, typed.loads(self._footer.read_bytes(), token_format.FOOTER_LIMIT))
+        if not self.footer.tokens:
+            self.file.write_bytes(HEAD)
+            self._starts.write_bytes(b"")
+        for path, size in ((self.file, len(HEAD) + self.footer.token_bytes), (self._starts, 8 * self.footer.documents)):
+            if path.stat().st_size < size:
+                raise DataError(f"{path} is cut off: remove {folder} to begin anew.")
+            os.truncate(path, size)
 
     def add(self, documents: list[np.ndarray], read: int) -> None:
-        lengths = np.array([len(ids) for ids in documents], "<u8")
-        ids = np.concatenate([*documents, np.empty(0, self._dtype)]).astype(self._dtype)
-        file = io.BytesIO()
-        np.savez(file, ids=ids, lengths=lengths, read=np.array(read))
-        write_whole(self._path(self._count), file.getbuffer())
-        self._added(lengths, read)
+        """Write a chunk, of as many documents of the input as were `read`."""
+        before = self.footer
+        ids = np.concatenate([*documents, np.empty(0, np.uint16)]).astype(np.dtype(before.dtype).newbyteorder("<"))
+        lengths = np.array([len(document) for document in documents], np.int64)
+        _append(self.file, ids.data)
+        _append(self._starts, (before.tokens + np.cumsum(lengths) - lengths).astype("<u8").data)
+        end = before.tokens + len(ids)
+        self.footer = replace(
+            before,
+            tokens=end,
+            documents=before.documents + len(documents),
+            left_out=before.left_out + read - len(documents),
+            max_id=max(before.max_id, int(ids.max(initial=0))),
+            chunks=[*before.chunks, (end, hashlib.sha256(ids.data).hexdigest())] if documents else before.chunks,
+        )
+        draft = self._footer.with_suffix(".draft")
+        draft.unlink(missing_ok=True)
+        _append(draft, typed.dumps(asdict(self.footer)))
+        os.replace(draft, self._footer)
 
-    def _all(self, name: str) -> Iterator[np.ndarray]:
-        for number in range(self._count):
-            try:
-                with np.load(self._path(number), allow_pickle=False) as found:
-                    yield found[name]
-            except _DAMAGED as error:
-                raise DataError(f"{self._path(number)} is damaged ({error}): delete it to make it again.") from None
-
-    def join(self, path: Path, vocab_size: int, source: dict[str, Any]) -> Footer:
-        """Writes the token file."""
-        ends, largest, end = [], 0, 0
-        starts_digest = hashlib.sha256()
-        with path.open("wb") as file:
-            file.write(HEAD)
-            for ids in self._all("ids"):
-                if len(ids):
-                    file.write(ids.data)
-                    end, largest = end + len(ids), max(largest, int(ids.max()))
-                    ends.append((end, hashlib.sha256(ids.data).hexdigest()))
-            file.write(bytes(-end * self._dtype.itemsize % 8))
-            at = 0
-            for lengths in (*self._all("lengths"), np.zeros(1, "<u8")):
-                starts = (at + np.cumsum(lengths) - lengths).astype("<u8")
-                at += int(lengths.sum())
-                file.write(starts.data)
-                starts_digest.update(starts.data)
-            footer = Footer(
-                dtype=token_format.dtype_for(vocab_size),
-                tokens=end,
-                documents=self.documents,
-                left_out=self.read - self.documents,
-                vocab_size=vocab_size,
-                max_id=largest,
-                source=source,
-                chunks=ends,
-                starts_sha256=starts_digest.hexdigest(),
-            )
-            token_format.write_footer(file, footer)
+    def finish(self) -> None:
+        """Make the file whole."""
+        _append(self.file, bytes(-self.footer.token_bytes % 8))
+        _append(self._starts, self.footer.tokens.to_bytes(8, "little"))
+        with self.file.open("ab") as file, self._starts.open("rb") as starts:
+            self.footer.starts_sha256 = hashlib.file_digest(starts, "sha256").hexdigest()
+            starts.seek(0)
+            shutil.copyfileobj(starts, file)
+            token_format.write_footer(file, self.footer)
             file.flush()
             os.fsync(file.fileno())
-        return footer
+
+
+def _append(path: Path, data: bytes | memoryview) -> None:
+    """Bring it to the disk at the end of a file."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -27,7 +27,7 @@ from everstep.run.typed import Count, UnfitError
 HEAD = b"everstep tokens 1\n".ljust(64, b"\0")
 _TAIL = struct.Struct("<Q32s8s")
 _TAIL_MAGIC = b"evrtokns"
-_FOOTER_LIMIT = 1 << 30
+FOOTER_LIMIT = 1 << 30
 
 
 class DataError(ValueError):
@@ -83,8 +83,8 @@ def read_footer(path: Path) -> tuple[Footer, str]:
                 raise DataError(f"{path} is no token file: make one with `everstep pack`.")
             file.seek(max(0, size - _TAIL.size))
             length, digest, magic = _TAIL.unpack(file.read(_TAIL.size))
-            file.seek(max(0, size - _TAIL.size - min(length, _FOOTER_LIMIT)))
-            text = file.read(min(length, _FOOTER_LIMIT))
+            file.seek(max(0, size - _TAIL.size - min(length, FOOTER_LIMIT)))
+            text = file.read(min(length, FOOTER_LIMIT))
     except OSError as error:
         raise DataError(
             f"no token file {path} ({error.strerror}): data.path needs what `everstep pack` makes."
@@ -94,7 +94,7 @@ def read_footer(path: Path) -> tuple[Footer, str]:
     if hashlib.sha256(text).digest() != digest:
         raise DataError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
     try:
-        footer = typed.parse(Footer, typed.loads(text, _FOOTER_LIMIT))
+        footer = typed.parse(Footer, typed.loads(text, FOOTER_LIMIT))
     except UnfitError as error:
         raise DataError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
     if footer.starts_at + 8 * (footer.documents + 1) + length + _TAIL.size != size:
