@@ -21,13 +21,14 @@ class Documents:
         tokens: integer array of shape [count]; may be memory-mapped.
         starts: integer array of shape [documents + 1], strictly rising from 0 to count; may be memory-mapped.
             Every document has at least one token.
-        max_id: the largest token id; None: not known. A row with a larger one is refused.
+        max_id: the largest token id. A row with a larger one is refused.
+        name: how errors name the documents.
+        content: a digest of the tokens, equal where they are.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, max_id: int | None = None):
-        self.tokens = tokens
-        self.starts = starts
-        self._max_id = max_id
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, max_id: int, name: str = "", content: str = ""):
+        self.tokens, self.starts, self.max_id = tokens, starts, max_id
+        self.name, self.content = name, content
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -66,7 +67,7 @@ class Documents:
         if not 0 <= inputs_at[0] <= inputs_at[-1] <= len(self.tokens) - 2 or len(inputs_at) != seq_len:
             raise ValueError(_DAMAGED.format(index))
         span = self.tokens[inputs_at[0] : inputs_at[-1] + 2].astype(np.int64)
-        if self._max_id is not None and span.max() > self._max_id:
+        if span.max() > self.max_id:
             raise ValueError(_DAMAGED.format(index))
         inputs_at -= inputs_at[0]
         return span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths)

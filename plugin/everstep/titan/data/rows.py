@@ -48,12 +48,11 @@ class Rows(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        self._text = token_file(Path(config.path), tokenizer) if config.path else stdlib_text()
-        self.documents = self._text.documents
+        self.documents = token_file(Path(config.path), tokenizer) if config.path else stdlib_text()
         self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
             raise ValueError(
-                f"{self._text.name} has {self.documents.pairs} tokens to learn from, too few for one row of "
+                f"{self.documents.name} has {self.documents.pairs} tokens to learn from, too few for one row of "
                 f"training.seq_len = {seq_len}: lower seq_len or bring more text."
             )
         self._shuffle, self._seed = config.shuffle, config.seed
@@ -88,12 +87,12 @@ class Rows(SlotSource):
 
     def fingerprint(self) -> str:
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
-        return f"{self._text.content}, rows of {self._seq_len}, {order}"
+        return f"{self.documents.content}, rows of {self._seq_len}, {order}"
 
     def require_vocab(self, vocab_size: int) -> None:
-        if self._text.vocab_size > vocab_size:
+        if self.documents.max_id >= vocab_size:
             raise ValueError(
-                f"{self._text.name} has token ids up to {self._text.vocab_size - 1}, the model's vocabulary only "
+                f"{self.documents.name} has token ids up to {self.documents.max_id}, the model's vocabulary only "
                 f"{vocab_size} ids: take a model of that vocabulary, or the text in the model's tokens."
             )
 
@@ -127,7 +126,7 @@ class Rows(SlotSource):
             return
         if state_dict["data"] != self.fingerprint():
             raise ValueError(
-                f"the checkpoint was trained on other data than {self._text.name}: it has read "
+                f"the checkpoint was trained on other data than {self.documents.name}: it has read "
                 f"({state_dict['data']}), this is ({self.fingerprint()}). Bring back that data, seq_len and "
                 'seed, or leave the position out with checkpoint.exclude_from_loading = ["dataloader"].'
             )

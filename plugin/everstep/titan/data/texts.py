@@ -5,12 +5,11 @@ import hashlib
 import os
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from everstep.data.byte_ids import VOCAB_SIZE, document_ids
+from everstep.data.byte_ids import EOS_ID, document_ids
 from everstep.data.documents import Documents
 from everstep.data.token_format import DataError, map_tokens, read_footer
 from everstep.titan.names import BaseTokenizer
@@ -18,20 +17,7 @@ from everstep.titan.names import BaseTokenizer
 _TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
 
 
-@dataclass(frozen=True)
-class Text:
-    """What there is to read."""
-
-    documents: Documents
-    content: str
-    """A digest of the tokens, equal where they are."""
-    name: str
-    """How errors name the data."""
-    vocab_size: int
-    """The smallest vocabulary that has all ids."""
-
-
-def token_file(path: Path, tokenizer: BaseTokenizer) -> Text:
+def token_file(path: Path, tokenizer: BaseTokenizer) -> Documents:
     """Opening reads the footer only; checksums of the tokens are compared by `everstep pack --verify`. A row that
     contradicts the footer is refused when it is read."""
     footer, digest = read_footer(path)
@@ -42,11 +28,10 @@ def token_file(path: Path, tokenizer: BaseTokenizer) -> Text:
             "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
         )
     tokens, starts = map_tokens(path, footer)
-    documents = Documents(tokens, starts, max_id=footer.max_id)
-    return Text(documents, f"token file {digest[:16]}", str(path), footer.max_id + 1)
+    return Documents(tokens, starts, footer.max_id, name=str(path), content=f"token file {digest[:16]}")
 
 
-def stdlib_text() -> Text:
+def stdlib_text() -> Documents:
     """One document per source file, byte tokens. The text depends on Python's version, so all hosts of a run need the
     same one: `content` tells them apart."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -59,11 +44,12 @@ def stdlib_text() -> Text:
     tokens = np.concatenate(pieces)
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
     digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
-    return Text(
-        Documents(tokens, starts),
-        content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library {digest}",
+    return Documents(
+        tokens,
+        starts,
+        EOS_ID,
         name=f"the standard library's text ({root})",
-        vocab_size=VOCAB_SIZE,
+        content=f"Python {sys.version_info.major}.{sys.version_info.minor} standard library {digest}",
     )
 
 
