@@ -9,14 +9,14 @@ import yaml
 
 from everstep.chaos.kinds import FAULTS
 from everstep.cli import COMMANDS
+from everstep.report import metrics
 from everstep.report.account import Account, read
-from everstep.report.metrics import Figures
 from everstep.report.score import figures_of
 
 ROOT = Path(__file__).parents[1]
 METRICS = {
     family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-    for family in Figures(Account(), 1, 1).collect()
+    for family in metrics.figures(Account(), 1, 1)
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -41,6 +41,7 @@ def commits(count, *, later_s):
 CAUSES = {
     "no room for a snapshot": ("snapshots", [("snapshot_failed", {"reason": "[Errno 28] No space left on device"})],
                                "No space left on device. A loss of its host now goes back to the last coded", CODED),
+    "no room for another rank": ("snapshots", [("snapshot_failed", {"rank": 8, "reason": "-"})], "taken: -.", CODED),
     "a slow group": ("snapshots", [("snapshot_unprotected", {"coded_step": 5, "reason": "group 0 did not keep up"})],
                      "not coded: group 0 did not keep up. A loss of its host now goes back to step 5", CODED),
     "snapshots skipped": ("snapshots", skipped(SKIPPED), "none of the last 10 snapshots: the last one is not", CODED),

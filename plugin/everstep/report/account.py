@@ -94,8 +94,9 @@ class Account:
                 names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
         group = event.get("group")
-        more = self._of_rank_0(event, group) if group is not None and not event.get("rank") else None
-        return self.troubles.take(event, more)
+        follows = self._of_rank_0(event, group) if group is not None and not event.get("rank") else {}
+        told = self.troubles.take(event)
+        return told + self.troubles.take({**event, **follows}) if follows else told
 
     def _begin(self, t: float) -> None:
         self.current.close()
@@ -103,8 +104,8 @@ class Account:
         self.taking_part.clear()
         self.troubles, self.protection = Troubles(), Protection()
 
-    def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any] | None:
-        """Take note of what speaks for a group; what earlier events add to it."""
+    def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any]:
+        """Take note of what speaks for a group; what follows from it and earlier events, as an event; {}: nothing."""
         session = self.sessions[-1]
         if number not in session.groups:
             joins = 0 < session.nominal <= number
@@ -132,7 +133,7 @@ class Account:
                 if self.newest is not before:
                     self._made(commit, before, session)
                 return commit.apart()
-        return None
+        return {}
 
     def _made(self, commit: Commit, before: Commit | None, session: Session) -> None:
         """Take note of a step that was made after another."""

@@ -68,13 +68,13 @@ class Commit:
             self.repeated |= {slot for slot, (one, other) in pairs if one != other and one >= 0 and other >= 0}
 
     def apart(self) -> dict[str, Any]:
-        """The `first` and the `last` group by their dates of it, and the seconds between these, once all of its groups
-        have told of it."""
+        """Once all of its groups have told of it: the `first` and the `last` by their dates of it, and the seconds
+        between these, as an event."""
         if len(self.dates) < max(2, len(self.groups)):
             return {}
         dates, self.dates = self.dates, {}
         first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
-        return {"first": first, "last": last, "apart_s": dates[last] - dates[first]}
+        return {"kind": "clocks", "first": first, "last": last, "apart_s": dates[last] - dates[first]}
 
 
 class Lineage:

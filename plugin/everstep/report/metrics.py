@@ -1,11 +1,11 @@
 """A run's figures for Prometheus, of what its events say: docs/monitoring.md lists them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from everstep.report.account import Account
 from everstep.report.score import ACTIONS, checks
@@ -16,64 +16,58 @@ from everstep.run.event_fields import NEEDED
 def text(now: Account, groups: int, min_groups: int) -> bytes:
     """As Prometheus reads them, of a run of nominally so many groups. Counters go on where they were when whoever
     follows is started again, as the log is read from its beginning."""
-    return generate_latest(Figures(now, groups, min_groups))
+    registry: Any = SimpleNamespace(collect=lambda: figures(now, groups, min_groups))
+    return generate_latest(registry)
 
 
-@dataclass(eq=False)
-class Figures(Collector):
-    """The figures of a run, when they are asked for."""
-
-    now: Account
-    groups: int
-    min_groups: int
-
-    def collect(self) -> Iterator[Metric]:
-        now, checked, protection = self.now, checks(self.now), self.now.protection
-        newest, going = now.newest, now.current.groups.values()
-        coverage = (checked["attention_coverage"] or "").partition(" ")[0]
-        parts = int(coverage) if coverage.isdecimal() else 0
-        for name, what, value in (
-            ("groups", "Nominal number of replica groups", self.groups),
-            ("min_groups", "Groups without which the run waits", self.min_groups),
-            ("committed_step", "Newest committed step", newest.step if newest else 0),
-            (
-                "last_progress_timestamp_seconds",
-                "When it was committed, or this session began",
-                max(now.current.begin, newest.t if newest else 0.0),
-            ),
-            ("loss", "Loss of the newest committed step", newest.loss if newest else None),
-            ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
-            ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
-            ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
-            ("groups_given_up", "Groups that are not started again", sum(one.given_up is not None for one in going)),
-            ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
-            ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
-            ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),
-            ("snapshot_protected_step", "Newest step whose snapshot is coded", protection.step),
-            ("snapshot_age_steps", "Committed steps since the newest coded snapshot", protection.age_steps),
-            ("snapshot_survives_hosts", "Hosts that it may lose at once", protection.survives),
-        ):
-            yield GaugeMetricFamily(f"everstep_{name}", what, value or 0.0)
-        for name, what, value in (
-            ("tokens", "Valid tokens in committed steps", now.lineage.tokens),
-            ("attempts_thrown_away", "Attempts in which a held slot was computed again", now.attempts.thrown_away),
-            ("replicas_diverged", "Audits that found a replica to differ", len(now.named["audit"])),
-        ):
-            yield CounterMetricFamily(f"everstep_{name}", what, value)
-        seconds = CounterMetricFamily("everstep_group_seconds", "Time of the groups", labels=("group", "state"))
-        for group, spent in now.spent.items():
-            for state, value in spent.items():
-                seconds.add_metric((str(group), state), value)
-        events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
-        for kind in sorted({*NEEDED, *ROWS}):  # from 0 on: the first of a kind is an increase
-            events.add_metric((kind,), now.counts[kind])
-        findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
-        for action in ACTIONS:
-            findings.add_metric((action,), checked[f"findings_{action}"])
-        degraded = GaugeMetricFamily("everstep_degraded", "Troubles by guarantee", labels=("guarantee",))
-        for guarantee in GUARANTEES:
-            degraded.add_metric((guarantee,), sum(key[0] == guarantee for key in now.troubles.now))
-        told = GaugeMetricFamily("everstep_trouble_info", "What does not hold", labels=("guarantee", "sentence"))
-        for (guarantee, _), found in now.troubles.now.items():
-            told.add_metric((guarantee, found.sentence), 1.0)
-        yield from (seconds, events, findings, degraded, told)
+def figures(now: Account, groups: int, min_groups: int) -> Iterator[Metric]:
+    """The figures of a run, by their families."""
+    checked, protection = checks(now), now.protection
+    newest, going = now.newest, now.current.groups.values()
+    coverage = (checked["attention_coverage"] or "").partition(" ")[0]
+    parts = int(coverage) if coverage.isdecimal() else 0
+    for name, what, value in (
+        ("groups", "Nominal number of replica groups", groups),
+        ("min_groups", "Groups without which the run waits", min_groups),
+        ("committed_step", "Newest committed step", newest.step if newest else 0),
+        (
+            "last_progress_timestamp_seconds",
+            "When it was committed, or this session began",
+            max(now.current.begin, newest.t if newest else 0.0),
+        ),
+        ("loss", "Loss of the newest committed step", newest.loss if newest else None),
+        ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
+        ("groups_taking_part", "Groups in the newest committed step", len(now.taking_part)),
+        ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
+        ("groups_given_up", "Groups that are not started again", sum(one.given_up is not None for one in going)),
+        ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
+        ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
+        ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),
+        ("snapshot_protected_step", "Newest step whose snapshot is coded", protection.step),
+        ("snapshot_age_steps", "Committed steps since the newest coded snapshot", protection.age_steps),
+        ("snapshot_survives_hosts", "Hosts that it may lose at once", protection.survives),
+    ):
+        yield GaugeMetricFamily(f"everstep_{name}", what, value or 0.0)
+    for name, what, value in (
+        ("tokens", "Valid tokens in committed steps", now.lineage.tokens),
+        ("attempts_thrown_away", "Attempts in which a held slot was computed again", now.attempts.thrown_away),
+        ("replicas_diverged", "Audits that found a replica to differ", len(now.named["audit"])),
+    ):
+        yield CounterMetricFamily(f"everstep_{name}", what, value)
+    seconds = CounterMetricFamily("everstep_group_seconds", "Time of the groups", labels=("group", "state"))
+    for group, spent in now.spent.items():
+        for state, value in spent.items():
+            seconds.add_metric((str(group), state), value)
+    events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
+    for kind in sorted({*NEEDED, *ROWS}):  # from 0 on: the first of a kind is an increase
+        events.add_metric((kind,), now.counts[kind])
+    findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
+    for action in ACTIONS:
+        findings.add_metric((action,), checked[f"findings_{action}"])
+    degraded = GaugeMetricFamily("everstep_degraded", "Troubles by guarantee", labels=("guarantee",))
+    for guarantee in GUARANTEES:
+        degraded.add_metric((guarantee,), sum(key[0] == guarantee for key in now.troubles.now))
+    told = GaugeMetricFamily("everstep_trouble_info", "What does not hold", labels=("guarantee", "sentence"))
+    for (guarantee, _), found in now.troubles.now.items():
+        told.add_metric((guarantee, found.sentence), 1.0)
+    yield from (seconds, events, findings, degraded, told)

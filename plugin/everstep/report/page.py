@@ -26,9 +26,9 @@ Points = list[tuple[int, float | None]]
 """(step, value); None for a value that is not finite."""
 
 
-def write_report(run_dir: Path, against: Path | None = None, account: Account | None = None) -> dict[str, Any]:
+def write_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     """Write RUN_DIR/report.html and report.json; the figures of the latter. See `report_of`."""
-    page, figures = report_of(run_dir, against, account)
+    page, figures = report_of(run_dir, against)
     write_pages(run_dir, page, figures)
     return figures
 

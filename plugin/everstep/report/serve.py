@@ -19,15 +19,12 @@ CONNECTION_S = 10.0
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
     """Serve one document of a content type under some paths on a listening socket, as long as this process lives."""
     host = listening.getsockname()[0]
-    names = {host.lower(), "localhost", socket.gethostname().lower()}
-    # A server of names that does not answer is waited for half a minute.
-    threading.Thread(target=lambda: names.add(socket.getfqdn().lower()), daemon=True).start()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = CONNECTION_S
 
         def do_GET(self) -> None:
-            if not is_ours(self.headers.get("Host", ""), names):
+            if not is_ours(self.headers.get("Host", "")):
                 self.send_error(403, f"ask for this machine as {host} or localhost")
             elif self.path.split("?")[0] not in paths:
                 self.send_error(404)
@@ -46,14 +43,15 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
     threading.Thread(target=Bounded(listening, Handler).serve_forever, name="serve", daemon=True).start()
 
 
-def is_ours(host: str, names: set[str]) -> bool:
-    """Whether a Host header names this machine: an address, or one of `names`, with any port or none."""
+def is_ours(host: str) -> bool:
+    """Whether a Host header names this machine: an address, `localhost`, or its own name, with any port or none. The
+    thread of this connection alone waits for a server of names that does not answer."""
     name = host.strip().lower()
     name = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return name in names
+        return name in ("localhost", socket.gethostname().lower()) or name == socket.getfqdn().lower()
     return True
 
 

@@ -40,7 +40,7 @@ NO_MEMORY = (
     "Cannot allocate memory", "bad_alloc",
 )  # fmt: skip
 """Words of Python, devices, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
-EVERY_RANK = frozenset(("unfit", "not_finite"))
+EVERY_RANK = frozenset(("unfit", "not_finite", "snapshot_failed"))
 """Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
 
 
@@ -217,7 +217,7 @@ ROWS: dict[str, Row] = {
         "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
         who="{step}.{slot}",
     ),
-    # What only several events together say, by the fields that `Troubles._added` and the account add.
+    # What only several events together say: by the fields that `Troubles._added` adds, and what the account makes.
     "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
     "data_ended": Row(
         "data",
@@ -241,10 +241,11 @@ ROWS: dict[str, Row] = {
         when=lambda event: not event["survives"] and event.get("survived", 0) > 0,
         once=True,
     ),
-    "commit": Row(
+    "clocks": Row(
         "clock",
         "The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but dates and "
         "times in the report are wrong. Set the clocks of their hosts (NTP).",
+        ends=("clocks",),
         when=lambda event: (event.get("apart_s") or 0.0) > CLOCKS_S,
         once=True,
     ),
@@ -301,19 +302,15 @@ class Troubles:
     _survived: int = 0
     """The most hosts that a snapshot of this start could lose."""
 
-    def take(self, event: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> list[str]:
-        """Take note of one event, of any kind, and of the fields that an account of the run adds to it; the sentences
-        that are new with it."""
+    def take(self, event: Mapping[str, Any]) -> list[str]:
+        """Take note of one event, of any kind, or of what an account of the run makes of several; the sentences that
+        are new with it."""
         told = dict(self.now)
         self.now = {key: one for key, one in told.items() if not one.is_ended_by(event)}
         if event["kind"] == "run_ended" and event.get("status") != "failed":
             lasting = ("data", "end") if event.get("status") == "done" else None
             self.now = {key: one for key, one in self.now.items() if key == lasting}
-        if not event.get("rank"):
-            more = {**(more or {}), **self._added(event)}
-        if more and "apart_s" in more:
-            self.now.pop(("clock", ""), None)
-        found = trouble({**event, **more} if more else event)
+        found = trouble(event if event.get("rank") else {**event, **self._added(event)})
         if found is None:
             return []
         key = found.row.guarantee, found.who
