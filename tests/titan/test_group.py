@@ -12,12 +12,12 @@ from watched import environment
 ENTER = """
 import sys
 import torch.distributed as dist
-from everstep.titan.group import StrangerError, gather_json, require_members
+from everstep.titan.group import gather_json, require_members
 dist.init_process_group("gloo")
 try:
     require_members(sys.argv[1].encode())
     print(gather_json({"rank": dist.get_rank(), "more": "." * dist.get_rank() * 100}))
-except StrangerError as error:
+except RuntimeError as error:
     print(error)
 """
 

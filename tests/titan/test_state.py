@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
-from everstep.run.directory import ask_to_stop
 from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
-from everstep.titan import run_files
+from everstep.titan import rounds, run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
+from everstep.titan.rounds import Rounds
+from everstep.titan.slots import Slots
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.steps import Steps
@@ -53,6 +54,10 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
     seeds = {slot_seed(0, step, slot, rank) for step in range(20) for slot in range(-1, 12) for rank in range(3)}
     assert len(seeds) == 20 * 13 * 3
     assert slot_seed(0, 7, 3, 1) == slot_seed(0, 7, 3, 1) != slot_seed(1, 7, 3, 1)
+    Slots._seed(MagicMock(seed=0, dp_rank=1, **{"_trainer.device.type": "cpu"}), 7, 3)
+    drawn = torch.rand(4)
+    torch.manual_seed(slot_seed(0, 7, 3, 1))
+    assert torch.equal(drawn, torch.rand(4))
 
 
 def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
@@ -61,6 +66,14 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
     Snapshots.committed(one, Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
     (told,) = one._copier.committed.call_args_list
     assert told.args[2] == (0, 2)
+
+
+def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_by_the_first(monkeypatch):
+    one, lost = MagicMock(_risk="", shares=1), "the host of group 7 is lost"
+    one.store.keep.return_value = ""
+    monkeypatch.setattr(rounds, "gather_json", lambda mine: [mine, ["no room", lost]])
+    Rounds._keep(one, 3)
+    one._events.emit.assert_called_once_with("workers_unprotected", 3, reason="no room", risk=lost)
 
 
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
@@ -93,16 +106,6 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
     ranks[0].mark_finished(30, for_all=True)
     restored(ranks[1])
     assert ranks[1].finished_step() == 30
-
-
-def test_a_group_that_leaves_names_the_file_that_asked_it(tmp_path, monkeypatch):
-    """Nobody removes it before torchrun starts the group again, which would then leave at once."""
-    monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
-    files = run_files.RankFiles(tmp_path, 0, 0, steps=1, stall_timeout_s=1.0)
-    assert files.asked_by == "a signal"
-    ask_to_stop(tmp_path)
-    assert files.asked_to_leave()
-    assert files.asked_by.startswith(f"{tmp_path}/state/stop (remove it")
 
 
 def checkpoint_of(folder, *keys):

@@ -23,10 +23,6 @@ _DTYPES = {
 }
 
 
-class PlainError(ValueError):
-    """A state that is not plain, or bytes that are no plain state; in one sentence."""
-
-
 @dataclass(frozen=True)
 class StreamState:
     """Where a stream stands."""
@@ -58,7 +54,7 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
 
 
 def plain(value: Any, place: str = "state") -> Any:
-    """`value` as what `typed.dumps` writes. Raises PlainError, naming the place, for anything but None, bool, int,
+    """`value` as what `typed.dumps` writes. Raises UnfitError, naming the place, for anything but None, bool, int,
     float, str, bytes, numpy arrays and tensors of numbers, and lists, tuples and dicts of these."""
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
@@ -78,17 +74,17 @@ def plain(value: Any, place: str = "state") -> Any:
         if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
             return {"dict": [[plain(key), plain(item, f"{place}[{key!r}]"[:200])] for key, item in value.items()]}
     except RecursionError:
-        raise PlainError(f"{place[:200]} is nested too deeply") from None
-    raise PlainError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which is no plain value")
+        raise UnfitError(f"{place[:200]} is nested too deeply") from None
+    raise UnfitError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which is no plain value")
 
 
 def _array(value: Any, place: str) -> Any:
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, RuntimeError) as error:  # bfloat16, sparse tensors
-        raise PlainError(f"{place} is a tensor that is no plain value: {error}") from error
+        raise UnfitError(f"{place} is a tensor that is no plain value: {error}") from error
     if str(array.dtype) not in _DTYPES:
-        raise PlainError(f"{place} is of type {array.dtype}, which is no plain value")
+        raise UnfitError(f"{place} is of type {array.dtype}, which is no plain value")
     if isinstance(value, np.generic):
         return plain(value.item(), place)
     kind = "tensor" if isinstance(value, torch.Tensor) else "array"
@@ -96,11 +92,11 @@ def _array(value: Any, place: str) -> Any:
 
 
 def restored(node: Any) -> Any:
-    """The value that `plain` was given; tensors are on the CPU. Raises PlainError."""
+    """The value that `plain` was given; tensors are on the CPU. Raises UnfitError."""
     try:
         return _restored(node)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise PlainError(f"this is no plain value: {str(error)[:200]}") from error
+        raise UnfitError(f"this is no plain value: {str(error)[:200]}") from error
 
 
 def _restored(node: Any) -> Any:

@@ -12,10 +12,6 @@ from everstep.run import typed
 NONCE_BYTES = 32
 
 
-class StrangerError(RuntimeError):
-    """A process without the run's token has a rank's place in the group."""
-
-
 def _device() -> torch.device:
     """Where the group's collectives want their tensors."""
     accelerator = torch.accelerator.current_accelerator()
@@ -59,7 +55,7 @@ def require_members(token: bytes) -> None:
     HMAC under the run's token.
 
     Raises:
-        StrangerError: a rank's answer is wrong.
+        RuntimeError: a rank's answer is wrong: a process without the run's token has its place.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -69,7 +65,7 @@ def require_members(token: bytes) -> None:
     answers = _everyones(proofs[dist.get_rank()])
     if strangers := [rank for rank in range(ranks) if not hmac.compare_digest(answers[rank], proofs[rank])]:
         places = ", ".join(map(str, strangers))
-        raise StrangerError(
+        raise RuntimeError(
             f"a process without the run's token has the place of rank {places} in this group: something else connects "
             "to the run's ports, see docs/security.md"
         )

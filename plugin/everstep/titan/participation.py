@@ -5,6 +5,7 @@ import time
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
@@ -29,16 +30,6 @@ HEAL_SUMS = 3.0
 """Longest silence of a state's source, in `reduce_timeout_s`: a source that computes may be silent for a while."""
 GIVE_UP_STARTS = 4.0
 """How long a group goes on that commits nothing, in `startup_timeout_s`: the others may be starting."""
-
-
-class HostClock:
-    """This host's monotonic clock; implements `everstep.step.interfaces.Clock`."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 class Participation:
@@ -108,7 +99,8 @@ class Participation:
             pause=timedelta(seconds=ft.heartbeat_timeout_s),
             give_up=give_up,
         )
-        host = Host(HostClock(), place.files, place.events)
+        clock: Any = SimpleNamespace(now=time.monotonic, sleep=time.sleep)
+        host = Host(clock, place.files, place.events)
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(

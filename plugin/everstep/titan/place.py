@@ -54,7 +54,7 @@ def open_place(config: Any) -> RunPlace:
         host = use_interface(ft.bind_host).address
     except InterfaceError as error:
         raise TrainerEnds(USAGE_EXIT, str(error)) from error
-    # Curves are drawn from the run's events, by one process for all groups: report/scalars.py.
+    # Curves are drawn from the run's events, by one process for all groups: report/curves.py.
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.comm.save_traces_folder += f"/group-{ft.group_id}"
     os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise

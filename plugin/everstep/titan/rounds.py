@@ -12,7 +12,6 @@ the global parameters (`round_state.Mark`).
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.private import local
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan.disk import not_saved
-from everstep.titan.group import all_in_group, least_in_group, sum_in_group
+from everstep.titan.group import all_in_group, gather_json, least_in_group, sum_in_group
 from everstep.titan.parts import WORKERS, Parts
 from everstep.titan.round_state import RoundState, packed
 from everstep.titan.slots import OPTIMIZER_SLOT
@@ -46,22 +45,6 @@ OWN = "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
 """Least wait for a state that its group is just writing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a worker's round came to, besides what it changed.
-
-    Attributes:
-        tokens, loss: valid tokens and sum of their losses by optimizer step, float64 [h].
-        balances: what the worker would have experts' biases be, float64 [n].
-        own: this rank's part of the worker's own state after it.
-    """
-
-    tokens: torch.Tensor
-    loss: torch.Tensor
-    balances: torch.Tensor
-    own: bytes
 
 
 class Rounds(TrainerWork):
@@ -102,7 +85,8 @@ class Rounds(TrainerWork):
             nbytes=state.own_bytes,
             token=place.token,
         )
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, tuple[RoundSums, bytes]] = {}
+        """By worker what its round came to, besides what it changed, and this rank's part of its own state after it."""
         self._refused: set[int] = set()
         """Workers in whose rounds an optimizer step was refused twice; rounds of a catch-up as well."""
         by_step = torch.zeros(self._steps, dtype=torch.float64)
@@ -130,7 +114,7 @@ class Rounds(TrainerWork):
         try:
             self._take_up(round_, worker, whole=whole)
             tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
-            self._held[worker] = Held(tokens, loss, flat(self.state.balances), self.state.leave())
+            self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.leave()
         finally:
             self._rest()
         self._offer(round_)
@@ -270,15 +254,13 @@ class Rounds(TrainerWork):
     def results(self) -> SlotSums:
         """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
         tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
-        tokens_by_step, loss_by_step = torch.zeros(2, self._steps, dtype=torch.float64)
-        balances = torch.zeros_like(self._nothing.balances)
-        for worker, done in self._held.items():
-            tokens[worker], loss[worker] = done.tokens.sum(), done.loss.sum()
-            tokens_by_step += done.tokens
-            loss_by_step += done.loss
-            balances += done.balances
-        further = RoundSums(tokens_by_step, exact.rounded(loss_by_step), exact.rounded(balances))
-        return SlotSums(tokens, loss, further.pack(), frozenset(self._held))
+        further = self._nothing.pack()
+        for worker, (made, _) in self._held.items():
+            tokens[worker], loss[worker] = made.tokens.sum(), made.loss.sum()
+            further += made.pack()
+        sums = self._nothing.unpack(further)
+        sums = RoundSums(sums.tokens, exact.rounded(sums.loss), exact.rounded(sums.balances))
+        return SlotSums(tokens, loss, sums.pack(), frozenset(self._held))
 
     def discard(self) -> None:
         """Forget what the workers of the round in progress changed."""
@@ -305,8 +287,8 @@ class Rounds(TrainerWork):
         sums = self._nothing.unpack(commit.extra)
         self.state.balance(sums.balances / self.shares)
         self.state.mark(commit.step, commit.history)
-        for worker, done in self._held.items():
-            self.store.hold(self.state.place(worker, commit.step), done.own)
+        for worker, (_, own) in self._held.items():
+            self.store.hold(self.state.place(worker, commit.step), own)
         self._rest()
         self._keep(commit.step)
         saved, self._counted_saved = self._counted_saved, self.store.copied_bytes
@@ -322,13 +304,15 @@ class Rounds(TrainerWork):
     def _keep(self, round_: int) -> None:
         """After a commit: write the states of the workers that this group carries, and let go of those that it does not
         carry any more, once they are in files. Say when a loss begins to mean that the run ends, and when it no longer
-        does."""
+        does. A collective of the group."""
         self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
         self._files.beat("keep", round_)
         # The other groups wait for this one as long as that, and no longer.
         why = self.store.keep(round_, 0.0 if self._risk else self._ft.join_timeout_s)
         dies = "the host of group {} is lost" if self.store.has_memory else "group {} dies"
-        risk = dies.format(self._ft.group_id) if why else ""
+        # Each rank has its part of the states on its own host.
+        risks = ((told, dies) for told, dies in gather_json([why, dies.format(self._ft.group_id)]) if told)
+        why, risk = next(risks, ("", ""))
         if risk and risk != self._risk:
             self._events.emit("workers_unprotected", round_, reason=why, risk=risk)
         elif self._risk and not risk:

@@ -68,12 +68,6 @@ class RankFiles:
         """See `RunFiles.asked_to_leave`. A stop is a level: the file is there for a rank that missed the signal."""
         return self._terminated or (self._rank == 0 and stop_file(self._run_dir).exists())
 
-    @property
-    def asked_by(self) -> str:
-        """Who asks to leave, for a reader."""
-        file = stop_file(self._run_dir)
-        return f"{file} (remove it before torchrun starts the group again)" if file.exists() else "a signal"
-
     def groups_with_state(self) -> list[int]:
         """See `RunFiles.groups_with_state`."""
         return [

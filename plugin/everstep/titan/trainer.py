@@ -20,6 +20,7 @@ from everstep.config.errors import ConfigError
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
 from everstep.run.beats import STARTUP
+from everstep.run.directory import stop_file
 from everstep.run.exits import FENCED_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.section import SemiSync
 from everstep.snapshot.section import SnapshotSection
@@ -187,8 +188,8 @@ class EverstepTrainer(titan.Trainer):
             # A last checkpoint on disk holds the same state; a group that leaves alone has dropped its own.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
-        asked = f"Left the run after step {self.step}, asked by {place.files.asked_by}"
-        logger.info(asked if leaves else "Training completed")
+        asked = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again)"
+        logger.info(f"Left the run after step {self.step}, asked by {asked}" if leaves else "Training completed")
 
     def _compile(self) -> None:
         """Before the other groups wait for this one: compute and discard a slot, if the first one compiles something or

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from everstep.data.plain import PlainError, StreamState, decode_states, encode_states, plain, restored
+from everstep.data.plain import StreamState, decode_states, encode_states, plain, restored
+from everstep.run.typed import UnfitError
 from everstep.titan.data import private
 from everstep.titan.data.slots import Batch, SlotSource
 from everstep.titan.names import (
@@ -69,9 +70,9 @@ class _Stream:
         return batch
 
     def state(self) -> StreamState:
-        """Raises PlainError if another dataloader, built alike, would not go on from it with the same batches."""
+        """Raises UnfitError if another dataloader, built alike, would not go on from it with the same batches."""
         if self._lost:
-            raise PlainError(f"it leaves out {self._lost}")
+            raise UnfitError(f"it leaves out {self._lost}")
         return StreamState(self.position, plain(_stateful(self.loader).state_dict(self.loader)))
 
 
@@ -188,7 +189,7 @@ class SlotStreams(SlotSource):
             if live.position <= self._steps and (known is None or live.position > known.position):
                 try:
                     self._known[stream] = live.state()
-                except PlainError as error:
+                except UnfitError as error:
                     if not self._complained:
                         logger.warning(
                             "The state of %s cannot be told to other groups, which will read its streams from their "
