@@ -131,7 +131,8 @@ def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, death
 
 def test_a_run_started_again_with_other_groups_is_one_account():
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).start(0, 0, 1)
-    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1])
+    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).add(2.5, "scaled", role="scale", count=3)
+    assert figures_of(read(run.events))["groups"] == 3
     run.add(3, "run_ended", role="supervisor", status="stopped", reason="signal")
     run.add(1000, "run_started", role="supervisor", groups=1, steps=4).start(1001, 0, step=3, source="disk")
     run.fault(1001.5, "kill-worker", 0).start(1001.7, 0, step=3, source="disk")
@@ -142,14 +143,6 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
     assert figures["stalls_unmeasured"] == 1, "nothing had been committed in the session that it hit"
     assert figures["groups_mean"] == pytest.approx(1.5)
-
-
-def test_the_groups_that_are_asked_for_are_those_that_a_run_was_scaled_to():
-    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).commit(1, 1, [0, 1])
-    account = read(run.add(2, "scaled", role="scale", count=3).commit(3, 2, [0, 1, 2]).events)
-    assert figures_of(account)["groups"] == 3
-    run.add(4, "run_ended", role="supervisor", status="stopped", reason="signal")
-    assert figures_of(read(run.add(5, "run_started", role="supervisor", groups=2, steps=4).events))["groups"] == 2
 
 
 def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they_come():

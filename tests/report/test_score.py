@@ -103,6 +103,9 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     end(3, 0, "failed")
     end(3, 1, "failed")
     assert told()[0] == "failed"
+    run.add(100, "agent_up", 0, role="agent", pid=1)
+    end(101, 0, "failed")
+    assert told()[0] == "failed", "with fewer groups and before a step"
 
 
 def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):

@@ -54,13 +54,6 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     assert asked(place) == (200, b"<!doctype")
 
 
-def test_a_server_of_names_that_may_not_answer_is_asked_for_its_full_name_alone(monkeypatch):
-    monkeypatch.setattr(serve.socket, "getfqdn", lambda: asked_for.append(0) or "Node7.example")
-    place, asked_for = served(), []
-    assert [asked(place, host)[0] for host in ("127.0.0.1", "localhost", "node7.example")] == [200] * 3
-    assert asked_for == [0]
-
-
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -68,12 +61,14 @@ def test_a_server_of_names_that_may_not_answer_is_asked_for_its_full_name_alone(
         ("localhost:8080", 200),
         ("[::1]:1", 200),
         (socket.gethostname(), 200),
+        ("node7.example:80", 200),
         ("rebound.example", 403),
         ("127.0.0.1.rebound.example:80", 403),
         ("", 403),
     ],
 )
-def test_a_name_that_is_not_this_machines_reads_nothing(host, status):
+def test_a_name_that_is_not_this_machines_reads_nothing(host, status, monkeypatch):
+    monkeypatch.setattr(serve.socket, "getfqdn", lambda: "Node7.example")
     place = served()
     found, content = asked(place, host)
     assert (found, b"<!doctype" in content) == (status, status == 200)

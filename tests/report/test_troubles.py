@@ -67,6 +67,7 @@ CAUSES = {
                               "Groups 2 are left out", ("left_out", {"groups": [], "cut": []})),
     "failing alike": ("group", [("group_failing", {"count": 3, "reason": "group 1 failed 3 times", "again_s": 4.0})],
                       "Group 1 failed 3 times; it starts again in 4 s. Its log: logs/group-1/rank-0.log.", COMMIT),
+    "no date": ("group", [("group_failing", {"count": 3, "reason": "x", "again_s": None})], "again in ? s", COMMIT),
     "given up": ("group", [("agent_ended", {"status": "failed", "reason": "group 1 is given up"})],
                  "Group 1 is given up. Groups that are left go on without it; its logs: logs/group-1.", COMMIT),
     "hung in a sum": ("group", [("workers_stalled", {"stalled_rank": 1, "phase": "reduce", "idle_s": 9.0})],
@@ -76,8 +77,6 @@ CAUSES = {
     "a control group's memory": (
         "machine", [died("rank 0 was killed by SIGKILL, by the kernel: the memory of its control group was used up")],
         "ran out of memory: rank 0 was killed by SIGKILL, by the kernel", COMMIT),
-    "a process's memory": (
-        "machine", [died("rank 0 exited with status 1", "MemoryError")], "memory: MemoryError", COMMIT),
     "memory of PyTorch on a CPU": (
         "machine", [died("rank 0 exited with status 1", "RuntimeError: DefaultCPUAllocator: can't allocate memory")],
         "memory: RuntimeError: DefaultCPUAllocator", COMMIT),

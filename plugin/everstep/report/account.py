@@ -151,11 +151,12 @@ class Account:
     @property
     def status(self) -> str:
         """One of ENDS, or `running`. Who supervises a run says how it ended, and was killed if nothing is said. Without
-        a supervisor it is over when a group is done, or all groups of the newest commit have ended."""
+        a supervisor it is over when a group is done, or all groups of its newest commit, or before one all that there
+        are, have ended."""
         session, said = self.current, {*self.current.ends.values()}
         if session.ending is not None or self.counts["run_started"]:
             return session.ending["status"] if session.ending else "running"
-        over = "done" in said or session.ends.keys() >= {*(self.newest or session).groups}
+        over = "done" in said or session.ends.keys() >= {*(session.commits or [session])[-1].groups}
         return next((end for end in ENDS if over and end in said), "running")
 
     @property

@@ -36,8 +36,8 @@ LONGEST = 600
 AWAY = ("workers_died", "workers_started", "agent_ended")
 """Kinds of events of which the processes of a group that had something to tell are gone."""
 NO_MEMORY = (
-    "OutOfMemoryError", "MemoryError", "out of memory", "control group was used", "can't allocate memory",
-    "Cannot allocate memory", "bad_alloc",
+    "MemoryError", "out of memory", "control group was used", "can't allocate memory", "Cannot allocate memory",
+    "bad_alloc",
 )  # fmt: skip
 """Words of Python, devices, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
 EVERY_RANK = frozenset(("unfit", "not_finite", "snapshot_failed"))
@@ -284,7 +284,7 @@ def _fields(event: Mapping[str, Any]) -> Fields:
         "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
     }
-    return Fields({**event, **said})
+    return Fields({name: value for name, value in {**event, **said}.items() if value is not None})
 
 
 @dataclass
