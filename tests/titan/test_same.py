@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from everstep.commands.same import same
+from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
 STEPS = 6
@@ -65,3 +66,11 @@ def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
         os.truncate(damaged / ".metadata", 40)
     assert same(one, two) == 1
     assert f"{one / 'checkpoint' / 'step-4' / part / '.metadata'} is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_whose_data_is_cut_off_is_named(tmp_path):
+    one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    os.truncate(next((two / "checkpoint" / "step-4").glob("*.distcp")), 40)
+    with pytest.raises(LaunchError, match="b/checkpoint/step-4 cannot be read: "):
+        same(one, two)

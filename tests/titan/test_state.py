@@ -54,7 +54,7 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
     seeds = {slot_seed(0, step, slot, rank) for step in range(20) for slot in range(-1, 12) for rank in range(3)}
     assert len(seeds) == 20 * 13 * 3
     assert slot_seed(0, 7, 3, 1) == slot_seed(0, 7, 3, 1) != slot_seed(1, 7, 3, 1)
-    Slots._seed(MagicMock(seed=0, dp_rank=1, **{"_trainer.device.type": "cpu"}), 7, 3)
+    Slots._seed(MagicMock(seed=0, **{"source.dp_rank": 1, "_trainer.device.type": "cpu"}), 7, 3)
     drawn = torch.rand(4)
     torch.manual_seed(slot_seed(0, 7, 3, 1))
     assert torch.equal(drawn, torch.rand(4))
@@ -169,6 +169,10 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
     disk.load()
     assert [step for step, _ in disk.asked] == [10]
     assert told == [("warning", f"goes on from step 10: the .metadata of {cut} is damaged")]
+    os.truncate(next(before.glob("*.distcp")), 40)
+    disk._manager.load = lambda step: dcp.load({names[0]: torch.tensor(0)}, checkpoint_id=str(before), no_dist=True)
+    with pytest.raises(OSError, match=r"step-10 cannot be read: RuntimeError: .* Move it away"):
+        disk.load()
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match=r"step-15 has a damaged \.metadata"):
         disk_at(tmp_path).load()

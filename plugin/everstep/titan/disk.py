@@ -7,7 +7,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from everstep.titan.parts import (
     FIRST,
     WORKERS,
     Parts,
+    cause_of,
     checkpoints_in,
     give_up,
     put_in_place,
@@ -95,7 +96,8 @@ class DiskCheckpoints:
 
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
-        some of our keys, and a key that is not there cannot be loaded. Raises TrainerEnds for the model alone."""
+        some of our keys, and a key that is not there cannot be loaded. Raises TrainerEnds for the model alone, OSError
+        for one that is damaged."""
         step, folder = self._to_load()
         source: SlotSource = self._trainer.dataloader
         if folder is not None:
@@ -104,7 +106,11 @@ class DiskCheckpoints:
             source.saved_ranks = [int(found[1]) for found in map(OF_RANK.fullmatch, keys) if found is not None]
             self._require(step, folder, keys)
             self._tell_damaged(step)
-        found = self._manager.load(step=step)
+        try:
+            found = self._manager.load(step=step)
+        except CheckpointException as error:
+            remedy = "Move it away, or give [checkpoint] load_step with another one"
+            raise OSError(f"{folder or self._manager.folder} cannot be read: {cause_of(error)}. {remedy}") from None
         self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
 
@@ -176,8 +182,8 @@ class DiskCheckpoints:
         """Load this rank's part of something in a checkpoint; whether it could be had."""
         try:
             read_alone(folder, into)
-        except CheckpointException as error:
-            logger.warning(f"{folder} cannot be read: {error}")
+        except OSError as error:
+            logger.warning(str(error))
             return False
         return True
 
@@ -195,18 +201,10 @@ class DiskCheckpoints:
             tell(error)
             return
         begun = self._manager.save_future if saved else None  # one that saves nothing has no such name
-        if saved and begun is None:
+        if begun is not None:  # whoever waits for it goes on in any case
+            self._manager.save_future = _then(begun, lambda done: tell(done.exception()))
+        elif saved:
             tell(None)
-        elif begun is not None:
-            self._manager.save_future = ended = Future()
-
-            def end(done: Future) -> None:
-                try:
-                    tell(done.exception())
-                finally:  # whoever waits for it goes on in any case
-                    ended.set_result(None)
-
-            begun.add_done_callback(end)
 
     def _tell(self, step: int, commit: int, begin: float, is_part: bool, error: BaseException | None) -> None:
         """What became of a checkpoint."""
@@ -215,8 +213,7 @@ class DiskCheckpoints:
                 self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
             return
         folder = str(self._manager.folder)
-        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = f"{type(why).__name__}: {why}{_room(folder)}"
+        reason = f"{cause_of(error)}{_room(folder)}"
         logger.warning(f"No checkpoint in {folder} of step {step}: {reason}. Training goes on.")
         self._events.emit("checkpoint_failed", commit, reason=reason, folder=folder)
         give_up(Path(folder), step)
@@ -285,11 +282,16 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
         if is_first:  # the others write after a collective that rank 0 has not come to yet
             shutil.rmtree(draft, ignore_errors=True)
         name_it = functools.partial(put, draft) if is_first else lambda: None
+
+        def named(done: Future) -> None:
+            done.result()
+            name_it()
+
         begun = save(manager, state_dict, str(draft), *args, **kwargs)
         if isinstance(begun, AsyncSaveResponse):
-            return dataclasses.replace(begun, upload_completion=_named(begun.upload_completion, name_it))
+            return dataclasses.replace(begun, upload_completion=_then(begun.upload_completion, named))
         if isinstance(begun, Future):
-            return _named(begun, name_it)
+            return _then(begun, named)
         dist.barrier()  # what is written in another format is put together by all ranks
         error = ""
         try:
@@ -303,9 +305,15 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
     replace(manager, "dcp_save", save_aside)
 
 
-def _named(written: Future, name_it: Callable[[], None]) -> Future:
-    """Ends once what is being written has its name."""
-    executor = ThreadPoolExecutor(1, "naming")
-    named = executor.submit(lambda: (written.result(), name_it()))
-    executor.shutdown(wait=False)
-    return named
+def _then(begun: Future, act: Callable[[Future], None]) -> Future:
+    """Ends as what is done with another one when that has ended."""
+    ended: Future = Future()
+
+    def end(done: Future) -> None:
+        try:
+            ended.set_result(act(done))
+        except BaseException as error:  # noqa: BLE001  as CheckpointException is; whoever waits is told of it
+            ended.set_exception(error)
+
+    begun.add_done_callback(end)
+    return ended

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
 WORKERS = "semi_sync"
@@ -59,10 +60,19 @@ def workers_in(folder: Path) -> dict[int, Path]:
 
 
 def read_alone(folder: Path, into: dict[str, Any]) -> None:
-    """Load some of what a checkpoint has, each rank for itself."""
+    """Load some of what a checkpoint has, each rank for itself. Raises OSError if it is damaged or not there."""
     with warnings.catch_warnings():  # that this is one process
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(into, checkpoint_id=str(folder), no_dist=True)
+        try:
+            dcp.load(into, checkpoint_id=str(folder), no_dist=True)
+        except CheckpointException as error:
+            raise OSError(f"{folder} cannot be read: {cause_of(error)}") from None
+
+
+def cause_of(error: BaseException) -> str:
+    """What failed, in words; the text of an exception of torch.distributed.checkpoint begins with the ranks."""
+    first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return f"{type(first).__name__}: {first}"
 
 
 @dataclass(frozen=True, slots=True)
