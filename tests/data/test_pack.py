@@ -139,7 +139,6 @@ pack(inputs, Path(sys.argv[1]),
 
 @pytest.fixture
 def corpus(tmp_path):
-    """All kinds of input."""
     chance = np.random.default_rng(0)
     words = np.array(["slot", "ledger", "quorum", "keeper", "group", "Zeichen ü"])
     texts = [" ".join(words[chance.integers(0, len(words), count)]) for count in chance.integers(1, 300, 1200)]

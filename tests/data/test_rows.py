@@ -13,7 +13,6 @@ from data.conftest import built
 from everstep.data.pack import pack
 from everstep.data.permutation import permutation
 from everstep.titan.data.rows import Rows
-from everstep.titan.data.slots import SlotSource
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.integers(0, 10**6))
@@ -67,10 +66,9 @@ def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokeni
 @pytest.mark.parametrize(("slots", "group_ranks", "ranks"), [(6, 1, 2), (6, 1, 6), (3, 2, 2), (4, 2, 8), (5, 1, 1)])
 def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(build, shuffle, slots, group_ranks, ranks):
     """A slot's rows do not depend on what was read before."""
-    groups = [build(shuffle=shuffle) for _ in range(group_ranks)]
-    for rank, source in enumerate(groups):
-        assert isinstance(source, SlotSource)
-        source.open_slots(slots, rank, group_ranks)
+    groups = [build(rank, group_ranks, shuffle=shuffle) for rank in range(group_ranks)]
+    for source in groups:
+        source.open_slots(slots)
     stock = [iter(build(rank, ranks, shuffle=shuffle)) for rank in range(ranks)]
     accumulation, steps = slots * group_ranks // ranks, range(1, 12)
     expected = {
@@ -85,7 +83,7 @@ def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(build, 
 
 def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     source = build()
-    source.open_slots(6, 0, 1)
+    source.open_slots(6)
     source.committed(4)
     state = source.state_dict()
     with pytest.raises(ValueError, match="other data than"):
@@ -93,7 +91,7 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     with pytest.raises(ValueError, match="other data than"):
         build(seq_len=8).load_state_dict(state)
     other = build()
-    other.open_slots(8, 0, 1)
+    other.open_slots(8)
     with pytest.raises(ValueError, match="this run's have 16"):
         other.load_state_dict(state)
     plain = build(step_rows=8)  # of torchtitan's own trainer
@@ -101,7 +99,7 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
         next(iter(plain))
     with pytest.raises(ValueError, match="steps had 8 rows, this run's have 16"):
         other.load_state_dict(plain.state_dict())
-    other.open_slots(5, 0, 1)
+    other.open_slots(5)
     with pytest.raises(ValueError, match="no whole number of steps of 10 rows"):
         other.load_state_dict({**state, "rows_per_step": 0})
     uneven = build(0, 5)

@@ -41,8 +41,8 @@ def base(dataset="map", **kwargs):
 
 
 def streams(config, tokenizer, slots, dp_rank=0, dp_size=1):
-    source = built(SlotStreams.Config(base=config), tokenizer)
-    source.open_slots(slots, dp_rank, dp_size)
+    source = built(SlotStreams.Config(base=config), tokenizer, dp_rank, dp_size)
+    source.open_slots(slots)
     return source
 
 

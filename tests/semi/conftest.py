@@ -35,7 +35,7 @@ def reference():
                 data = Streams(config.dataloader, slots, shape)
             else:
                 data = Rows.Config(shuffle=True, seed=0).build(dp_world_size=1, dp_rank=0, **shape)
-                data.open_slots(slots, 0, 1)
+                data.open_slots(slots)
             known[text] = simulate(config, data)
         return known[text]
 

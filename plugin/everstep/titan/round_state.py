@@ -20,6 +20,7 @@ from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import Place
 from everstep.step.private import local
 from everstep.titan.state import TrainingState
+from everstep.titan.tally import spread
 
 OPTIMIZER = "optimizer/"
 PARAM = "param/"
@@ -86,12 +87,9 @@ class RoundState(TrainingState):
         All of them are synchronised in every round: they become their mean over the workers."""
         return [local(tensor) for tensor in self._live_balances.values()]
 
-    @torch.no_grad()
     def balance(self, flat: torch.Tensor) -> None:
         """Make the global balances these values, float64 [n], end to end."""
-        tensors = [local(tensor) for tensor in self._balances.values()]
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        spread(flat, self._balances.values())
 
     def fragment(self, round_: int) -> list[int]:
         """The places of the parameters that a round synchronises."""

@@ -41,17 +41,16 @@ class Slots:
         self._trainer, self._events = trainer, trainer.place.events
         self._checks: Checks | None = trainer.checks
         self.seed = config.debug.seed or 0
-        self.dp_rank, self.dp_size = 0, 1
-        if trainer.parallel_dims.dp_enabled:
-            mesh = trainer.parallel_dims.get_mesh("batch")
-            self.dp_rank, self.dp_size = mesh.get_local_rank(), mesh.size()
         self.number = trainer.gradient_accumulation_steps
         """S."""
+        self.source = self._opened_source()
         self.workers = (semi.workers or config.fault_tolerance.groups) if semi.enabled else 1
         """Into how many parts a step's slots are divided, each of which is an optimizer step of its own."""
         self.steps_per_commit = semi.round_steps if semi.enabled else 1
         """Optimizer steps."""
-        self.tokens_per_step = config.training.local_batch_size * config.training.seq_len * self.dp_size * self.number
+        self.tokens_per_step = (
+            config.training.local_batch_size * config.training.seq_len * self.source.dp_size * self.number
+        )
         self.nominal_tokens = self.tokens_per_step / self.workers
         """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
         ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
@@ -80,7 +79,6 @@ class Slots:
         gradients without hooks."""
         self._refused: set[int] = set()
         """Slots in which this rank's checks found what was not repaired."""
-        self.source = self._opened_source()
 
     def _opened_source(self) -> SlotSource:
         """The dataloader, read by slot. Raises TrainerEnds if another start of the run read other data."""
@@ -89,7 +87,7 @@ class Slots:
         assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
         source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
-        source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches, self.dp_rank, self.dp_size)
+        source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
         # Of a dataloader of torchtitan's the content is not known, and of the others a run may turn to another one.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading
         told = not may_differ and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
@@ -135,7 +133,7 @@ class Slots:
     def _seed(self, step: int, slot: int) -> None:
         """Begin the random numbers of a slot. Not by `torch.manual_seed`, which takes 0.2 ms: without an accelerator it
         notes the stack, for the day that there is one."""
-        seed = slot_seed(self.seed, step, slot, self.dp_rank)
+        seed = slot_seed(self.seed, step, slot, self.source.dp_rank)
         torch.default_generator.manual_seed(seed)
         if self._trainer.device.type != "cpu":
             torch.get_device_module(self._trainer.device).manual_seed(seed)

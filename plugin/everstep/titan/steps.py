@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from everstep.step.interfaces import Commit, SlotSums
-from everstep.step.private import local
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
 from everstep.titan.group import all_in_group
 from everstep.titan.state import TrainingState
-from everstep.titan.tally import StepSums, flat
+from everstep.titan.tally import StepSums, flat, spread
 from everstep.titan.work import TrainerWork
 
 
@@ -85,9 +84,7 @@ class Steps(TrainerWork):
         """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
         of parameters that no slot of any group reached: torchtitan's optimizers leave those as they are, without weight
         decay."""
-        sizes = [local(load).numel() for load in self._slots.expert_loads]
-        for load, part in zip(self._slots.expert_loads, sums.loads.split(sizes), strict=True):
-            local(load).copy_(part.view_as(local(load)))
+        spread(sums.loads, self._slots.expert_loads)
         for param, groups in zip(self._slots.trainable, sums.reached.tolist(), strict=True):
             if groups == 0:
                 param.grad = None

@@ -58,3 +58,11 @@ def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The values of this rank's part of tensors end to end, float64 on the CPU."""
     parts = (local(tensor).detach().flatten().double().cpu() for tensor in tensors)
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
+
+
+@torch.no_grad()
+def spread(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """The inverse of `flat`, in place."""
+    parts = [local(tensor) for tensor in tensors]
+    for part, piece in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
+        part.copy_(piece.view_as(part))

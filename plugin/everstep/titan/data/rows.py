@@ -76,10 +76,10 @@ class Rows(SlotSource):
     @property
     def _rows_per_step(self) -> int:
         """Rows of one global batch; 0 while it is not known."""
-        return self._slots * self._dp_size * self._local_batch_size
+        return self._slots * self.dp_size * self._local_batch_size
 
     def _slot(self, number: int, slot: int) -> Batch:
-        batch_number = (number * self._slots + slot) * self._dp_size + self._dp_rank
+        batch_number = (number * self._slots + slot) * self.dp_size + self.dp_rank
         return self._batch(batch_number * self._local_batch_size)
 
     def committed(self, step: int) -> None:
@@ -99,15 +99,15 @@ class Rows(SlotSource):
     # Under torchtitan's own trainer.
 
     def __iter__(self) -> Iterator[Batch]:
-        stride = self._dp_size * self._local_batch_size
+        stride = self.dp_size * self._local_batch_size
         if self._rows_read % stride:
             raise ValueError(
-                f"the checkpoint has read {self._rows_read} rows, which {self._dp_size} ranks with batches "
+                f"the checkpoint has read {self._rows_read} rows, which {self.dp_size} ranks with batches "
                 f"of {self._local_batch_size} cannot have read alike: keep the number of ranks and "
                 "training.local_batch_size."
             )
         while True:
-            first_row = self._rows_read + self._dp_rank * self._local_batch_size
+            first_row = self._rows_read + self.dp_rank * self._local_batch_size
             self._rows_read += stride
             yield self._batch(first_row)
 

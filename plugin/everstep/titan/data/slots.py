@@ -37,15 +37,12 @@ class SlotSource(BaseDataLoader):
 
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         self._slots = 0
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
 
-    def open_slots(self, slots: int, dp_rank: int, dp_size: int) -> None:
-        """Address the data by slot from now on: `slots` microbatches a step (S), this rank's place in its
-        group's data-parallel ranks. Called once, before any other method here. With pipeline parallelism a
-        dataloader's batch is a pipeline microbatch: count those as slots."""
-        if slots < 1 or not 0 <= dp_rank < dp_size:
-            raise ValueError(f"no such place: {slots} slots, data-parallel rank {dp_rank} of {dp_size}")
-        self._slots, self._dp_rank, self._dp_size = slots, dp_rank, dp_size
+    def open_slots(self, slots: int) -> None:
+        """Address the data by slot from now on, `slots` microbatches a step (S). Called once, before any other method
+        here. With pipeline parallelism a dataloader's batch is a pipeline microbatch: count those as slots."""
+        self._slots = slots
 
     def microbatch(self, step: int, slot: int) -> Batch:
         """This rank's batch of (step, slot), in tensors that the caller may keep and change. `step` is

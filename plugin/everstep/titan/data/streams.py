@@ -138,7 +138,7 @@ class SlotStreams(SlotSource):
 
     @property
     def _streams(self) -> int:
-        return self._slots * self._dp_size
+        return self._slots * self.dp_size
 
     def _slot(self, number: int, slot: int) -> Batch:
         if (number, slot) not in self._held:
@@ -168,7 +168,7 @@ class SlotStreams(SlotSource):
 
     def stream_of(self, slot: int) -> int:
         """The stream that a slot reads on this rank."""
-        return slot * self._dp_size + self._dp_rank
+        return slot * self.dp_size + self.dp_rank
 
     def known_states(self) -> bytes:
         """The newest known state of every stream, own and others', none beyond the last committed step."""
@@ -240,7 +240,7 @@ class SlotStreams(SlotSource):
         loaded has those of all ranks that wrote a checkpoint."""
         states = self.known_states()
         return {
-            **{f"{_RANK}{rank}": states for rank in self.saved_ranks or (self._dp_rank,)},
+            **{f"{_RANK}{rank}": states for rank in self.saved_ranks or (self.dp_rank,)},
             "streams": self._streams,
             "batches_read": self._steps * self._streams,
         }
@@ -258,7 +258,7 @@ class SlotStreams(SlotSource):
         for key, states in state_dict.items():
             if key.startswith(_RANK):
                 self.learn(states)
-        own = range(self._dp_rank, self._streams, self._dp_size)
+        own = range(self.dp_rank, self._streams, self.dp_size)
         self._known = {stream: known for stream, known in self._known.items() if stream in own}
         self._steps = state_dict["batches_read"] // self._streams
 
