@@ -55,9 +55,6 @@ CAUSES = {
         "checkpoint", [("checkpoint_failed", {"reason": "OSError: No space left on device", "folder": "/ckpt"})],
         "checkpoint of step 4 was not written: OSError: No space left on device. Training goes on; make room in /ckpt",
         ("checkpoint_saved", {"took_s": 1.0})),
-    "a read-only file system": (
-        "checkpoint", [("checkpoint_failed", {"reason": "OSError: Read-only file system"})],
-        "Read-only file system. Training goes on; make room in ?", ("checkpoint_saved", {"took_s": 1.0})),
     "a network in two": ("reach", [("left_out", {"groups": [1, 2], "cut": [[0, 1], [0, 2]]})],
                          "Groups 1, 2 are left out until", ("left_out", {"groups": [], "cut": []})),
     "a group of fewer ranks": ("reach", [("left_out", {**CUT, "reason": "the number of ranks differs: group 1 has 1"})],
