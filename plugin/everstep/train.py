@@ -7,7 +7,7 @@ With an accelerator this is `python -m torchtitan.train`, which may be used just
 
 import sys
 
-from everstep.titan import cpu
+from everstep.titan.imports import import_all
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,8 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: command line without the program's name, torchtitan's grammar; the process's own if None.
     """
-    if not cpu.has_accelerator():
-        cpu.stand_in()
+    import_all()
     if argv is not None:
         sys.argv = ["everstep.train", *argv]
     from torchtitan import train

@@ -6,7 +6,7 @@ from torchtitan.config.manager import ConfigManager
 from everstep.launch import prepare
 from everstep.launch.prepare import Order, Prepared
 from everstep.launch.supervisor import RunSettings, Supervisor
-from everstep.titan import cpu
+from everstep.titan.imports import import_all
 
 CONFIG = """
 [job]
@@ -31,8 +31,7 @@ FLAGS = ["--parallelism.data_parallel_replicate_degree", "2", "--training.steps"
 def settled(tmp_path, monkeypatch):
     """Settings of a run, and its run directory with the config settled for its flags."""
     monkeypatch.setenv("WORLD_SIZE", "1")
-    if not cpu.has_accelerator():
-        cpu.stand_in()
+    import_all()
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "run").mkdir()
     order = Order(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
@@ -69,3 +68,10 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     found = prepare.settled(tmp_path / name, tmp_path / "run", flags, None, ranks)
     assert len(asked) == judged
     assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
+
+
+def test_torchtitan_is_imported_without_the_collector(tmp_path, monkeypatch):
+    (tmp_path / "asks.py").write_text("import gc\nwas_on = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_all(["asks"])
+    assert not __import__("asks").was_on

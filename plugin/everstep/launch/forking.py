@@ -5,7 +5,6 @@ stops it around a fork).
 """
 
 import contextlib
-import gc
 import importlib
 import io
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from everstep.run import devices
 from everstep.run.lifeline import die_with_parent
 from everstep.run.stops import STOPS
+from everstep.titan.imports import import_all
 
 PRELOAD = (
     "torchft",
@@ -56,25 +56,11 @@ def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lam
     imported."""
     os.environ.setdefault(devices.LOOK_ONLY, "1")
     os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
-    # Objects of thousands of modules, all of which stay: looking through them again and again is a quarter of the time.
-    gc.disable()
-    try:
-        if any(module.startswith("torchtitan") for module in modules):
-            from everstep.titan import cpu
+    import_all(modules, stopping)
+    if "everstep.titan.load" in modules and not stopping():
+        from everstep.titan.load import parse_any
 
-            if not cpu.has_accelerator():
-                cpu.stand_in()  # torchtitan asks for its device while it is imported
-        for module in modules:
-            if stopping():
-                return
-            importlib.import_module(module)
-        if "everstep.titan.load" in modules:
-            from everstep.titan.load import parse_any
-
-            parse_any()
-        gc.freeze()  # nor should a forked process look at them, and so copy their pages
-    finally:
-        gc.enable()
+        parse_any()
 
 
 class _Output(io.FileIO):

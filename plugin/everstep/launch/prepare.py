@@ -6,7 +6,6 @@ It imports torchtitan: `everstep run` has it done in a fork of its warm process,
 (`prepared`). Both run `main`.
 """
 
-import gc
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from everstep.run.directory import LaunchError, config_file, make_run_dir, prepa
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, read_typed, write_json, write_whole
 from everstep.run.token import require_own
+from everstep.titan.imports import import_all
 
 ADAM_STATES = 2
 """What the optimizers of torchtitan keep for each parameter, of its own type."""
@@ -271,9 +271,5 @@ def take_answer(run_dir: Path) -> Prepared | str:
 
 
 if __name__ == "__main__":
-    gc.disable()  # looking through thousands of modules again and again is a sixth of this process's time
-    from everstep.titan import cpu
-
-    if not cpu.has_accelerator():
-        cpu.stand_in()
+    import_all()
     sys.exit(main(json.loads(sys.argv[1]), tells=True))
