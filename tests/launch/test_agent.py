@@ -104,11 +104,6 @@ def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     of_its_own = {"TORCHELASTIC_ERROR_FILE"}
     ours = Round("run", "127.0.0.1", 1, 0, [1], None).environment(0, "role", 0)
     assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | of_its_own
-    alike = ours.keys() - {
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "ROLE_NAME",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_MAX_RESTARTS",
-    }
+    other = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"}
+    alike = ours.keys() - other
     assert {name: theirs[name] for name in alike} == {name: ours[name] for name in alike}

@@ -1,11 +1,15 @@
 """What is asked of Slurm, and what becomes of its answers: with commands that only look like Slurm's."""
 
+import os
+import subprocess
+
 import pytest
 
 from everstep.chaos import cluster
 from everstep.chaos.view import Proc, View
 from everstep.launch import slurm
-from everstep.run.directory import stop_file
+from everstep.run.directory import over_file, stop_file
+from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
 
@@ -49,6 +53,24 @@ def test_a_job_knows_its_everstep_whatever_else_it_is_to_know(tmp_path, flags, e
 def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):
     assert "there is no squeue here" in slurm.stop(tmp_path)
     assert stop_file(tmp_path).exists()
+
+
+def test_a_run_that_has_ended_is_not_asked_to_stop(tmp_path, squeue):
+    EventLog(tmp_path / "local", None, None, "supervisor").emit("run_ended", status="done", reason="")
+    write_json(over_file(tmp_path, 0), {})
+    for run_dir in (tmp_path / "local", tmp_path):
+        assert slurm.stop(run_dir) == f"nothing runs in {run_dir}: the run has ended"
+        assert not stop_file(run_dir).exists()
+
+
+def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):
+    for name, does in (("squeue", "echo RUNNING"), ("scontrol", f"echo $1 >>{tmp_path}/requeued"), ("venv", "exit 2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SLURM_JOB_ID": "9"}
+    job = ["bash", slurm.SCRIPTS / "lighthouse.sbatch", "run.toml", "--run-dir", tmp_path]
+    assert [subprocess.run(job, env=path).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
+    assert (tmp_path / "requeued").read_text() == "requeue\n" * 5
 
 
 def test_slurm_is_asked_once_whom_to_signal(squeue, monkeypatch):

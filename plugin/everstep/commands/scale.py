@@ -6,7 +6,7 @@ import tyro
 
 from everstep.launch import slurm
 from everstep.launch.prepare import Order, Prepared, prepared, take_answer
-from everstep.run.directory import LaunchError, config_file, groups_file, holder_of
+from everstep.run.directory import LaunchError, config_file, groups_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 from everstep.run.token import require_run
@@ -25,7 +25,8 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     if groups < 1:
         raise LaunchError("--groups must be at least 1; `everstep stop` ends a run.")
     before, submitted = take_answer(run_dir), slurm.job_file(run_dir).exists()
-    if not isinstance(before, Prepared) or not _is_going(run_dir, submitted):
+    over = slurm.has_ended(run_dir) or (submitted and not slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
+    if over or not isinstance(before, Prepared):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
     order = Order(
         str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted, together=not submitted
@@ -38,9 +39,3 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     done = slurm.scale(run_dir, groups) if submitted else ""
     print("; ".join(filter(None, (f"{run_dir} is to have {groups} groups", done))))
     return 0
-
-
-def _is_going(run_dir: Path, submitted: bool) -> bool:
-    if submitted:
-        return bool(slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
-    return holder_of(run_dir) is not None

@@ -15,7 +15,7 @@ from everstep.launch.forking import Request
 from everstep.launch.machine import free_port
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
-from everstep.run.directory import LaunchError
+from everstep.run.directory import LaunchError, starts_file
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
@@ -71,6 +71,7 @@ class Lighthouse:
         if serves and not self._serves:
             publish_address(self._run_dir, self.address)
             self.known = self._serves = True
+            starts_file(self._run_dir, None).unlink(missing_ok=True)
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid)
         since = beat.mono if beat is not None and serves else self._started_mono
         if self._children.looked_mono - max(since, self._children.awake_mono) > SILENCE_S:

@@ -24,10 +24,13 @@ from everstep.run.directory import (
     config_file,
     ended_file,
     groups_file,
+    holder_of,
+    number_of_groups,
     over_file,
     starts_file,
     stop_file,
 )
+from everstep.run.events import event_path
 from everstep.run.files import read_json, read_typed, write_json
 
 SCRIPTS = files.folder("slurm")
@@ -127,6 +130,7 @@ def submit(submission: Submission) -> dict[str, str]:
             starts_file(run_dir, group).unlink(missing_ok=True)
     if "groups" not in alive:
         groups_file(run_dir).unlink(missing_ok=True)
+    starts_file(run_dir, None).unlink(missing_ok=True)
     jobs, commands = dict(alive), submission.commands()
     for name, command in commands.items():
         if name not in alive:
@@ -176,9 +180,19 @@ def describe_submission(submission: Submission, jobs: Mapping[str, str]) -> str:
     )
 
 
+def has_ended(run_dir: Path) -> bool:
+    """Whether nothing is left of a run: no launcher on this machine, or of one that was submitted no group that is to
+    be started again. Agents that somebody started otherwise may always be there."""
+    if job_file(run_dir).exists():
+        return all(over_file(run_dir, group).exists() for group in range(number_of_groups(run_dir) or 1))
+    return holder_of(run_dir) is None and event_path(run_dir, None, None, "supervisor").exists()
+
+
 def stop(run_dir: Path) -> str:
     """Ask for a clean stop: every group finishes its step, one writes the last checkpoint. Pending tasks are
     cancelled. Returns what was done."""
+    if has_ended(run_dir):
+        return f"nothing runs in {run_dir}: the run has ended"
     ask_to_stop(run_dir)
     said = [f"asked every group of {run_dir} to finish its step and to stop"]
     job = read_json(job_file(run_dir)).get("groups")

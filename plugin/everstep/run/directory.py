@@ -98,9 +98,10 @@ def over_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
-def starts_file(run_dir: Path, group: int) -> Path:
-    """Says how often a batch job has started a group since its last commit."""
-    return Path(run_dir) / "state" / f"group-{group}.starts"
+def starts_file(run_dir: Path, group: int | None) -> Path:
+    """Says how often a batch job has started a group since its last commit, or the lighthouse (None) since it served
+    last."""
+    return Path(run_dir) / "state" / ("lighthouse.starts" if group is None else f"group-{group}.starts")
 
 
 def bad_node_file(run_dir: Path, group: int) -> Path:
