@@ -36,7 +36,7 @@ import psutil
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.membership import Membership
 from everstep.quorum.request import NOTHING, Request, State, read_quorum
-from everstep.run.directory import groups_file
+from everstep.run.directory import prepared_file
 from everstep.run.files import write_json
 
 GROUPS_PER_PROCESS = 64
@@ -233,7 +233,7 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
     (run_dir / "token").touch(0o600)
     (run_dir / "token").write_text(TOKEN.hex())
     command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", bind, "--min-groups", str(groups // 2)]
-    write_json(groups_file(run_dir), {"groups": groups})
+    write_json(prepared_file(run_dir), {"groups": groups})
     command += ["--run-dir", str(run_dir)]
     command += ["--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--join-timeout-s", str(JOIN_TIMEOUT_S)]
     lighthouse = subprocess.Popen([*command, "--die-with-parent"], stdout=subprocess.PIPE, text=True)

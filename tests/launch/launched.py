@@ -17,7 +17,7 @@ import pytest
 from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.address import publish_address
-from everstep.run.directory import config_file, groups_file
+from everstep.run.directory import config_file, prepared_file
 from everstep.run.events import read_events
 from everstep.run.files import write_json
 from forked import Forked
@@ -83,7 +83,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         section = {f.name for f in fields(FaultTolerance)} - {f.name for f in fields(GroupSettings)}
         config_file(self.run_dir).parent.mkdir(exist_ok=True)
         groups = settings.pop("groups", 1)
-        write_json(groups_file(self.run_dir), {"groups": groups})
+        write_json(prepared_file(self.run_dir), {"groups": groups})
         config_file(self.run_dir).write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(groups), *flags])}")
         arguments = {
             "run_dir": str(self.run_dir), "group": 0, "ranks": 2,

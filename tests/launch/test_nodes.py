@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
 def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path):
     """A driver holds it in the kernel, say. Without another node to go to it is told, and waited for."""
     away, waits = (
-        agent("--training.steps", "1000000", group=group, groups=2, job=7 + group, unkillable=True, node=node)
+        agent("--training.steps", "1000000", group=group, job=7 + group, unkillable=True, node=node)
         for group, node in enumerate(("n3", ""))
     )
     for group, one in enumerate((away, waits)):

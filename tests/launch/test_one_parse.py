@@ -65,7 +65,7 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     asked = []
     monkeypatch.setattr(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
-    found = prepare.settled(tmp_path / name, tmp_path / "run", flags, None, ranks)
+    found = prepare.settled(tmp_path / name, tmp_path / "run", flags, ranks)
     assert len(asked) == judged
     assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
 

@@ -53,7 +53,7 @@ def events(run):
     found = list(read_events(run))
     for event in found:
         shown.apply(event)
-    metrics.text(shown, 2, 1)
+    metrics.text(shown, 1)
     view.apply(found)
 
 

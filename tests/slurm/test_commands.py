@@ -57,7 +57,7 @@ def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):
 
 def test_a_run_that_has_ended_is_not_asked_to_stop(tmp_path, squeue):
     EventLog(tmp_path / "local", None, None, "supervisor").emit("run_ended", status="done", reason="")
-    write_json(over_file(tmp_path, 0), {})
+    write_json(over_file(tmp_path, 0), {"status": "done", "reason": ""})
     for run_dir in (tmp_path / "local", tmp_path):
         assert slurm.stop(run_dir) == f"nothing runs in {run_dir}: the run has ended"
         assert not stop_file(run_dir).exists()

@@ -10,7 +10,7 @@ from everstep.chaos.signals import send_on
 from everstep.chaos.target import LocalTarget, Target
 from everstep.chaos.view import Proc, View
 from everstep.launch.slurm import job_file, states_of
-from everstep.run.directory import LaunchError, over_file, stop_file
+from everstep.run.directory import LaunchError, ends_of_groups, stop_file
 from everstep.run.files import read_json
 from everstep.run.token import require_run
 
@@ -40,8 +40,7 @@ class SlurmTarget(Target):
         return self._alive and not self._over()
 
     def _over(self) -> bool:
-        ended = (over_file(self.run_dir, group).exists() for group in range(self.run.groups))
-        return stop_file(self.run_dir).exists() or all(ended)
+        return stop_file(self.run_dir).exists() or all(ends_of_groups(self.run_dir))
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         tasks = {task.group: task.job for task in states_of(self._jobs["groups"])}

@@ -14,7 +14,6 @@ def agent(
     *,
     run_dir: Path,
     group: int | None = None,
-    groups: int | None = None,
     ranks: int = 1,
     nodes: int = 1,
     node_rank: int = 0,
@@ -30,7 +29,6 @@ def agent(
         config: The run's TOML file.
         run_dir: The run directory, shared by all groups.
         group: This group's id, from 0, the same after every restart. In a Slurm array job: the task's index.
-        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
         ranks: Ranks (processes, GPUs) of the group on this machine.
         nodes: Machines of the group; each runs an agent. Slurm says it in its jobs.
         node_rank: Which of them this is, from 0. Slurm says it in its jobs.
@@ -52,7 +50,7 @@ def agent(
         raise LaunchError("--group is missing: only in a Slurm array job the task's index says it.")
     if ranks < 1 or place["group"] < 0 or not 0 <= place["node_rank"] < place["nodes"]:
         raise LaunchError("--ranks and --nodes must be at least 1, --group at least 0, --node-rank below --nodes.")
-    prepared = settled(config, run_dir, flags, groups, ranks * place["nodes"])
+    prepared = settled(config, run_dir, flags, ranks * place["nodes"])
     section = prepared.fault_tolerance
     return run_agent(
         GroupSettings(

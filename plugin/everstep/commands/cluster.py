@@ -21,7 +21,6 @@ def lighthouse(
     config: tyro.conf.Positional[Path],
     *,
     run_dir: Path,
-    groups: int | None = None,
     host: str = "",
     page: bool = False,
     flags: Sequence[str] = (),
@@ -32,12 +31,11 @@ def lighthouse(
     Args:
         config: The run's TOML file.
         run_dir: The run directory, shared by all groups.
-        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
         host: Address to listen on and to tell the groups. Default: the host name.
         page: Serve report.html while the run goes, on this machine's loopback.
     """
     run_dir = run_dir.resolve()
-    found = settled(config, run_dir, flags, groups, 0)
+    found = settled(config, run_dir, flags, 0)
     return beacon.keep_up(run_dir, host or socket.gethostname(), found, page)
 
 

@@ -11,8 +11,7 @@ from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import End, number_of_groups, over_file, stop_file
-from everstep.run.files import read_typed
+from everstep.run.directory import ends_of_groups, stop_file
 
 PRELOAD = ("everstep.quorum.lighthouse",)
 LOOK_S = 1.0
@@ -57,7 +56,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
 def is_over(run_dir: Path) -> bool:
     """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
     run that was stopped or finished by another; if others were given up, they may be waiting to be started again."""
-    ends = [read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir))]
+    ends = ends_of_groups(run_dir)
     if all(ends):
         return True
     if not any(end and end.status == "done" for end in ends) and not stop_file(run_dir).exists():

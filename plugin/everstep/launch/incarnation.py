@@ -13,7 +13,6 @@ from everstep.launch.watchdog import CRASHES, HOPELESS, Death, describe_exit, oo
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
-from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.poison import Slot
 
@@ -133,8 +132,9 @@ class Incarnation:
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
         text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
         error, _, traceback = text.partition("\n")
-        commits = [last_commit(settings.run_dir, group) for group in range(number_of_groups(settings.run_dir))]
-        newest = max(filter(None, commits), key=lambda commit: commit["step"], default={"step": 0})
+        logs = event_path(settings.run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
+        commits = filter(None, (last_event(log, {"commit"}) for log in logs))
+        newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
         reason = self.stall or f"rank {first.rank} {describe_exit(exitcode)}"
         if out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"

@@ -245,16 +245,16 @@ def prepared(order: Order) -> Prepared:
     return typed.parse(Prepared, answer)
 
 
-def settled(config: Path, run_dir: Path, flags: Sequence[str], groups: int | None, ranks: int) -> Prepared:
+def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Prepared:
     """What a process of a batch job is told: what was prepared if `config` is the run directory's own and nothing is
     changed, else prepared here. Raises LaunchError, also if others can write to the run directory."""
     make_run_dir(run_dir)
     require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
         found = take_answer(run_dir)
-        if isinstance(found, Prepared) and groups in (None, found.groups) and ranks in (0, found.ranks):
+        if isinstance(found, Prepared) and ranks in (0, found.ranks):
             return found
-    return prepared(Order(str(config), list(flags), groups, ranks, str(run_dir)))
+    return prepared(Order(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
 
 
 def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:

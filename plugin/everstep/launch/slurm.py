@@ -18,20 +18,19 @@ from typing import Any
 from everstep import files
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.run.directory import (
-    End,
     LaunchError,
     ask_to_stop,
     config_file,
     ended_file,
+    ends_of_groups,
     groups_file,
     holder_of,
-    number_of_groups,
     over_file,
     starts_file,
     stop_file,
 )
 from everstep.run.events import event_path
-from everstep.run.files import read_json, read_typed, write_json
+from everstep.run.files import read_json, write_json
 
 SCRIPTS = files.folder("slurm")
 FOR_GOOD = ("done", "failed")
@@ -59,7 +58,7 @@ class Submission:
     def commands(self) -> dict[str, list[str]]:
         """The sbatch commands, by job, as they are run."""
         name, logs = self.config.stem, self.run_dir / "logs"
-        common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir), "--groups", str(self.groups)]
+        common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]
         sbatch = ["sbatch", "--parsable"]
         array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
@@ -146,8 +145,8 @@ def scale(run_dir: Path, groups: int) -> str:
     jobs = jobs_of(run_dir)
     tasks = states_of(jobs["groups"])
     there = {task.group for task in tasks}
-    over = {group: read_typed(End, over_file(run_dir, group)) for group in range(groups)}
-    ended = {group for group, end in over.items() if end is not None and end.status in FOR_GOOD}
+    over = enumerate(ends_of_groups(run_dir))
+    ended = {group for group, end in over if end is not None and end.status in FOR_GOOD}
     missing = [group for group in range(groups) if group not in there | ended]
     spare = [task.name for task in tasks if task.state == "PENDING" and (task.group or 0) >= groups]
     said = []
@@ -184,7 +183,7 @@ def has_ended(run_dir: Path) -> bool:
     """Whether nothing is left of a run: no launcher on this machine, or of one that was submitted no group that is to
     be started again. Agents that somebody started otherwise may always be there."""
     if job_file(run_dir).exists():
-        return all(over_file(run_dir, group).exists() for group in range(number_of_groups(run_dir) or 1))
+        return all(ends_of_groups(run_dir))
     return holder_of(run_dir) is None and event_path(run_dir, None, None, "supervisor").exists()
 
 

@@ -164,7 +164,7 @@ def tell(
         say(said)
         first = False
         if "metrics" in fds:
-            served["metrics"] = text(now, ft.groups, ft.min_groups)
+            served["metrics"] = text(now, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()
             write(now)

@@ -13,21 +13,21 @@ from everstep.report.troubles import GUARANTEES, ROWS
 from everstep.run.event_fields import NEEDED
 
 
-def text(now: Account, groups: int, min_groups: int) -> bytes:
-    """As Prometheus reads them, of a run of nominally so many groups. Counters go on where they were when whoever
-    follows is started again, as the log is read from its beginning."""
-    registry: Any = SimpleNamespace(collect=lambda: figures(now, groups, min_groups))
+def text(now: Account, min_groups: int) -> bytes:
+    """As Prometheus reads them. Counters go on where they were when whoever follows is started again, as the log is
+    read from its beginning."""
+    registry: Any = SimpleNamespace(collect=lambda: figures(now, min_groups))
     return generate_latest(registry)
 
 
-def figures(now: Account, groups: int, min_groups: int) -> Iterator[Metric]:
+def figures(now: Account, min_groups: int) -> Iterator[Metric]:
     """The figures of a run, by their families."""
     checked, protection = checks(now), now.protection
     newest, going = now.newest, now.current.groups.values()
     coverage = (checked["attention_coverage"] or "").partition(" ")[0]
     parts = int(coverage) if coverage.isdecimal() else 0
     for name, what, value in (
-        ("groups", "Nominal number of replica groups", groups),
+        ("groups", "Nominal number of replica groups", now.current.scaled_to or now.current.nominal),
         ("min_groups", "Groups without which the run waits", min_groups),
         ("committed_step", "Newest committed step", newest.step if newest else 0),
         (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import hold_alone, holder, read_json
+from everstep.run.files import hold_alone, holder, read_json, read_typed
 
 
 class LaunchError(Exception):
@@ -98,6 +98,11 @@ def over_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
+def ends_of_groups(run_dir: Path) -> list[End | None]:
+    """By group, of those that the run is to have, how it ended for good; None: it has not."""
+    return [read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir) or 1)]
+
+
 def starts_file(run_dir: Path, group: int | None) -> Path:
     """Says how often a batch job has started a group since its last commit, or the lighthouse (None) since it served
     last."""
@@ -126,11 +131,17 @@ def groups_file(run_dir: Path) -> Path:
 
 def number_of_groups(run_dir: Path) -> int:
     """How many groups the run is to have now: 0 to this, less 1, are their ids. 0: nobody has said."""
-    for path in (groups_file(run_dir), prepared_file(run_dir)):
-        said = read_json(path).get("groups")
-        if isinstance(said, int) and said > 0:
-            return said
-    return 0
+    return _groups_in(groups_file(run_dir)) or _groups_in(prepared_file(run_dir))
+
+
+def _groups_in(path: Path) -> int:
+    said = read_json(path).get("groups")
+    return said if isinstance(said, int) and said > 0 else 0
+
+
+def is_spare(run_dir: Path, group: int) -> bool:
+    """Whether the run is to go on without this group, as `everstep scale` said."""
+    return 0 < _groups_in(groups_file(run_dir)) <= group
 
 
 def ended_file(run_dir: Path) -> Path:
