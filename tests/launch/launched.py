@@ -84,7 +84,8 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         config_file(self.run_dir).parent.mkdir(exist_ok=True)
         groups = settings.pop("groups", 1)
         write_json(prepared_file(self.run_dir), {"groups": groups})
-        config_file(self.run_dir).write_text(f"flags = {json.dumps(['--fault_tolerance.groups', str(groups), *flags])}")
+        flags = ["--fault_tolerance.groups", str(groups), *flags]
+        config_file(self.run_dir).write_text(f"flags = {json.dumps(flags)}")
         arguments = {
             "run_dir": str(self.run_dir), "group": 0, "ranks": 2,
             "entry": "tiny_trainer:main",
@@ -122,11 +123,5 @@ class TinyRun(Tiny):
                 starts = Forked if forked else subprocess.Popen
                 self.process = starts(command, stdout=output, stderr=subprocess.STDOUT, **options)
         else:
-            self.process = subprocess.Popen(
-                command,
-                stdin=terminal,
-                stdout=terminal,
-                stderr=terminal,
-                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-                **options,
-            )
+            options |= dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+            self.process = subprocess.Popen(command, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **options)

@@ -16,10 +16,9 @@ from everstep.run.directory import LaunchError
 
 PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
-
 BURST_S, PAUSE_S = 0.4, 0.8
 FAULTS = (errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
-FAIL = (
+FAIL = [
     "open",
     "os.fork",
     "os.posix_spawn",
@@ -29,7 +28,7 @@ FAIL = (
     "os.listdir",
     "os.scandir",
     "socket.bind",
-)
+]
 
 
 def run_short_of_everything(run_dir, faults):

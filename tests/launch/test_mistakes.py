@@ -13,6 +13,7 @@ import pytest
 
 from everstep import cli
 from everstep.config.sections import FaultTolerance
+from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.titan.place import open_place
 from watched import DEADLINE_S, until
@@ -97,11 +98,7 @@ def start(*args, **more):
 
 
 def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):
-    (tmp_path / "events").mkdir()
-    (tmp_path / "events" / "supervisor.jsonl").write_text(
-        '{"t":1.0,"mono":1.0,"role":"supervisor","group":null,"rank":null,"step":null,"kind":"run_started","groups":2,'
-        '"ranks_per_group":1,"seed":0}\n'
-    )
+    EventLog(tmp_path, None, None, "supervisor").emit("run_started", groups=2, ranks_per_group=1, seed=0)
     process = start("watch", str(tmp_path))
     assert "2 groups of 1" in process.stdout.readline()
     process.send_signal(signal.SIGINT)

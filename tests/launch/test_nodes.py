@@ -25,18 +25,17 @@ def ranks_that_train(one, after=0.0):
 def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
     second, first = node(agent, 1), node(agent, 0)  # whoever is there earlier waits
     until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
-    before = {
-        "first": first.events("workers_started")[0]["pids"],
-        "second": first.events("node_workers_started")[0]["pids"],
-    }
+
+    def started():
+        kinds = {"first": "workers_started", "second": "node_workers_started"}
+        return {node: first.events(kind)[-1]["pids"] for node, kind in kinds.items()}
+
+    before = started()
     for victim, other in (("second", "first"), ("first", "second")):
         killed = time.time()
         os.kill(before[victim][0], signal.SIGKILL)
         until(lambda since=killed: ranks_that_train(first, since + 0.5) == {0, 1}, "both ranks to train again")
-        again = {
-            "first": first.events("workers_started")[-1]["pids"],
-            "second": first.events("node_workers_started")[-1]["pids"],
-        }
+        again = started()
         assert not alive(before[other][0]), "the node whose rank lived started it again as well"
         assert again[victim] != before[victim]
         before = again
@@ -110,14 +109,11 @@ def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "settings", "reason"),
-    [
-        (("--tiny.exit", str(UNFIT_EXIT)), {}, "arithmetic"),
-        (("--tiny.exit", "1"), {"node_failures": 2}, "died here 2 times"),
-    ],
+    ("status", "settings", "reason"),
+    [(UNFIT_EXIT, {}, "arithmetic"), (1, {"node_failures": 2}, "died here 2 times")],
 )
-def test_a_bad_node_is_named_and_left(agent, tmp_path, flags, settings, reason):
-    one = agent(*flags, "--training.steps", "1000000", ranks=1, job=7, restart=1, node="n3", **settings)
+def test_a_bad_node_is_named_and_left(agent, tmp_path, status, settings, reason):
+    one = agent("--tiny.exit", str(status), ranks=1, job=7, restart=1, node="n3", **settings)
     assert one.process.wait(DEADLINE_S) == NODE_BAD_EXIT
     found = read_json(bad_node_file(tmp_path / "run", 0))
     assert (found["node"], found["claim"]) == ("n3", "7.1")

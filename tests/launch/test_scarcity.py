@@ -36,10 +36,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
         starts = len(run.events("workers_started", group=group))
         os.kill(run.workers(group)[0], signal.SIGKILL)
         kills += 1
-        until(
-            lambda g=group, n=starts: len(run.events("workers_started", group=g)) > n,
-            f"group {group} to start again",
-        )
+        until(lambda g=group, n=starts: len(run.events("workers_started", group=g)) > n, "it to start again")
     made = json.loads(done.read_text())
     assert len(made) >= shortages
     over = time.time()
@@ -47,11 +44,8 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
         run.wait_for("commit", after=over, group=group)
     assert run.events("agent_ended") == []
     told = run.events("resource_shortage")
-    silent = [
-        (when, what)
-        for when, what in made
-        if not any(one["t"] - TOLD_S < when < one["t"] + one["again_s"] + TOLD_S for one in told)
-    ]
+    spans = [(one["t"] - TOLD_S, one["t"] + one["again_s"] + TOLD_S) for one in told]
+    silent = [(when, what) for when, what in made if not any(begin < when < end for begin, end in spans)]
     assert not silent, f"{len(silent)} of {len(made)} are not told: {silent[:5]}"
     assert "it is tried again in" in run.said()
     run.process.send_signal(signal.SIGINT)

@@ -58,7 +58,7 @@ def main(argv):
         forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
         forked.start()
         events.emit("warning", text=f"{plain.pid} {elsewhere.pid} {forked.pid}")
-    steps = int(flag(argv, "--training.steps"))
+    steps = int(flag(argv, "--training.steps", "1000000"))
     print(f"rank {rank} of group {group} trains with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     events.emit("training_started", step=1, source="fresh", slots=groups)
     for step in range(1, steps + 1):

@@ -35,11 +35,7 @@ def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
 
 @pytest.mark.parametrize(
     ("flags", "exports"),
-    [
-        ([], "ALL,EVERSTEP="),
-        (["--export", "NONE"], "EVERSTEP="),
-        (["--export=ALL,MINE=1"], "ALL,MINE=1,EVERSTEP="),
-    ],
+    [([], "ALL,EVERSTEP="), (["--export", "NONE"], "EVERSTEP="), (["--export=ALL,MINE=1"], "ALL,MINE=1,EVERSTEP=")],
 )
 def test_a_job_knows_its_everstep_whatever_else_it_is_to_know(tmp_path, flags, exports):
     submission = slurm.Submission(tmp_path / "run.toml", tmp_path, 1, sbatch_flags=["-p", "gpu", *flags])
