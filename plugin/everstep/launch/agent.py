@@ -10,7 +10,6 @@ from dataclasses import asdict
 from everstep.launch.forking import PRELOAD, keep_on_without_output
 from everstep.launch.group import EXITS
 from everstep.launch.launcher import Launcher
-from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
 from everstep.run.address import address_file, await_address, published_address
@@ -41,7 +40,7 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
         if not launcher.groups or launcher.groups[0].end is None:
             launcher.events.emit("agent_ended", status=end.status, reason=end.reason)
         print(f"group {settings.group} {end.status}: {end.reason}", flush=True)
-        patiently("its end", lambda: _leave_word(settings, end, launcher.events), lambda: False)
+        _leave_word(settings, end, launcher.events)
     if launcher.groups and end.status != "fenced":
         launcher.groups[0].beat(DONE)  # of its workers nothing is left
     return EXITS[end.status]

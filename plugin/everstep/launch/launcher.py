@@ -21,7 +21,7 @@ from everstep.launch.forking import preload
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.scarce import LONGEST_S, backoff_s, is_scarce, patiently
+from everstep.launch.scarce import LONGEST_S, backoff_s, is_scarce
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
@@ -32,7 +32,6 @@ from everstep.run.stops import STOPS, collect_stops
 
 TICK_S = 0.05
 """How often to look for all but deaths, which are seen at once."""
-STOPPED_BEFORE = "stopped before anything was started."
 STARTS_WITHOUT_A_STEP = 3
 """Of the groups here, after which they are given up if each of them failed by itself."""
 Job = Callable[[], None]
@@ -48,17 +47,14 @@ class Launcher:
         show: called with events that no log took.
 
     Raises:
-        LaunchError: it was asked to stop before there was room for its log.
+        OSError: there is no room for its log.
     """
 
     def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
         """Requests to stop that have come so far."""
-        events = patiently("events", lambda: EventLog(run_dir, group, None, role), lambda: bool(self.stops))
-        if events is None:
-            raise LaunchError(STOPPED_BEFORE)
-        self.events, self.children = events, Children()
+        self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
         self.jobs: dict[str, Job] = {}
         """What else is looked after at each turn, by name."""

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import everstep
 from everstep.launch.forking import PRELOAD, Request
-from everstep.launch.launcher import STOPPED_BEFORE, TICK_S, Launcher
+from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
 from everstep.launch.prepare import Order, Prepared, take_answer
-from everstep.launch.scarce import patiently
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.run.beats import forget_beats
@@ -131,12 +130,14 @@ class Supervisor:
         """Have the config checked, and settled in the run directory. Raises LaunchError."""
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
         order = replace(settings.order, run_dir=str(self._run_dir))
-        start = functools.partial(self._launcher.children.start, Request(settings.prepare, [asdict(order)], log))
-        child = patiently("checking the config", start, self._launcher.is_stopping)
-        while child is not None and child.alive and not self._launcher.is_stopping():
+        try:
+            child = self._launcher.children.start(Request(settings.prepare, [asdict(order)], log))
+        except OSError as error:
+            raise Refused(f"there is no room for a process that checks the config: {error.strerror}.") from None
+        while child.alive and not self._launcher.is_stopping():
             self._launcher.children.wait(TICK_S)
-        if child is None or self._launcher.is_stopping():
-            raise Refused(STOPPED_BEFORE)
+        if self._launcher.is_stopping():
+            raise Refused("stopped before anything was started.")
         found = take_answer(self._run_dir)
         if isinstance(found, Prepared):
             return found
@@ -205,5 +206,5 @@ def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int
     run_dir = Path(settings.order.run_dir).resolve()
     with leaves_nothing(run_dir, Refused):
         take(run_dir)
-        patiently("the run's token", lambda: own_token(run_dir), lambda: False)
+        own_token(run_dir)
         return Supervisor(settings, run_dir, on_events).run()

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from everstep.run.beats import DONE, age_s, agent_beat_path, read_beat
@@ -29,12 +29,15 @@ class Fenced(Exception):
 
 @dataclass(frozen=True, order=True)
 class Claim:
-    """A start of a group. Later ones compare greater."""
+    """A start of a group, whose file it is in while it is the one that counts. Later ones compare greater."""
 
-    job: int = 0
+    job: int
     """The batch system's job id; 0 without one."""
-    restart: int = 0
+    restart: int
     """How often the batch system has restarted that job."""
+    host: str = field(default="", compare=False)
+    pid: int = field(default=0, compare=False)
+    """Who made it count, and where."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.restart}"
@@ -45,23 +48,13 @@ class Claim:
         return cls(int(job), int(restart))
 
 
-@dataclass(frozen=True)
-class _Fence:
-    """What the file holds: the claim that counts, and whose it is."""
-
-    claim: Claim
-    host: str
-    pid: int
-
-
 def fence_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 
 def holder(run_dir: Path, group: int) -> Claim | None:
     """The claim that counts; None while there is none."""
-    found = read_typed(_Fence, fence_file(run_dir, group))
-    return found.claim if found else None
+    return read_typed(Claim, fence_file(run_dir, group))
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
@@ -78,20 +71,20 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
     """
     path = fence_file(run_dir, group)
     with locked(path):
-        before = read_typed(_Fence, path)
-        if before and before.claim > claim:
+        before = read_typed(Claim, path)
+        if before and before > claim:
             raise Fenced(
-                f"group {group} was started again as {before.claim} on {before.host}; if that start is over for good, "
+                f"group {group} was started again as {before} on {before.host}; if that start is over for good, "
                 f"on another cluster say, remove {path}"
             )
         alone = hold_alone(path.with_suffix(".alive"))
-        if not alone and before and before.claim == claim:
+        if not alone and before is not None and before == claim:
             raise Fenced(
                 f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
                 f"place, give a higher --restart than {claim.restart}"
             )
-        write_json(path, asdict(_Fence(claim, socket.gethostname(), os.getpid())))
-    while before and before.claim != claim and not stopping() and not _is_gone(run_dir, group):
+        write_json(path, asdict(replace(claim, host=socket.gethostname(), pid=os.getpid())))
+    while before and before != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
     if not alone:  # the one before had it
         hold_alone(path.with_suffix(".alive"))
