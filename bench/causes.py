@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from everstep.launch.status import status
+from everstep.commands.status import status_of
 from everstep.run.directory import LaunchError
 from everstep.run.events import read_events
 from everstep.snapshot.peers import read_places
@@ -223,7 +223,7 @@ class Scene:
             "console": lambda: re.findall(
                 r"^(?:\d\d:\d\d:\d\d|everstep:) (.*)$", self.console.read_text(), re.MULTILINE
             ),
-            "status": lambda: re.findall(r"^WRONG   (.*)$", status(self.run_dir), re.MULTILINE),
+            "status": lambda: re.findall(r"^WRONG   (.*)$", status_of(self.run_dir), re.MULTILINE),
             "page": lambda: list(map(unescape, re.findall(r">([^<>]*)</td>", page()))),
             "prometheus": figures,
         }

@@ -40,7 +40,7 @@ COMMANDS = {
     "run": Command("start a run on this machine", "commands.run", "torchtitan"),
     "scale": Command("change a run's number of groups", "commands.scale"),
     "watch": Command("watch a run", "commands.watch"),
-    "status": Command("show where a run is", "commands.cluster"),
+    "status": Command("show where a run is", "commands.status"),
     "stop": Command("stop a run cleanly", "commands.cluster"),
     "chaos": Command("break a running run", "chaos.command"),
     "report": Command("compute what a run did from its events", "commands.report"),

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from everstep import cli
+from everstep.commands import doctor
 from everstep.commands.init import SOURCES
-from everstep.launch import doctor, prepare, supervisor
+from everstep.launch import prepare, supervisor
 from everstep.titan.imports import import_all
 
 GOOD = """\

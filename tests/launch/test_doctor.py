@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from everstep.launch import doctor
+from everstep.commands import doctor
 from everstep.run.devices import VISIBLE, visible
 from watched import everstep
 

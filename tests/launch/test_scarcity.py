@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.launch import status, watchdog
-from everstep.launch.status import status as status_of
+from everstep.commands.status import status_of
+from everstep.launch import watchdog
 from everstep.run import memory
 from launched import DEADLINE_S, until
 from timeline import Timeline, page_of
@@ -85,7 +85,7 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
     found = os.statvfs(tmp_path)
     names = ("f_flag", "f_bavail", "f_frsize", "f_files", "f_favail")
     found = SimpleNamespace(**{name: getattr(found, name) for name in names} | disk)
-    monkeypatch.setattr(status.os, "statvfs", lambda path: found)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
     told = status_of(tmp_path)
     assert f"WRONG   {tmp_path}: {said}; it is tried again" in told if said else "WRONG" not in told
 

@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 
+from everstep.commands.status import status_of
 from everstep.commands.watch import watch
-from everstep.launch.status import status
 from everstep.launch.view import RunState
 from timeline import Timeline
 
@@ -44,4 +44,4 @@ def test_a_view_of_a_run_that_nobody_supervises_ends_with_it(tmp_path):
     """As on Slurm, or with torchrun."""
     run = Timeline().start(0.0, 0, 1).commit(1.0, 1, (0, 1)).add(2.0, "training_done", 0, 1).write(tmp_path)
     assert watch(run) == 0
-    assert "run     done" in status(run).splitlines()
+    assert "run     done" in status_of(run).splitlines()

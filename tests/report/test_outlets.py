@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.launch.status import status as status_of
+from everstep.commands.status import status_of
 from everstep.launch.view import RunState
 from everstep.report.account import read
 from everstep.report.score import figures_of, score, summary

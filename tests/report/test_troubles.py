@@ -4,7 +4,7 @@ import pytest
 from markupsafe import escape
 from prometheus_client.parser import text_string_to_metric_families
 
-from everstep.launch.status import status
+from everstep.commands.status import status_of
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.report.account import Account, read
@@ -194,7 +194,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     assert len(found.sentence) < 1000
     assert any(text.endswith(f" {found.sentence}") for text in console)
     assert not any(text.startswith("fine") for text in console), "nobody's words forge a line"
-    assert f"WRONG   {found.sentence}" in status(tmp_path).splitlines()
+    assert f"WRONG   {found.sentence}" in status_of(tmp_path).splitlines()
     assert f"{escape(found.sentence)}</td>" in page_of(tmp_path).read_text()
     figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.text(state, 1))}
     count = {name: figures["everstep_degraded", name] for name in GUARANTEES}

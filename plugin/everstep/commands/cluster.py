@@ -1,17 +1,19 @@
-"""The commands of a cluster: `everstep lighthouse`, `submit`, `status` and `stop`."""
+"""The commands of a cluster: `everstep lighthouse`, `submit` and `stop`."""
 
+import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import tyro
 
-from everstep.launch import beacon, doctor, slurm
-from everstep.launch import status as room
+from everstep.commands.doctor import broken, examine, show
+from everstep.config.grammar import ROOT_KEYS, is_flag
+from everstep.launch import beacon, slurm
 from everstep.launch.prepare import Order, Prepared, prepared, settled
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
 from everstep.run.token import own_token, require_own, require_run
@@ -66,7 +68,7 @@ def submit(
         page: Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where.
         dry_run: Print the sbatch commands and do nothing.
     """
-    sbatch_flags, titan_flags = slurm.split_flags(flags)
+    sbatch_flags, titan_flags = _split(flags)
     if (groups or 1) < 1 or nodes_per_group < 1 or ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
     if not dry_run:
@@ -97,8 +99,36 @@ def submit(
     if dry_run:
         print(*map(shlex.join, submission.commands().values()), sep="\n")
     else:
-        print(slurm.describe_submission(submission, slurm.submit(submission)))
+        print(_what_next(submission, slurm.submit(submission)))
     return 0
+
+
+def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split flags into sbatch's and torchtitan's: those with a section (`--training.steps 10`), and ROOT_KEYS."""
+    slurm: list[str] = []
+    titan: list[str] = []
+    target = slurm
+    for flag in flags:
+        if is_flag(flag):
+            name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+            target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
+        target.append(flag)
+    return slurm, titan
+
+
+def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
+    """What to do next, for the person who submitted."""
+    run_dir = submission.run_dir
+    return "\n".join(
+        [
+            f"groups      job {jobs['groups']}, array 0-{submission.groups - 1}, "
+            f"{submission.nodes_per_group} node(s) each, logs in {run_dir}/logs/group-K/",
+            f"lighthouse  job {jobs['lighthouse']}",
+            f"watch       everstep status {run_dir}    (or tail -f {run_dir}/logs/group-0/job.log)",
+            f"stop        everstep stop {run_dir}    (cleanly, with a final checkpoint)",
+            "resume      the same submit command again",
+        ]
+    )
 
 
 def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
@@ -117,21 +147,11 @@ def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
 
 def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
-    lines = [line for line in doctor.examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
-    if doctor.broken(lines):
-        raise LaunchError("this run is not submitted:\n" + doctor.show(lines))
+    lines = [line for line in examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
+    if broken(lines):
+        raise LaunchError("this run is not submitted:\n" + show(lines))
     if lines:
-        print(doctor.show(lines), file=sys.stderr)
-
-
-def status(run_dir: tyro.conf.Positional[Path]) -> int:
-    """Show where a run is: its step, its groups, its last faults; on Slurm also as Slurm sees them.
-
-    Args:
-        run_dir: The run directory.
-    """
-    print(room.status(run_dir.resolve()))
-    return 0
+        print(show(lines), file=sys.stderr)
 
 
 def stop(run_dir: tyro.conf.Positional[Path]) -> int:

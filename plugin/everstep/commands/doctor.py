@@ -1,16 +1,26 @@
-"""`everstep doctor`: will this config run here?"""
+"""`everstep doctor`: will this config run here, and survive what it should? Each check is a line that says so.
+
+A check is a function of values that gives lines; `examine` runs them. Nothing is changed but a small probe file in the
+run directory.
+"""
 
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 
 import tyro
 
-from everstep.launch import doctor as room
-from everstep.launch.prepare import Line, Order, prepared
-from everstep.quorum.interface import interface_of
-from everstep.run.directory import LaunchError
+from everstep.config.sections import FaultTolerance
+from everstep.launch.machine import PORTS, free_port, storage_complaint
+from everstep.launch.prepare import Line, Order, Prepared, prepared
+from everstep.quorum.interface import InterfaceError, interface_of
+from everstep.run.directory import LaunchError, make_run_dir
+from everstep.run.token import require_own
+
+HANG_TOLERANT_GROUPS = 3
 
 
 def doctor(
@@ -51,6 +61,93 @@ def doctor(
         lines = [Line("config", "error", str(error), "change the file, or the flag")]
     else:
         host = found.fault_tolerance.bind_host or interface_of("").address
-        lines = list(room.examine(found, nodes_per_group, run_dir, host))
-    print(dumps(room.to_json(lines)) if json else room.show(lines))
-    return int(room.broken(lines))
+        lines = list(examine(found, nodes_per_group, run_dir, host))
+    print(dumps({"ok": not broken(lines), "checks": list(map(asdict, lines))}) if json else show(lines))
+    return int(broken(lines))
+
+
+def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: str) -> Iterator[Line]:
+    """All lines.
+
+    host: this machine's address, if it is one that trains; "" on a login node, whose network, memory and GPUs are not
+    looked at.
+    """
+    ft = config.fault_tolerance
+    if not ft.enable:
+        found = "off: a death ends the run until somebody starts it again"
+        yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
+    yield group_count(ft, config.groups)
+    if run_dir is not None:
+        yield run_directory(run_dir)
+    if not host:
+        return
+    yield network(host, config.groups * nodes_per_group)
+    for warning in config.warnings:
+        yield Line("config", "warning", warning)
+    yield from config.lines
+
+
+def group_count(ft: FaultTolerance, groups: int) -> Line:
+    """What the number of groups lets the run survive."""
+    if groups == 1:
+        return Line("groups", "warning", "1: nobody holds the state while it restarts", "use 2, better 3 or more")
+    if ft.min_groups == groups:
+        found = f"min_groups = groups = {groups}: every step waits until all are there"
+        return Line("groups", "warning", found, "lower min_groups to go on while a group restarts")
+    if groups < HANG_TOLERANT_GROUPS:
+        found = (
+            f"{groups}: a quorum takes more than half of the groups that still send heartbeats, so one that hangs "
+            f"stops the other for stall_timeout_s = {ft.stall_timeout_s:g}"
+        )
+        return Line("groups", "warning", found, f"use {HANG_TOLERANT_GROUPS} or more; deaths are survived as it is")
+    return Line("groups", "ok", f"{groups}: dead ones and hanging ones are survived, down to {ft.min_groups}")
+
+
+def run_directory(run_dir: Path) -> Line:
+    """Whether it can be made, takes writes, and belongs to nobody else."""
+    try:
+        make_run_dir(run_dir)
+        require_own(run_dir)
+        complaint = storage_complaint(run_dir)
+    except OSError as error:
+        return Line("run directory", "error", f"{run_dir}: {error.strerror}", "give another --run-dir, or mend it")
+    except ValueError as error:
+        return Line("run directory", "error", str(error), "what others can write to is not acted on")
+    if complaint:
+        return Line("run directory", "error", complaint, "make room or mend it, or give another --run-dir")
+    return Line("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
+
+
+def network(host: str, nodes: int) -> Line:
+    """Whether `host`, which sums, heals and stores use, is an address of this machine with ports to spare."""
+    advice = "set [fault_tolerance] bind_host, or --host, to an address that the other nodes reach"
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        port = free_port(host)
+    except (OSError, LaunchError) as error:
+        return Line("network", "error", f"{host}: {getattr(error, 'strerror', None) or error}", advice)
+    places = ", ".join(sorted(addresses))
+    if nodes > 1 and all(address == "::1" or address.startswith("127.") for address in addresses):
+        found = f"{host} is {places}: only processes on this machine reach it"
+        return Line("network", "warning", found, f"{advice}, unless all groups run here")
+    try:
+        card = interface_of(host)
+    except InterfaceError as error:
+        return Line("network", "error", str(error), advice)
+    found = f"{host} is {card.address} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
+    return Line("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
+
+
+def show(lines: Sequence[Line]) -> str:
+    """One line each, with what to do below."""
+    text = []
+    for line in lines:
+        text.append(f"{line.verdict:<8} {line.check}: {line.found}")
+        if line.advice:
+            text.append(f"{'':<8} → {line.advice}")
+    return "\n".join(text)
+
+
+def broken(lines: Sequence[Line]) -> bool:
+    """Whether the run should not be started like this."""
+    return any(line.verdict == "error" for line in lines)

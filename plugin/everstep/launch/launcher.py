@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from everstep.launch.children import Children
-from everstep.launch.forking import preload
+from everstep.launch.forking import preload, redirect_output
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
@@ -158,12 +158,9 @@ class Launcher:
 
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    log.parent.mkdir(parents=True, exist_ok=True)
     before = os.dup(1), os.dup(2)
     try:
-        with log.open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        redirect_output(log)
         yield
     finally:
         for fd, old in enumerate(before, 1):

@@ -5,7 +5,6 @@ is the run directory, on a file system that all nodes see. RUN_DIR/state/slurm.j
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from everstep import files
-from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.run.directory import (
     LaunchError,
     ask_to_stop,
@@ -164,21 +162,6 @@ def scale(run_dir: Path, groups: int) -> str:
     return "; ".join(said)
 
 
-def describe_submission(submission: Submission, jobs: Mapping[str, str]) -> str:
-    """What to do next, for the person who submitted."""
-    run_dir = submission.run_dir
-    return "\n".join(
-        [
-            f"groups      job {jobs['groups']}, array 0-{submission.groups - 1}, "
-            f"{submission.nodes_per_group} node(s) each, logs in {run_dir}/logs/group-K/",
-            f"lighthouse  job {jobs['lighthouse']}",
-            f"watch       everstep status {run_dir}    (or tail -f {run_dir}/logs/group-0/job.log)",
-            f"stop        everstep stop {run_dir}    (cleanly, with a final checkpoint)",
-            "resume      the same submit command again",
-        ]
-    )
-
-
 def has_ended(run_dir: Path) -> bool:
     """Whether nothing is left of a run: no launcher on this machine, or of one that was submitted no group that is to
     be started again. Agents that somebody started otherwise may always be there."""
@@ -234,19 +217,6 @@ def states_of(job: str) -> list[Task]:
             group = int(index) if index.isdigit() else None
             tasks.append(Task(f"{array}_{index}", group, own, state, nodes, reason))
     return tasks
-
-
-def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split flags into sbatch's and torchtitan's: those with a section (`--training.steps 10`), and ROOT_KEYS."""
-    slurm: list[str] = []
-    titan: list[str] = []
-    target = slurm
-    for flag in flags:
-        if is_flag(flag):
-            name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-            target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
-        target.append(flag)
-    return slurm, titan
 
 
 def _sbatch(command: Sequence[str]) -> str:

@@ -1,9 +1,11 @@
-"""Where a run is, for `everstep status`: as its events tell, on Slurm beside its groups as Slurm sees them."""
+"""`everstep status`: where a run is, as its events tell; on Slurm beside its groups as Slurm sees them."""
 
 import errno
 import os
 import time
 from pathlib import Path
+
+import tyro
 
 from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
@@ -20,7 +22,17 @@ NO_ROOM = 1 << 16
 """Bytes that are left on a full disk: events say nothing of it."""
 
 
-def status(run_dir: Path) -> str:
+def status(run_dir: tyro.conf.Positional[Path]) -> int:
+    """Show where a run is: its step, its groups, its last faults; on Slurm also as Slurm sees them.
+
+    Args:
+        run_dir: The run directory.
+    """
+    print(status_of(run_dir.resolve()))
+    return 0
+
+
+def status_of(run_dir: Path) -> str:
     """Some lines: running or how it ended, step, groups, what happened last.
 
     Raises:
