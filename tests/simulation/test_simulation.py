@@ -112,10 +112,7 @@ def test_a_joiner_follows_for_longer_than_it_would_wait_for_a_commit(monkeypatch
 @pytest.mark.parametrize(
     ("kind", "bound_s"),
     [
-        ("part", 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0),
-        ("one-way", 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0),
-        ("unreached", 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0),
-        ("gone", 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0),
+        *((kind, 3.0 + 0.5 + 3 * 2.0 + 1.5 * 2.0) for kind in ("part", "one-way", "unreached", "gone")),
         ("closed", 3 * 2.0 + 1.5 * 2.0),
         ("dark", 3.0 + 0.5 + 1.5 * 2.0),
         ("slow-link", 3.0),

@@ -140,7 +140,7 @@ class Gate:
         """Requests that wait for their turn."""
         self._formed: deque[tuple[int, int]] = deque(maxlen=KEPT)
         """When the last quorums were formed, by a wall clock that may be set back: it tells them apart, no more."""
-        self._newest = b""
+        self._newest: dict[str, Any] | bytes = b""
         """The answer to all that are in the newest quorum."""
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
@@ -269,7 +269,6 @@ class Gate:
             return {"failed": "another start of this group counts now"}
         with self._changed:
             self._waits[asked.replica] = waiting
-            self._changed.notify_all()
         try:
             return self._answer(asked, waiting)
         finally:
@@ -307,6 +306,8 @@ class Gate:
         """Whether the turn came before `until` (`time.monotonic()`)."""
         with self._changed:
             lets_others_pass = self._queued > 0 and self._may_pass()
+            if not self._queued or (lets_others_pass and not self._stood_still()):
+                self._changed.notify_all()  # else each of hundreds would wake all before it
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
                 if now >= self._asks_from and not self._stood_still() and self._may_pass():
@@ -323,36 +324,32 @@ class Gate:
         making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
         return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
-    def _form(self, quorum_id: int, replicas: Collection[str]) -> bytes:
+    def _form(self, quorum_id: int, replicas: Collection[str]) -> dict[str, Any] | bytes:
         """The answer to all members of a new quorum."""
         now = time.monotonic()
-        if now < self._believed_from or self._stood_still():
-            return _failed("this process stood still, and its lighthouse took groups for dead meanwhile")
+        if now < self._believed_from or now - self._beaten > 3 * self._every_s:
+            return {"failed": "this process stood still, and its lighthouse took groups for dead meanwhile"}
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
         found = {replica: self._waits[replica] for replica in replicas if replica in self._waits}
         if len(found) < len(replicas):
-            return _failed("the lighthouse names a replica that does not wait at its gate")
+            return {"failed": "the lighthouse names a replica that does not wait at its gate"}
         if left := sum(waiting.channel.hung_up() for waiting in found.values()):
             # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
-            return _failed(f"{left} of {len(found)} members ended while they waited")
+            return {"failed": f"{left} of {len(found)} members ended while they waited"}
         requests = [waiting.request for waiting in found.values()]
         try:
             read = read_quorum(quorum_id, requests)
         except ValueError as error:
-            return _failed(str(error))
+            return {"failed": str(error)}
         if len(read.groups) < self._min_groups:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             why = differing_settings(requests) or f"no connections between {pairs}"
-            return _failed(f"fewer than {self._min_groups} groups reach each other: {why}")
+            return {"failed": f"fewer than {self._min_groups} groups reach each other: {why}"}
         self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
         self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
         self._makers, able = read.makers(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
-
-
-def _failed(why: str) -> bytes:
-    return wire.encoded({"failed": why})
