@@ -147,9 +147,9 @@ def converter(kind: Any) -> Converter:
     if origin is Literal:
         return _plain(words(kind), lambda value: any(type(value) is type(one) and value == one for one in arguments))
     if origin is list:
-        return _list(converter(arguments[0]))
+        return _list(arguments[0])
     if origin is frozenset or (origin is tuple and arguments[-1] is Ellipsis):
-        each = _list(converter(arguments[0]))
+        each = _list(arguments[0])
         return lambda value: origin(each(value))
     if origin is tuple:
         return _tuple([converter(member) for member in arguments])
@@ -224,8 +224,20 @@ def _either(members: list[Converter], names: str) -> Converter:
     return convert
 
 
-def _list(member: Converter) -> Converter:
-    return lambda value: [_inside(i, member, item) for i, item in enumerate(_array(value))]
+def _list(kind: Any) -> Converter:
+    """Ints are looked at as a whole: they can be the owners of a thousand slots, in every commit."""
+    member = converter(kind)
+    bare, *marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
+    bounds = [mark for mark in marks if isinstance(mark, Within)]
+    least = max([-LARGEST_INT, *(mark.least for mark in bounds)])
+    most = min([LARGEST_WORD - 1, *(mark.most for mark in bounds)])
+
+    def convert(value: Any) -> list[Any]:
+        if bare is int and {*map(type, _array(value))} == {int} and least <= min(value) and max(value) <= most:
+            return [*value]
+        return [_inside(i, member, item) for i, item in enumerate(_array(value))]
+
+    return convert
 
 
 def _tuple(members: list[Converter]) -> Converter:
