@@ -139,7 +139,7 @@ class Files(RankFiles):
 
     def __init__(self, options: Options, ft: FaultTolerance, rank: int) -> None:
         run_dir = Path(options.run_dir)
-        super().__init__(run_dir, ft.group_id, rank, groups=3, steps=ENDLESS, stall_timeout_s=ft.stall_timeout_s)
+        super().__init__(run_dir, ft.group_id, rank, steps=ENDLESS, stall_timeout_s=ft.stall_timeout_s)
         self.order = run_dir / f"order-{ft.group_id}-{rank}"
 
     def beat(self, phase: str, step: int) -> None:
