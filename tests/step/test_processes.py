@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from everstep.run.directory import groups_file
+from everstep.run.files import write_json
 from harness import Run, check_states, newest
 
 SHORT = {"slots": 3, "slot_s": 0.1, "quorum_timeout_s": 4, "reduce_timeout_s": 2}
@@ -57,7 +59,8 @@ def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_st
     """Neither a lighthouse's nor a group's nor both: connections are closed. A host that is silent would be waited for,
     and so would a group by a lighthouse that has never heard of it, if nobody said that it has died."""
     timeout_s = 20.0
-    run = Run(tmp_path, heartbeat_timeout_s=timeout_s, groups=3)
+    write_json(groups_file(tmp_path), {"groups": 3})
+    run = Run(tmp_path, heartbeat_timeout_s=timeout_s)
     groups = together(run, 3, 1, heartbeat_timeout_s=timeout_s, quorum_timeout_s=60, reduce_timeout_s=60)
     begin = time.monotonic()
     groups[2][0].kill()

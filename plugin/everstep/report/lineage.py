@@ -98,6 +98,8 @@ class Lineage:
         owners = tuple(event.get("owners") or ())
         commit = self.by_history.get(history)
         if commit is None:
+            if self.commits and self.commits[-1].owners == owners:
+                owners = self.commits[-1].owners  # most steps have those of the step before, and there are many
             commit = self.by_history[history] = Commit(
                 len(self.commits), step, history, event["t"], tuple(event["groups"]),
                 owners, event["loss"], event.get("took_s"), event["tokens"],
