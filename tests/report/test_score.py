@@ -44,7 +44,6 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
         ({"samples_repeated": 4}, "4 samples entered the model more than once."),
         ({"replicas_diverged": 2}, "2 audits found a group whose parameters differ from the others'."),
         ({"status": "failed", "reason": "no group left"}, "The run is not done: failed, no group left."),
-        ({"status": "running"}, "The run is not done: running."),
         ({"last_step": 7}, "The run ended at step 7 of 8."),
         ({"steps_unseen": 3}, "The log has no commit of 3 steps between the first and the last."),
         ({"loss_delta_undefined": 1}, "In 1 step the loss is finite in one run only."),
