@@ -3,26 +3,10 @@
 import pytest
 import torch
 
+from attention_extremes import OneShot
 from everstep.attention.guard import Checks
-from everstep.attention.injection import Fault, Injector
-from everstep.attention.section import AttentionCheck, Inject
-
-
-class Aimed(Injector):
-    """Hits the result that a test aims at, once."""
-
-    def __init__(self) -> None:
-        super().__init__(Inject(kind="scale"))
-        self.section, self.fault = "", None
-
-    def begin(self, step: int) -> None:
-        """Nothing is due but what a test aims."""
-
-    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
-        if self.fault is None or section != self.section:
-            return None
-        fault, self.fault = self.fault, None
-        return fault
+from everstep.attention.injection import Fault
+from everstep.attention.section import AttentionCheck
 
 
 class Bench:
@@ -31,15 +15,14 @@ class Bench:
     def __init__(self, **section) -> None:
         self.checks = Checks(AttentionCheck(enable=True, **{"frequency": 1.0, **section}))
         self.guard = self.checks.guard(3, "wqkv", ())
-        self.checks.injector = self.aim = Aimed()
+        self.checks.injector = self.shot = OneShot()
 
     def run(self, compute, section: str = "", fault: Fault | None = None):
         """compute's value, whether the slot is refused, and the findings."""
         self.checks.begin(1, 0)
-        self.aim.section, self.aim.fault = section, fault
+        self.shot.aim = (3, section, fault) if section else None
         value = compute(self.guard)
-        if section:
-            assert self.aim.fault is None, f"nothing called {section} was computed"
+        assert self.shot.aim is None, f"nothing called {section} was computed"
         refused = bool(self.checks.refused())
         return value, refused, self.checks.drain()
 
