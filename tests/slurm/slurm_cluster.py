@@ -1,8 +1,8 @@
 """A real Slurm on this machine: slurmctld, munge and four virtual nodes on loopback, from Debian's packages."""
 
+import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from everstep.launch import offspring
+from everstep.launch.machine import free_port
 from watched import environment, until
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -52,7 +54,7 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PropagateResourceLimits=NONE
-NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
+NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]},{ports[3]},{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
 PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO LLN=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n[1-4] MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9 PreemptMode=OFF
 """  # noqa: E501
@@ -77,7 +79,8 @@ class Cluster:
         self.environment = environment(SLURM_CONF=str(self.home / "slurm.conf"), EVERSTEP_TEST_PACE_S="0.5")
 
     def start(self) -> None:
-        conf = CONF.format(home=self.home, host=socket.gethostname(), ports=free_ports(5))
+        ports = list({free_port() for _ in range(9)})  # one may come twice
+        conf = CONF.format(home=self.home, host=socket.gethostname(), ports=ports)
         (self.home / "slurm.conf").write_text(conf.lstrip())
         self.call("mungekey", "-c", "-k", self.home / "munge.key")
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
@@ -102,7 +105,9 @@ class Cluster:
         self.call("slurmctld", "-i")
 
     def stop_controller(self) -> None:
-        self.end(self.pid("slurmctld.pid"), signal.SIGTERM)
+        daemon = psutil.Process(self.pid("slurmctld.pid"))
+        daemon.terminate()
+        daemon.wait(20)
 
     def start_node(self, node: str) -> None:
         self.call("slurmd", "-N", node)
@@ -117,30 +122,16 @@ class Cluster:
     def step_node(self, step: psutil.Process) -> str:
         """The node that a slurmstepd is of, as what it started knows."""
         for child in step.children(recursive=True):
-            try:
+            with contextlib.suppress(psutil.Error):
                 return child.environ().get("SLURMD_NODENAME", "")
-            except psutil.Error:
-                continue
         return ""
 
     def kill_node(self, node: str) -> None:
         """Everything on the node dies at once, as when its power goes."""
-        for process in self.node_processes(node):
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        offspring.kill(self.node_processes(node))
 
     def pid(self, name: str) -> int:
         return int((self.home / name).read_text())
-
-    def end(self, pid: int, signum: int) -> None:
-        try:
-            process = psutil.Process(pid)
-            process.send_signal(signum)
-            process.wait(20)
-        except psutil.Error:
-            return
 
     def jobs(self) -> str:
         return self.call("squeue", "-h", check=False)
@@ -153,38 +144,14 @@ class Cluster:
     def close(self) -> None:
         """Kills whatever knows this cluster, daemons and orphans of dead nodes included."""
         while left := self.processes():
-            for process in left:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
+            offspring.kill(left)
             psutil.wait_procs(left, timeout=1)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def processes(self) -> list[psutil.Process]:
         mine, found = self.environment["SLURM_CONF"], []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == mine:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
         return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Consecutive free ports of loopback."""
-    for first in range(16_800, 19_900, count):
-        probes = []
-        try:
-            for port in range(first, first + count):
-                probe = socket.socket()
-                probes.append(probe)
-                probe.bind(("127.0.0.1", port))
-            return list(range(first, first + count))
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-    raise RuntimeError("no free ports")

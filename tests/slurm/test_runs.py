@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from everstep.chaos import signals
 from everstep.launch import slurm
 from everstep.run.directory import over_file
 from slurm_cluster import Cluster, missing
@@ -21,7 +22,7 @@ class Submitted(Followed):
     """A run on the cluster, watched through its events."""
 
     def __init__(self, cluster, config, run_dir, *flags, groups=3):
-        super().__init__(run_dir, deadline_s=180.0)
+        super().__init__(run_dir)
         self.cluster, self.config, self.groups = cluster, config, groups
         self.said = self.everstep(
             "submit", self.config, "--groups", self.groups, "--run-dir", self.run_dir, "--cpus-per-task=4", *flags
@@ -79,16 +80,7 @@ class Submitted(Followed):
         self.cluster.cancel_all()
         for event in (*self.events("workers_started"), *self.events("node_workers_started")):
             for pid in event["pids"]:
-                _end(pid, event["t"])
-
-
-def _end(pid, announced):
-    try:
-        process = psutil.Process(pid)
-        if process.create_time() <= announced + 1:
-            process.send_signal(signal.SIGKILL)
-    except psutil.NoSuchProcess:
-        return
+                signals.send([(pid, event["t"])], signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
