@@ -102,7 +102,7 @@ class Groups:
         for group in range(groups):
             self.ranks += self.run.ranks(group, ranks, slots=SLOTS, slot_s=SLOT_S, **settings, **places[group])
         for rank in self.ranks:
-            rank.first()
+            rank.beyond()
 
     def commits(self) -> list[dict]:
         """All that was committed so far, in the order of time."""

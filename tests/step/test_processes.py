@@ -25,7 +25,7 @@ def together(run, groups, ranks, **options):
     found = [run.ranks(group, ranks, **SHORT | options) for group in range(groups)]
     for group in found:
         for rank in group:
-            rank.first()
+            rank.beyond()
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heal
 def test_a_group_that_was_started_with_another_setting_is_left_out_and_named(run):
     """And breaks no sums of the others, which it would once it had their state."""
     groups = together(run, 2, 1)
-    run.group(2, **SHORT | {"slots": 4})
+    run.ranks(2, 1, **SHORT | {"slots": 4})
     deadline = time.monotonic() + 30
     while not run.events("left_out") and time.monotonic() < deadline:
         assert_goes_on(groups)
@@ -109,10 +109,11 @@ def test_a_group_that_was_started_with_another_setting_is_left_out_and_named(run
 
 
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
-    asked, alone = run.group(0, quorum_timeout_s=2), run.group(1, quorum_timeout_s=2, startup_timeout_s=0.75)
-    asked.first()
-    alone.first()
+    [asked] = run.ranks(0, 1, quorum_timeout_s=2)
+    [alone] = run.ranks(1, 1, quorum_timeout_s=2, startup_timeout_s=0.75)
+    asked.beyond()
+    alone.beyond()
     run.kill_lighthouse()
     asked.process.send_signal(signal.SIGTERM)
-    assert (asked.death(), alone.death()) == (0, 1)
+    assert (asked.process.wait(60), alone.process.wait(60)) == (0, 1)
     assert run.events("quorum_failed")
