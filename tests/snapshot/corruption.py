@@ -24,8 +24,7 @@ from everstep.snapshot.layout import Layout
 from snapshot_cluster import Cluster, assert_is_step, state_of
 
 _PREFIX = struct.Struct("<8sIQ")
-AT_ONCE = timedelta(0)
-PATIENT_S = 60.0
+PATIENT = timedelta(seconds=60)
 """Longest silence that is borne: nobody is silent here, however busy the machine is."""
 OLDER, OLD, NEW = 3, 4, 5
 """Committed steps; the files of the first are overwritten when the faults begin."""
@@ -80,10 +79,7 @@ class Site:
 
     def start(self, group: int) -> int:
         """What a start restores: its step, checked bit for bit, or 0."""
-        found = recovery.recover(
-            self.run.run_dir, group=group, rank=0, ranks=1, layout=self.layout, disk_step=0,
-            timeout=timedelta(seconds=PATIENT_S), patience=AT_ONCE,
-        )  # fmt: skip
+        found = self.run.recover(group, timeout=PATIENT)
         if found.restored is None:
             assert found.decision.reasons, "without a reason"
             return 0
@@ -216,7 +212,7 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
         site = Site(groups, **shape)
         stack.callback(site.close)
         stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
-        stack.enter_context(mock.patch.object(recovery, "LOOK", timedelta(seconds=PATIENT_S)))
+        stack.enter_context(mock.patch.object(recovery, "LOOK", PATIENT))
         assert site.start(0) == NEW
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")

@@ -1,6 +1,7 @@
 """Real keepers and copiers of a small run on one host, for tests."""
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout, State
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
+from watched import until
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -43,7 +45,7 @@ def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
     )
 
 
-class Cluster:
+class Cluster(contextlib.AbstractContextManager):
     """Groups with one rank each, their keepers as processes, their copiers here. `per_host` groups share a host, which
     is a directory of its own."""
 
@@ -65,9 +67,6 @@ class Cluster:
         for group in self.groups:
             self.start_keeper(group)
             self.start_copier(group)
-
-    def __enter__(self) -> "Cluster":
-        return self
 
     def __exit__(self, *_) -> None:
         self.kill_trainers()
@@ -203,18 +202,18 @@ class Cluster:
         found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, 6 * TIMEOUT)
         return [buffer for buffers in found.values() for buffer in buffers]
 
-    def decide(self, disk_step=None) -> sources.Decision:
-        return sources.decide(self.held(), run=run_id(self.token), disk_step=disk_step)
+    def decide(self) -> sources.Decision:
+        return sources.decide(self.held(), run=run_id(self.token), disk_step=None)
 
-    def recover(self, group: int = 0, disk_step: int | None = None, patience_s: float = 0) -> recovery.Recovery:
+    def recover(self, group: int = 0, patience_s: float = 0, timeout: timedelta = TIMEOUT) -> recovery.Recovery:
         return recovery.recover(
             self.run_dir,
             group=group,
             rank=0,
             ranks=1,
             layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
-            disk_step=disk_step,
-            timeout=TIMEOUT,
+            disk_step=None,
+            timeout=timeout,
             patience=timedelta(seconds=patience_s),
         )
 
@@ -274,8 +273,4 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def wait_until(condition, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
+wait_until = functools.partial(until, what="it to come about")
