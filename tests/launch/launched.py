@@ -75,7 +75,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
 
     def __init__(self, folder, *flags, **settings):
         super().__init__(folder / "run")
-        self.temporary = settings.pop("temporary", None) or short_folder()
+        self.temporary = short_folder()
         self.output = settings.pop("output", None) or folder / f"agent-{os.urandom(4).hex()}.out"
         more = settings.pop("environment", {})
         if settings.pop("published", True):
@@ -101,9 +101,9 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
                 start_new_session=True,
             )
 
-    def until(self, condition, what, deadline_s=None):
+    def until(self, condition, what):
         """Another agent of the group may go on when this one has ended."""
-        return until(condition, what, deadline_s or self.deadline_s)
+        return until(condition, what)
 
 
 def events_of(run_dir, kind, **fields):
@@ -111,9 +111,9 @@ def events_of(run_dir, kind, **fields):
 
 
 class TinyRun(Tiny):
-    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, output=None, forked=True):
+    def __init__(self, run_dir, groups, ranks, *flags, terminal=None, temporary=None, forked=True):
         super().__init__(run_dir)
-        self.output = output or run_dir.with_suffix(".out")
+        self.output = run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
         # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.

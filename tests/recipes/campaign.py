@@ -1,7 +1,6 @@
 """Runs torchtitan's recipes with replica groups on a CPU, kills one rank in mid-step, and compares the losses."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import catalog
 from everstep.run.events import read_events
 from forked import ran
+from watched import environment
 
 HERE = Path(__file__).parent
 LONGEST_S = 1200.0
@@ -23,8 +23,7 @@ def _run(config, groups, ranks, folder, entry, kill=""):
     shutil.rmtree(folder / "events", ignore_errors=True)
     for left in ("config.toml", "state/finished.json"):
         (folder / left).unlink(missing_ok=True)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "hf"), "EVERSTEP_TEST_KILL": kill}
+    env = environment(HF_HUB_OFFLINE="1", HF_HOME=str(place / "hf"), EVERSTEP_TEST_KILL=kill)
     env |= {"RUNNER_TEMP": str(place)}  # where torchtitan's recipe looks for catalog.HF_CHECKPOINT
     words = [sys.executable, *map(str, (HERE / "mid_step_kill.py", config, groups, ranks, folder, entry))]
     try:

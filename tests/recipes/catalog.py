@@ -9,6 +9,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from watched import toml
+
 PACKAGE = "torchtitan_recipes.tests"
 SUITES = ("features", "models", "h100", "flux")
 STEPS = 5
@@ -73,14 +75,7 @@ class Recipe:
             # All groups take part in every step: who was killed has to heal before the others go on.
             table["fault_tolerance"] = {**FAULT_TOLERANCE, "min_groups": self.groups}
             table["fault_tolerance"]["groups"] = self.groups
-        lines = []
-        for name, keys in table.items():
-            lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]
-        return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+        return toml(table)
 
 
 def names() -> list[tuple[str, str]]:

@@ -32,16 +32,16 @@ DATASETS["notes"] = DatasetConfig(
 )
 
 
-def _paced(forward):
-    def wait_and_compute(*args, **kwargs):
-        time.sleep(PACE_S)
-        return forward(*args, **kwargs)
+_forward = Llama3Model.forward
 
-    return wait_and_compute
+
+def _paced(*args, **kwargs):
+    time.sleep(PACE_S)
+    return _forward(*args, **kwargs)
 
 
 if PACE_S:
-    Llama3Model.forward = _paced(Llama3Model.forward)
+    Llama3Model.forward = _paced
 
 
 def debugmodel() -> Trainer.Config:

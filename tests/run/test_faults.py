@@ -12,7 +12,7 @@ import pytest
 from everstep.run.directory import groups_file
 from everstep.run.events import read_events
 from everstep.run.files import write_json
-from watched import LOSS_TOLERANCE, assert_nothing_lost, everstep, write_config
+from watched import LOSS_TOLERANCE, everstep, losses_match, write_config
 
 ALL = (0, 1, 2)
 PACE_S = 0.1
@@ -138,11 +138,6 @@ def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
 
 
 def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, config, start):
-    resumed.process.send_signal(signal.SIGINT)
-    assert resumed.wait() == 0
-    steps = resumed.events("commit")[-1]["step"]
-    reference = start(config, "--groups", "1", "--steps", str(steps))
-    assert reference.wait(600) == 0
-    assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
+    losses_match(resumed, start, config)
     refusals = [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]
     assert not refusals

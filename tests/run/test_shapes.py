@@ -8,26 +8,10 @@ import signal
 
 from everstep.report import score
 from everstep.run.events import read_events
-from watched import assert_nothing_lost, write_config
+from watched import losses_match, write_config
 
 ENDLESS = ("--steps", "1000000")
 PACE_S = 0.1
-
-
-def stop(run):
-    """Stop a run cleanly; the number of steps it made."""
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 0, run.said()
-    return run.events("commit")[-1]["step"]
-
-
-def losses_match(run, start, config, *args):
-    """Stop `run`, make as many steps without a failure in one group, compare; returns that run."""
-    steps = stop(run)
-    reference = start(config, "--groups", "1", "--steps", str(steps), *args)
-    assert reference.wait(600) == 0
-    assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
-    return reference
 
 
 def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
@@ -73,7 +57,7 @@ def test_shrinking_commits_what_is_left_of_a_step(start, tmp_path):
     run.wait_for_step((0, 1, 2))
     os.kill(run.wait_for_phase(1, {"compute"}), signal.SIGKILL)
     run.wait_for_step((0, 1, 2))
-    steps = stop(run)
+    steps = run.stop()
     figures = score.score(run.run_dir)
     assert figures["last_step"] == figures["steps"] == steps
     assert figures["samples_repeated"] == 0

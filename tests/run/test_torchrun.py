@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from everstep.launch import offspring
 from everstep.launch.machine import free_port
 from everstep.report import score
 from everstep.run.beats import lighthouse_beat_path, read_beat
@@ -21,14 +22,12 @@ def processes():
     """Processes started by the test, ended with all below them after it."""
     started = []
     yield started
-    trees = [psutil.Process(p.pid).children(recursive=True) for p in started if p.poll() is None]
-    for process in [*started, *(child for tree in trees for child in tree)]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
     for process in started:
-        process.wait()
+        if process.poll() is None:
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            offspring.kill(below)
+            process.wait()
 
 
 class Torchrun(Followed):

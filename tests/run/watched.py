@@ -65,16 +65,21 @@ PATIENT = {
 def write_config(path, **sections):
     """BASE with `sections` laid over it, as TOML at `path`. A key of None is left out."""
     table = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE.keys() | sections.keys()}
+    path.write_text(toml(table))
+    return path
+
+
+def toml(table):
+    """Sections as TOML, that of the keys before the first one as ""."""
     lines = []
     for name, keys in sorted(table.items()):
-        if name:  # the keys before the first section have none
+        if name:
             lines.append(f"[{name}]")
         for key, value in keys.items():
             if value is not None:
                 text = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
                 lines.append(f"{key} = {text}")
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return "\n".join(lines) + "\n"
 
 
 def until(condition, what, deadline_s=DEADLINE_S):
@@ -120,8 +125,8 @@ class Followed:
 
     process = None
 
-    def __init__(self, run_dir, deadline_s=DEADLINE_S):
-        self.run_dir, self.deadline_s = run_dir, deadline_s
+    def __init__(self, run_dir):
+        self.run_dir = run_dir
         self.tail, self.seen = EventTail(run_dir), []
 
     def events(self, kind, after=0.0, **fields):
@@ -129,7 +134,7 @@ class Followed:
         self.seen += self.tail.new()
         return of_kind(self.seen, kind, after, **fields)
 
-    def until(self, condition, what, deadline_s=None):
+    def until(self, condition, what):
         """As `until`, unless the run ends before."""
 
         def found():
@@ -139,13 +144,13 @@ class Followed:
                 pytest.fail(f"the run ended ({self.process.poll()}) before {what}: {self.said()}")
             return result
 
-        return until(found, what, deadline_s or self.deadline_s)
+        return until(found, what)
 
-    def wait_for(self, kind, after=0.0, deadline_s=None, **fields):
+    def wait_for(self, kind, after=0.0, **fields):
         """The first such event; fails when the run ends without it."""
-        return self.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}", deadline_s)[0]
+        return self.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}")[0]
 
-    def wait_for_step(self, groups, after=None, deadline_s=None):
+    def wait_for_step(self, groups, after=None):
         """The commit of a step in which all `groups` take part, and which all of them saw, later than `after`: than
         now, if that is None."""
         after, wanted = time.time() if after is None else after, set(groups)
@@ -157,7 +162,7 @@ class Followed:
                     seen.setdefault(event["step"], {})[event["group"]] = event
             return [event for commits in seen.values() if commits.keys() == wanted for event in commits.values()]
 
-        return self.until(common, f"a step of {groups}", deadline_s)[0]
+        return self.until(common, f"a step of {groups}")[0]
 
     def workers(self, group):
         """Pids of the group's newest workers, rank 0 first."""
@@ -185,7 +190,7 @@ class Watched(Followed):
         self.tail.skip_to_end()
         with self.output.open("ab") as output:
             self.process = self.starts(
-                self.command(config, run_dir, *args),
+                [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -198,10 +203,6 @@ class Watched(Followed):
                 ),
                 start_new_session=True,
             )
-
-    @staticmethod
-    def command(config, run_dir, *args):
-        return [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(run_dir), *args]
 
     def wait_for_phase(self, group, phases, rank=0):
         """The pid of a rank, seen in one of these phases of the group's newest incarnation."""
@@ -227,6 +228,12 @@ class Watched(Followed):
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end within {deadline_s:g} s: {self.said()[-2000:]}")
 
+    def stop(self):
+        """End it cleanly; the number of steps it made."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.wait() == 0, self.said()
+        return self.events("commit")[-1]["step"]
+
     def end(self):
         """End it at once: what it started dies with it."""
         if self.process.poll() is None:
@@ -249,3 +256,11 @@ def assert_nothing_lost(run_dir, against, steps, statuses=("done",)):
     assert figures["attempts_thrown_away"] == 0
     assert figures["replicas_diverged"] == 0
     return figures
+
+
+def losses_match(run, start, config, *args):
+    """Stop `run`, make as many steps without a failure in one group, compare."""
+    steps = run.stop()
+    reference = start(config, "--groups", "1", "--steps", str(steps), *args)
+    assert reference.wait(600) == 0
+    assert_nothing_lost(run.run_dir, reference.run_dir, steps, statuses=("stopped",))
