@@ -54,7 +54,7 @@ def table(**sections):
         "training": {"global_batch_size": 6},
         "optimizer": {"implementation": "foreach"},  # a fused one is a kernel of the device's
         "checkpoint": {"enable": False},
-        "snapshot": {"enable": True, "keeper_ttl_s": 60.0},  # of a run that is not continued
+        "snapshot": {"enable": True},
         "fault_tolerance": {"groups": 2},
         "metrics": {"log_freq": 1},
     }
