@@ -121,13 +121,3 @@ def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, sta
     assert "the copy takes longer than a round" in why
     assert store.has_memory
     assert sorted(int(path.name.split(".")[2].partition("-")[2]) for path in tmp_path.iterdir()) == [8, 9]
-
-
-def test_a_state_without_any_copy_is_told_of(tmp_path, state):
-    (tmp_path / "full").touch()
-    store = files(tmp_path / "full" / "here", other=tmp_path / "full" / "there")
-    for round_ in (7, 8):
-        store.hold(replace(PLACE, round=round_), state)
-        why = store.keep(round_, DEADLINE_S)
-    assert "Not a directory" in why
-    assert not store.has_memory
