@@ -9,7 +9,7 @@ from its request to the quorum. For each number of groups there are two series: 
 dies (its heartbeats end, as they do when its processes are killed) and a new incarnation joins DOWN_S later.
 
 The lighthouse is a process of its own, and GROUPS_PER_PROCESS groups share one. All of it shares this machine's cores;
-the groups of a real run have their own.
+the groups of a real run have their own, so processor time is told of both, for each quorum.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.sharedctypes import Synchronized
@@ -52,7 +53,8 @@ TOKEN = bytes(range(32))
 @dataclass(frozen=True)
 class Series:
     """Quorum latencies with one number of groups, in seconds, NaN without any; how many requests of all groups there
-    were for each step; the lighthouse's share of one core and its bytes."""
+    were for each step; seconds of processor that a quorum took the lighthouse with its gate, and all clients; the
+    lighthouse's bytes."""
 
     groups: int
     deaths_per_s: float
@@ -62,7 +64,8 @@ class Series:
     p99_s: float
     max_s: float
     members_mean: float
-    lighthouse_cpu: float
+    lighthouse_s: float
+    clients_s: float
     lighthouse_rss: int
 
 
@@ -197,11 +200,10 @@ def measure(groups: int, options: argparse.Namespace, deaths_per_s: float) -> Se
             process.start()
         for _ in crowds:
             ready.acquire()
-        watched = psutil.Process(lighthouse.pid)
-        begin, cpu_begin = time.monotonic(), sum(watched.cpu_times()[:2])
+        begin_s = processor_s([lighthouse.pid]), processor_s(process.pid for process in crowds)
         found = [results.get() for _ in crowds]
-        cpu = (sum(watched.cpu_times()[:2]) - cpu_begin) / (time.monotonic() - begin)
-        rss = watched.memory_info().rss
+        end_s = processor_s([lighthouse.pid]), processor_s(process.pid for process in crowds)
+        rss = psutil.Process(lighthouse.pid).memory_info().rss
     finally:
         for process in crowds:
             process.kill()
@@ -210,18 +212,27 @@ def measure(groups: int, options: argparse.Namespace, deaths_per_s: float) -> Se
     counted = [wait for waits, _, _ in found for wait in waits if wait[0] > WARM_UP_ROUNDS]
     latencies = sorted(wait for _, _, wait in counted) or [math.nan, math.nan]
     cuts = quantiles(latencies, n=100, method="inclusive")
+    quorums = len({step for step, _, _ in counted})
+    lighthouse_s, clients_s = (
+        round((end - begin) / quorums, 2) if quorums else math.nan for begin, end in zip(begin_s, end_s, strict=True)
+    )
     return Series(
         groups=groups,
         deaths_per_s=deaths_per_s,
-        quorums=len({step for step, _, _ in counted}),
+        quorums=quorums,
         asks_per_step=round(groups * sum(asks for _, _, asks in found) / sum(steps for _, steps, _ in found), 2),
         p50_s=round(cuts[49], 4),
         p99_s=round(cuts[98], 4),
         max_s=round(latencies[-1], 4),
         members_mean=round(mean(members for _, members, _ in counted), 1) if counted else groups,
-        lighthouse_cpu=round(cpu, 3),
+        lighthouse_s=lighthouse_s,
+        clients_s=clients_s,
         lighthouse_rss=rss,
     )
+
+
+def processor_s(pids: Iterable[int | None]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
@@ -280,7 +291,10 @@ def main() -> int:
     os.environ["RUST_LOG"] = "error"
     os.environ.setdefault("TOKIO_WORKER_THREADS", "1")  # a manager server has a runtime of its own: 256 of them here
     series = []
-    print("groups  deaths/s  asks/step  quorums  members   p50 s   p99 s   max s  lighthouse CPU, MiB", flush=True)
+    print(
+        "groups  deaths/s  asks/step  quorums  members   p50 s   p99 s   max s  lighthouse s, clients s, MiB",
+        flush=True,
+    )
     for groups in args.groups:
         for deaths_per_s in (0.0, 1.0):
             found = measure(groups, args, deaths_per_s)
@@ -289,7 +303,7 @@ def main() -> int:
                 f"{found.groups:6d}  {found.deaths_per_s:8.1f}  {found.asks_per_step:9.2f}  {found.quorums:7d}"
                 f"  {found.members_mean:7.1f}"
                 f"  {found.p50_s:6.3f}  {found.p99_s:6.3f}  {found.max_s:6.3f}"
-                f"  {found.lighthouse_cpu:14.2f}  {found.lighthouse_rss >> 20:3d}",
+                f"  {found.lighthouse_s:12.2f}  {found.clients_s:9.2f}  {found.lighthouse_rss >> 20:3d}",
                 flush=True,
             )
     if args.plot:
