@@ -7,9 +7,9 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from simulation import mutants
+from simulation import costs, mutants
 from simulation.faults import BREAKERS, KINDS
-from simulation.world import VARIANTS, Outcome, Settings, simulate
+from simulation.world import DEFAULT, SEEDS, VARIANTS, Outcome, Settings, simulate
 
 SHOWN = 5
 
@@ -32,6 +32,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas; default: %(default)s")
     parser.add_argument("--trace", type=int, metavar="SEED", help="show this seed's run as a timeline")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--record", action="store_true", help="what the seeds cost now is what they may cost from now on"
+    )
     parser.add_argument("--mutants", type=int, metavar="N", help="try N drawn changes of the protocol's code instead")
     parser.add_argument("--draw", type=int, default=0, help="with --mutants: which are drawn")
     parser.add_argument("--most", type=int, default=1000, help="with --mutants: seeds to try for each")
@@ -49,8 +52,9 @@ def show(outcome: Outcome) -> None:
         print(f"{violation.at:10.4f}  VIOLATION  {violation.kind}: {violation.text}")
 
 
-def campaign(settings: Settings, seeds: range, jobs: int) -> bool:
-    """Run all seeds and print what came of them; whether none broke the promise."""
+def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, record: bool = False) -> bool:
+    """Run all seeds and print what came of them; whether none broke the promise, and those that have a name cost what
+    they did, if that is not to be recorded anew."""
     begun, outcomes = time.monotonic(), []
     with ProcessPoolExecutor(jobs) as pool:
         for outcome in pool.map(partial(simulate, settings=settings), seeds, chunksize=8):
@@ -68,7 +72,13 @@ def campaign(settings: Settings, seeds: range, jobs: int) -> bool:
     )
     print("faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(fell.items())))
     print("violations: " + (", ".join(f"{kind} in {count} seeds" for kind, count in bad.most_common()) or "none"))
-    return not bad
+    runs = [outcome.costs for outcome in outcomes]
+    if record:
+        costs.record(name, runs)
+    other = costs.changed(name, runs)
+    for figure in other:
+        print(f"    costs: {figure}")
+    return not bad and not other
 
 
 def main() -> int:
@@ -84,10 +94,11 @@ def main() -> int:
     if options.seeds is not None:
         first, last = options.seeds
         return 0 if campaign(settings, range(first, last + 1), options.jobs) else 1
-    kept = [campaign(settings, range(2000), options.jobs)]
-    for name, (seeds, variant) in VARIANTS.items():
+    kept = []
+    for name, (seeds, each) in {DEFAULT: (SEEDS, settings), **VARIANTS}.items():
         print(f"{name}:")
-        kept.append(campaign(variant, seeds, options.jobs))
+        named = name if name != DEFAULT or settings == Settings() else ""
+        kept.append(campaign(each, seeds, options.jobs, named, record=options.record and bool(named)))
     return 0 if all(kept) else 1
 
 

@@ -8,7 +8,8 @@ for `or`, a constant moved by one, a call or an assignment left out, one of two 
 drawn evenly over the places where such a change is possible; what only tells (events, messages, annotations) is no
 place. Each runs in a process of its own (`run.forked`), over a copy of the package.
 
-A mutant that no seed shows changes nothing that can be seen, is for a room's own tests, or is missed: read it.
+A mutant that no seed shows changes nothing that can be seen, is for a room's own tests, or is missed: read it. Where
+runs are other ones, it is no equivalent.
 """
 
 import ast
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,7 +162,9 @@ def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
 
 
 def search(package_root: str, most: int) -> str:
-    """In a process of its own: the first seed that breaks the promise with this package, and how; "" if none does."""
+    """In a process of its own: the first seed that breaks the promise with this package, and how, or after which it
+    shows that they cost something else; SAME if the first ones, and the first of VARIANTS, cost to the message what
+    they did; "" if no other seed shows it either. Without VARIANTS if `most` is less than the first ones."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("everstep", "simulation")]:
         del sys.modules[name]
     sys.path.insert(0, package_root)
@@ -171,16 +175,26 @@ def search(package_root: str, most: int) -> str:
 
     signal.signal(signal.SIGALRM, hung)
     try:
-        from simulation.faults import REFUSALS
-        from simulation.world import Settings, simulate
+        from simulation import costs
+        from simulation.world import DEFAULT, SEEDS, VARIANTS, Settings, simulate
 
-        kinds = Settings().kinds, (*REFUSALS, "nan", "kill", "cut", "flip")
-        for seed in range(most):
-            signal.alarm(SEED_S)
-            outcome = simulate(seed, Settings(kinds=kinds[seed % 2]))
-            signal.alarm(0)
-            if outcome.violations:
-                return f"{seed} | {outcome.violations[0].kind}"
+        few, some, _ = costs.PARTS
+        campaigns = {DEFAULT: (SEEDS[:most], Settings())} | (VARIANTS if most >= some else {})
+        runs: dict[str, list[Counter[str]]] = defaultdict(list)
+        for rest in (False, True):
+            for name, (seeds, settings) in campaigns.items():
+                first = some if name == DEFAULT else few
+                for seed in seeds[first:] if rest else seeds[:first]:
+                    signal.alarm(SEED_S)
+                    outcome = simulate(seed, settings)
+                    signal.alarm(0)
+                    if outcome.violations:
+                        return f"{seed} | {outcome.violations[0].kind}"
+                    runs[name].append(outcome.costs)
+                if other := costs.changed(name, runs[name]):
+                    return f"{seed} | {other[0]}"
+            if not rest and costs.same(runs):
+                return SAME
     except TimeoutError:
         return f"{seed} | does not end"
     except Exception as error:  # noqa: BLE001 whatever a changed program raises shows the change
@@ -188,6 +202,7 @@ def search(package_root: str, most: int) -> str:
     return ""
 
 
+SAME = "none | the same runs"
 SEARCH = "import sys; from simulation import mutants; print(mutants.search(sys.argv[1], int(sys.argv[2])))"
 
 
@@ -208,8 +223,11 @@ def campaign(count: int, draw: int, most: int, jobs: int) -> None:
     with ThreadPoolExecutor(jobs) as pool:
         said = pool.map(lambda mutant: attempt(mutant, most), chosen)
         for number, (mutant, verdict) in enumerate(zip(chosen, said, strict=True), 1):
-            caught += bool(verdict)
+            caught += verdict not in ("", SAME)
             change = f"`{mutant.old}` → `{mutant.new}`".replace("|", "\\|")
-            print(f"| {number} | {mutant.file} | {mutant.line} | {change} | {verdict or 'none |'} |", flush=True)
+            print(
+                f"| {number} | {mutant.file} | {mutant.line} | {change} | {verdict or 'none | other runs'} |",
+                flush=True,
+            )
     took_s = time.monotonic() - begun
     print(f"{caught} of {len(chosen)} mutants caught (draw {draw}, {most} seeds at most, {took_s:.0f} s)")

@@ -65,12 +65,15 @@ class Network:
         self.breaks_off = False
         """Whether the next state that is sent does not arrive whole."""
         self.ports = 1000
+        self.carried = self.connected = 0
+        """What has gone between hosts, in messages and in connections that somebody asked for."""
         self.stores: dict[tuple[str, int], Any] = {}
         self.communicators: dict[Process, list[Any]] = defaultdict(list)
         """Of `simulation.services`."""
 
     def carry(self, way: Way, call: Callable[[], None], flow: Flow, extra_s: float = 0.0) -> None:
         """Have something happen at the end of a way, after what went into the same flow before."""
+        self.carried += 1
         if way[0] != way[1] and (self.lost[way] or self.held.get(way)):
             self.held[way].append((call, flow, extra_s))
             return
@@ -174,6 +177,7 @@ class Network:
     def connect(self, place: tuple[str, int], timeout: float) -> Socket:
         """A connection. Raises OSError."""
         process, scheduler = HERE.process(), self.scheduler
+        self.connected += 1
         ours, said = Socket(self, process), list[str]()
         there, back = (process.host, place[0]), (place[0], process.host)
 

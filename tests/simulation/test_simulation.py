@@ -12,8 +12,9 @@ import simulation.trainer
 import simulation.world
 from everstep.step.attempt import Attempt
 from everstep.step.protocol import StepProtocol
+from simulation import costs
 from simulation.faults import KINDS, REFUSALS, Fault
-from simulation.world import HEARTBEAT_S, VARIANTS, Outcome, Settings, World, draw_plan, simulate
+from simulation.world import DEFAULT, HEARTBEAT_S, VARIANTS, Outcome, Settings, World, draw_plan, simulate
 
 SEEDS = (
     *range(40),
@@ -38,6 +39,7 @@ def test_mixed_faults_break_no_promise() -> None:
     outcomes = [simulate(seed) for seed in SEEDS]
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     assert_promise_kept(outcomes)
+    assert not costs.changed(DEFAULT, [outcome.costs for outcome in outcomes[: costs.PARTS[0]]]), "see costs.RECORDED"
     assert all(fell[kind] for kind in KINDS), fell
     assert fell.total() > 5 * len(SEEDS)
     assert sum(outcome.commits for outcome in outcomes) > 7 * len(SEEDS)

@@ -128,6 +128,7 @@ class SimWork:
         self._world.scheduler.pause(0.9 * slot_s, 1.1 * slot_s * slow)
         self._together("sharded", step, slot)
         self._computed += 1
+        self._world.costs["slot"] += 1
 
     def _bits_of(self, step: int, slot: int, wrong: bool) -> int:
         return 1 + (fold(step, slot, self.rank.life.group.id + 1 if wrong else 0) & (1 << 50) - 1)

@@ -58,6 +58,8 @@ class Settings:
     """Groups that stand by; None: one in a fifth of the runs of three groups and more."""
 
 
+DEFAULT, SEEDS = "default", range(2000)
+"""The seeds that `scripts/simulate` tries if nothing else is asked, with Settings()."""
 VARIANTS = {
     "errors": (range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
@@ -168,6 +170,8 @@ class Outcome:
     """Faults that found something to break, by kind."""
     unfit: int = 0
     """How often a group was found at fault."""
+    costs: Counter[str] = field(default_factory=Counter)
+    """What was asked, computed, sent and told, by `simulation.costs.FIGURES`."""
 
 
 class World:
@@ -228,6 +232,8 @@ class World:
         """Beats of ranks that vote."""
         self.sessions = self._starting = 0
         self.stuck = False
+        self.costs = Counter[str]()
+        """Of the whole run; kinds of events of all ranks among them."""
         self.move_lighthouse()
         for number in range(plan.groups):
             self.add_group(number)
@@ -255,6 +261,8 @@ class World:
         return when - max((late_s for until, late_s in self.lags[host] if when < until), default=0.0)
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
+        self.costs[kind] += 1
+        self.costs["wait_s"] += fields.get("wait_s", 0.0)
         if kind == "slot_accepted":
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
@@ -389,6 +397,7 @@ class World:
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
         """Where nothing breaks and nobody comes, goes or heals, or has healed since the last quorum, a group that made
         a step with most of the others asks nobody for the next."""
+        self.costs["ask"] += 1
         quorum, before = read_quorum(0, members), {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
         alive = {name_of(other.group.id, other.name) for other in lives}
@@ -595,6 +604,8 @@ class World:
         if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not self.fell["sick"]:
             self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
         virtual_s = self.scheduler.now
+        self.costs.update(virtual_s=virtual_s, commit=self.judge.commits, failed=self.failed.total())
+        self.costs.update(message=self.network.carried, connection=self.network.connected)
         for group in self.groups.values():
             for life in group.lives:
                 for rank in life.ranks:
@@ -613,6 +624,7 @@ class World:
             self.trace,
             self.fell,
             len(self.unfit),
+            self.costs,
         )
 
     def _judge_the_end(self) -> None:

@@ -1,0 +1,61 @@
+"""What runs cost, and what they find, in sums over many seeds; and what those were when somebody last recorded them.
+
+A change of the code between groups that breaks no promise may still ask, compute, send or wait for more than before, or
+find less. The faults of a seed are its plan's, so such a sum moves little when only the order of things changes.
+"""
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+RECORDED = Path(__file__).with_name("costs.tsv")
+"""A column for each figure that is counted. MOST: what a run adds to it at most. SPREAD: by how much that moves by
+chance (standard deviation, of runs with the same faults in which all else was drawn anew three times: 80 of `default`,
+15 to 24 of each variant). Then the sums of so many seeds, by their name, as `scripts/simulate --record` writes them."""
+MOST, SPREAD = ("most", 1), ("spread", 1)
+SURE = 4.0
+"""So many standard deviations are no chance."""
+PARTS = (15, 100, 1000)
+"""Numbers of seeds for which sums are recorded, beside that of all."""
+
+Sums = dict[str, float]
+
+
+def recorded() -> dict[tuple[str, int], Sums]:
+    with RECORDED.open() as file:
+        rows = list(csv.reader(file, delimiter="\t"))
+    return {
+        (name, int(count)): dict(zip(rows[0][2:], map(float, sums), strict=True)) for name, count, *sums in rows[1:]
+    }
+
+
+def summed(runs: Sequence[Counter[str]], most: Sums) -> Sums:
+    return {figure: round(float(sum(min(run[figure], at_most) for run in runs)), 1) for figure, at_most in most.items()}
+
+
+def changed(seeds: str, runs: Sequence[Counter[str]]) -> list[str]:
+    """What these seeds no longer cost as recorded, where that many of them are."""
+    found, every = [], recorded()
+    for (name, count), before in every.items():
+        if name == seeds and count <= len(runs):
+            for figure, now in summed(runs[:count], every[MOST]).items():
+                if abs(now - before[figure]) > SURE * every[SPREAD][figure] * math.sqrt(count):
+                    found.append(f"{figure} of {count} seeds: {before[figure]:.0f} -> {now:.0f}")
+    return found
+
+
+def same(runs: Mapping[str, Sequence[Counter[str]]]) -> bool:
+    """Whether all these seeds, by name, cost to the message what is recorded of so many of them."""
+    every = recorded()
+    return all(summed(some, every[MOST]) == every.get((name, len(some))) for name, some in runs.items())
+
+
+def record(seeds: str, runs: Sequence[Counter[str]]) -> None:
+    every = recorded()
+    every |= {(seeds, n): summed(runs[:n], every[MOST]) for n in (*PARTS, len(runs)) if n <= len(runs)}
+    with RECORDED.open("w") as file:
+        rows = csv.writer(file, delimiter="\t", lineterminator="\n")
+        rows.writerow(("seeds", "count", *every[MOST]))
+        rows.writerows((*place, *(f"{sum_:.10g}" for sum_ in sums.values())) for place, sums in every.items())
