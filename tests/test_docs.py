@@ -16,7 +16,7 @@ from everstep.report.score import figures_of
 ROOT = Path(__file__).parents[1]
 METRICS = {
     family.name.removeprefix("everstep_") + ("_total" if family.type == "counter" else "")
-    for family in metrics.figures(Account(), 1, 1)
+    for family in metrics.figures(Account(), 1)
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
