@@ -55,7 +55,7 @@ def test_shrinking_commits_what_is_left_of_a_step(start, tmp_path):
     config = write_config(tmp_path / "shrink.toml", fault_tolerance={"on_loss": "shrink"})
     run = start(config, *ENDLESS, pace_s=PACE_S)
     run.wait_for_step((0, 1, 2))
-    os.kill(run.wait_for_phase(1, {"compute"}), signal.SIGKILL)
+    os.kill(run.wait_for_phase(1, {"compute"}).pid, signal.SIGKILL)
     run.wait_for_step((0, 1, 2))
     steps = run.stop()
     figures = score.score(run.run_dir)

@@ -205,13 +205,13 @@ class Watched(Followed):
             )
 
     def wait_for_phase(self, group, phases, rank=0):
-        """The pid of a rank, seen in one of these phases of the group's newest incarnation."""
+        """A rank's beat, seen in one of these phases of the group's newest incarnation."""
 
         def found():
             beat = read_beat(beat_path(self.run_dir, group, rank))
             return beat if beat and beat.phase in phases and beat.pid in self.workers(group) else None
 
-        return self.until(found, f"group {group} in {phases}").pid
+        return self.until(found, f"group {group} in {phases}")
 
     def kill(self, *groups, signum=signal.SIGKILL, ranks=None):
         """Send a signal to the newest workers of these groups at once; returns when (wall time)."""
