@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum")
 SEED_S = 60
-"""Of wall time: a run that takes longer does not end."""
+"""Of processor time: a run that takes longer does not end."""
 NOT_SIMULATED = (
     "step/exact.py",
     "step/reduction.py",
@@ -173,7 +173,7 @@ def search(package_root: str, most: int) -> str:
     def hung(*_: object) -> None:
         raise TimeoutError
 
-    signal.signal(signal.SIGALRM, hung)
+    signal.signal(signal.SIGVTALRM, hung)
     try:
         from simulation import costs
         from simulation.world import DEFAULT, SEEDS, VARIANTS, Settings, simulate
@@ -185,9 +185,9 @@ def search(package_root: str, most: int) -> str:
             for name, (seeds, settings) in campaigns.items():
                 first = some if name == DEFAULT else few
                 for seed in seeds[first:] if rest else seeds[:first]:
-                    signal.alarm(SEED_S)
+                    signal.setitimer(signal.ITIMER_VIRTUAL, SEED_S)
                     outcome = simulate(seed, settings)
-                    signal.alarm(0)
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                     if outcome.violations:
                         return f"{seed} | {outcome.violations[0].kind}"
                     runs[name].append(outcome.costs)
