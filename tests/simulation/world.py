@@ -171,7 +171,7 @@ class Outcome:
     unfit: int = 0
     """How often a group was found at fault."""
     costs: Counter[str] = field(default_factory=Counter)
-    """What was asked, computed, sent and told, by `simulation.costs.FIGURES`."""
+    """What was asked, computed, sent and told, see `simulation.costs.RECORDED`."""
 
 
 class World:
