@@ -66,6 +66,7 @@ def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SLURM_JOB_ID": "9"}
     job = ["bash", slurm.SCRIPTS / "lighthouse.sbatch", "run.toml", "--run-dir", tmp_path]
     assert [subprocess.run(job, env=path).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
+    assert subprocess.run(job[:-2], env=path, capture_output=True).returncode != 0, "it would write to /state"
     assert (tmp_path / "requeued").read_text() == "requeue\n" * 5
 
 
