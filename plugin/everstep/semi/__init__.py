@@ -1,1 +1,1 @@
-"""Semi-synchronous training: what workers and the outer step compute, apart from any trainer. docs/semi-sync.md."""
+"""Semi-synchronous training: the calculations of the workers and of the outer step, independent of any trainer."""

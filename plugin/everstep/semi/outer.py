@@ -1,8 +1,8 @@
-"""The outer step: how the global parameters change by what all workers have made of them.
+"""The outer step, which updates the global parameters at the end of a round.
 
-DiLoCo (arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the M workers of θ_t − θ_m, what a worker
-started a round with less what it ended with; the outer optimizer is SGD with Nesterov momentum. The same with learning
-rate 1 and without momentum is the mean of the workers' parameters: local SGD (arXiv 1805.09767).
+DiLoCo (arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the M workers of θ_t − θ_m, a worker's
+parameters at the start of the round minus those at its end. The outer optimizer is SGD with Nesterov momentum.
+Learning rate 1 without momentum gives the mean of the workers' parameters, which is local SGD (arXiv 1805.09767).
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ def lr_and_momentum(settings: SemiSync) -> tuple[float, float]:
 def outer_step(
     settings: SemiSync, params: Iterable[torch.Tensor], grads: Iterable[torch.Tensor], buffers: list[torch.Tensor]
 ) -> None:
-    """Change `params` by their outer gradients, in place: SGD with Nesterov momentum as `torch.optim.SGD` defines it,
-    without dampening and weight decay.
+    """Update `params` in place: one step of SGD with Nesterov momentum as `torch.optim.SGD` defines it, without
+    dampening or weight decay.
 
     Args:
-        params, grads: of equal shapes, pair by pair.
-        buffers: the momentum, of the same shapes and zero before the first step; empty without momentum.
+        params, grads: parameters and their outer gradients, pairwise of equal shape.
+        buffers: momentum of each parameter, of the same shape, zero before the first step. Empty without momentum.
     """
     lr, momentum = lr_and_momentum(settings)
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):

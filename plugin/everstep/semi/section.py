@@ -1,4 +1,4 @@
-"""`[semi_sync]`: the section of a config that makes training semi-synchronous."""
+"""The config section `[semi_sync]`, which makes training semi-synchronous."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,36 +6,36 @@ from typing import Literal
 
 @dataclass(kw_only=True, slots=True)
 class SemiSync:
-    """`[semi_sync]`: workers train on their own for some steps, then their parameters become one again."""
+    """`[semi_sync]`: workers train independently for some steps, then their parameters are combined."""
 
     method: Literal["none", "local_sgd", "diloco"] = "none"
     """`none`: gradients are summed in every step. `local_sgd`: parameters are averaged after every `sync_steps`
-    steps of each worker. `diloco`: the mean of what the workers changed is the gradient of an outer optimizer, SGD
-    with momentum."""
+    steps of each worker. `diloco`: the mean of the workers' parameter changes is the gradient of an outer optimizer,
+    SGD with momentum."""
 
     workers: int = 0
-    """M: into how many parts the global batch is split, each of which trains on its own. The result depends on it, and
-    not on how many groups carry the workers. 0: as many as [fault_tolerance] groups."""
+    """M: number of workers. Each trains alone on its part of the global batch. The result depends on this number, not
+    on the number of groups that carry the workers. 0: as many as [fault_tolerance] groups."""
 
     sync_steps: int = 100
-    """H: optimizer steps of each worker between two synchronisations."""
+    """H: optimizer steps of each worker between two synchronisations of the same parameter."""
 
     outer_lr: float = 0.7
     """Learning rate of diloco's outer optimizer."""
 
     outer_momentum: float = 0.9
-    """Its momentum, Nesterov's."""
+    """Nesterov momentum of diloco's outer optimizer."""
 
     fragments: int = 1
-    """P, diloco only: the model's layers in so many parts, one of which is synchronised every `sync_steps` / P steps,
-    in turn (Streaming DiLoCo)."""
+    """P, diloco only: number of parts that the model is split into, by layers. Every `sync_steps` / P steps one part
+    is synchronised, in turn (Streaming DiLoCo). `sync_steps` must be a multiple of P."""
 
     overlap_steps: int = 0
-    """τ, diloco only: steps that workers make while a sum is under way."""
+    """τ, diloco only: steps that workers make while the sum over groups is running."""
 
     mixing: float = 0.0
-    """Diloco only: how much of its own parameters a worker keeps when it takes over what was synchronised, from 0,
-    nothing, to less than 1 (the paper's alpha)."""
+    """Diloco only: weight of a worker's own parameters, from 0 to less than 1, when it takes over a synchronised part
+    (the paper's alpha). The global parameters have the rest of the weight."""
 
     @property
     def enabled(self) -> bool:
@@ -43,9 +43,9 @@ class SemiSync:
 
     @property
     def round_steps(self) -> int:
-        """h: steps of each worker between two synchronisations of anything, H / P."""
+        """h = H / P: optimizer steps of each worker in a round, after which one fragment is synchronised."""
         return self.sync_steps // self.fragments
 
     def commits(self, steps: int) -> int:
-        """How many commits a run of so many optimizer steps makes: its rounds, or the steps themselves."""
+        """Return the number of commits in so many optimizer steps. A commit is a round, or without workers a step."""
         return steps // self.round_steps if self.enabled else steps

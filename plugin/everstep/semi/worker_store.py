@@ -1,12 +1,12 @@
-"""One rank's store of workers' own states: the newest of each worker in this process, and for each worker, rank of a
-group and round a file in the host's memory, which outlives the process, and a copy that outlives the host: in another
-host's memory, or if no other takes it on storage.
+"""One rank's store of workers' own states, in three places: the newest state of each worker in this process; a file for
+each worker, rank and round in the host's memory, which outlives the process; and a copy of that file that outlives the
+host, in another host's memory or, if no other host takes it, on storage.
 
-In front of the state a file has a keyed digest (BLAKE2b, under the run's token) of the state and of what it is the
-state of: a file that was torn, altered, moved or written by somebody else is no state.
+A file begins with a keyed digest (BLAKE2b with the run's token) of the state and of its worker, rank, round and
+history. So a file that is torn, altered, renamed or written by a stranger is not accepted as a state.
 
-Files are written by a thread while the next round is made. One copy of a worker's is under way at a time; the next
-begins with the first round that finds it done.
+Threads write the files while the next round is computed. At most one copy of a worker's state is in progress; the next
+copy starts after the first round that finds it done.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ TAG_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a state is of: this rank's part of a worker's own state.
+    """Identifies a worker's own state.
 
     Attributes:
-        round: that it is after, and that is committed.
-        history: after that commit.
+        round: the committed round at whose end the worker had this state.
+        history: the history after that commit.
     """
 
     worker: int
@@ -41,66 +41,66 @@ class Place:
 
 
 class Memory(Protocol):
-    """Where files of states are kept in hosts' memory."""
+    """Reads and writes files of states in the memory of this host and of others, or on storage."""
 
     folder: Path
-    """This host's, which outlives its processes."""
+    """Folder in this host's memory. It outlives the processes."""
 
     def write(self, name: str, *data: bytes) -> None:
-        """Keep a file on this host, and none of the same worker that is older by more than a round. Raises OSError."""
+        """Write a file on this host, and remove the same worker's files older than the round before. Raises OSError."""
         ...
 
     def copy(self, name: str, *data: bytes) -> bool:
-        """Keep a file where it outlives this host; whether another host took it, and not storage. Raises OSError."""
+        """Copy a file to another host, or else to storage. Return whether another host took it. Raises OSError."""
         ...
 
     def elsewhere(self, name: str, size: int) -> bool:
-        """Whether another host, or storage, has a file of this name and size."""
+        """Return whether another host or storage has a file of this name and size."""
         ...
 
     def fetch(self, name: str, size: int) -> bytes | None:
-        """Such a file; None if it cannot be had."""
+        """Return the bytes of a file of this name and size on another host or storage; None if none can be read."""
         ...
 
 
 class WorkerStore:
-    """Keeps workers' own states, and tells which have no copy yet.
+    """Keeps this rank's parts of workers' own states, and reports a state that has no copy yet.
 
     Args:
-        memory: of hosts.
-        rank: of this process in its group.
-        whose: further words that a state is bound to: the run, and how its groups are laid out.
-        nbytes: of every state.
-        token: the run's.
+        memory: reads and writes the files.
+        rank: this process's rank in its group.
+        whose: text that every digest includes: the run, and the layout of its groups.
+        nbytes: size of this rank's part of every state.
+        token: the run's token.
     """
 
     def __init__(self, memory: Memory, *, rank: int, whose: str, nbytes: int, token: bytes) -> None:
         self._memory = memory
         self._rank, self._whose, self._nbytes, self._token = rank, whose, nbytes, token
         self.held: dict[int, tuple[Place, bytes]] = {}
-        """By worker the newest state after a round that this rank has in memory."""
+        """Worker -> its newest state in this process."""
         self.copied_bytes = 0
-        """To other hosts."""
+        """Bytes of state copied to other hosts so far."""
         self._writes: dict[int, tuple[Place, Future[None]]] = {}
-        """By worker the copy that was begun last."""
+        """Worker -> the copy that was begun last, and its completion."""
         self._kept: list[Place] = []
-        """Of the states after the last commit."""
+        """The states that the last `keep` began to write."""
         self.has_memory = False
-        """Whether those before them were in the host's memory when they were made."""
+        """Whether the last `keep` found the states of the `keep` before in the host's memory."""
 
     # States
 
     def hold(self, place: Place, state: bytes) -> None:
-        """Keep a worker's newest state in memory."""
+        """Keep a worker's newest state in this process."""
         self.held[place.worker] = place, state
 
     def holds(self, worker: int, round_: int) -> bool:
-        """Whether a worker's state after a round is in memory."""
+        """Return whether a worker's state after this round is in this process."""
         return worker in self.held and self.held[worker][0].round == round_
 
     def let_go(self, known: Iterable[Place]) -> None:
-        """Forget states in this process that are of none of these places, or older than one of them that is in a
-        file."""
+        """Drop each state in this process that is not one of `known`, or that is older than a known state of the same
+        worker whose file is in this host's memory."""
         known = list(known)
         for worker, (place, _) in list(self.held.items()):
             newer = (one for one in known if one.worker == worker and one.round > place.round)
@@ -108,12 +108,12 @@ class WorkerStore:
                 del self.held[worker]
 
     def has(self, place: Place) -> bool:
-        """Whether a state after a round is in this process or in a file on any host, by its name and size."""
+        """Return whether a state is in this process, or in a file on any host or storage, judged by name and size."""
         is_here = self.holds(place.worker, place.round) or self.in_memory(place)
         return is_here or self._memory.elsewhere(self.name(place), self._size)
 
     def read(self, place: Place) -> bytes | None:
-        """A state in this process or in a file; None if it is not there whole and authentic."""
+        """Return a state from this process or from a file; None if there is none that is whole and authentic."""
         held, state = self.held.get(place.worker, (None, b""))
         if held == place:
             return state
@@ -139,17 +139,17 @@ class WorkerStore:
         return f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{place.history:x}"
 
     def in_memory(self, place: Place) -> bool:
-        """Whether there is a file of the right size for a state in this host's memory."""
+        """Return whether this host's memory has a file of the right name and size for a state."""
         with contextlib.suppress(OSError):
             return (self._memory.folder / self.name(place)).stat().st_size == self._size
         return False
 
     def keep(self, round_: int, timeout_s: float) -> str:
-        """After a commit, write the states in this process that are of its round. Where these workers' state before it
-        is not in the host's memory, its write is waited for.
+        """Begin to write the states in this process that are of `round_`, which was just committed. If a worker's
+        previous state is not in the host's memory yet, wait up to `timeout_s` for its copy first.
 
-        Returns which worker's has no copy, and why; empty if all have. Training can go on, but a loss of those
-        files that there are then means that the run ends.
+        Returns a sentence naming a worker whose state has no copy, and why; "" if every copy is recent. Training can
+        go on without a copy, but if the remaining file is lost as well, the run ends.
         """
         mine = [(place, state) for place, state in self.held.values() if place.round == round_]
         carried = {place.worker for place, _ in mine}
@@ -170,21 +170,21 @@ class WorkerStore:
         return why
 
     def settle(self, timeout_s: float) -> None:
-        """Wait for the copies that were begun."""
+        """Wait for the copies that were begun, `timeout_s` at most."""
         wait([done for _, done in self._writes.values()], timeout_s)
 
     def begin_write(self, place: Place, state: bytes, *, copies: bool = True) -> None:
-        """Write a state to memory, and copy it, in a thread; the next `keep` asks what came of it."""
+        """Start a thread that writes a state to this host's memory and copies it. The next `keep` checks the result."""
         done: Future[None] = Future()
         if copies:
             self._writes[place.worker] = place, done
-        # Not of an executor, whose threads an ending process waits for: another host may be silent.
+        # Not an executor: a process waits for an executor's threads when it exits, and another host may be silent.
         args = (place, state, done, copies)
         threading.Thread(target=self._run_write, args=args, name="worker-state", daemon=True).start()
 
     def _run_write(self, place: Place, state: bytes, done: "Future[None]", copies: bool) -> None:
         name, tag = self.name(place), self._tag(place, state)
-        with contextlib.suppress(OSError), room_for(self._size) as has_room:  # it is there or not: `in_memory`
+        with contextlib.suppress(OSError), room_for(self._size) as has_room:  # `in_memory` tells the result
             if has_room:
                 self._memory.write(name, tag, state)
         try:

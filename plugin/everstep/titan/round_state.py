@@ -1,10 +1,9 @@
-"""The state of a semi-synchronous run: what all groups have, and one worker's own while it computes.
+"""The state of a semi-synchronous run on one rank: the part that all groups share, and a worker's own part.
 
-All groups have the global parameters and the outer momentum, and of the last rounds the history and what the
-parameters were that each synchronised (`marks`). A worker's own state is its inner optimizer's, and its parameters
-where they are not just the global ones; only the group that carries the worker has it (`everstep.titan.rounds`). The
-model's own parameters and optimizer are where a worker's round is computed; between computations the model has the
-global parameters, and that is what torchtitan's checkpoints and validation see.
+All groups have the global parameters, the outer momentum and `marks` of the last rounds. A worker's own state is the
+state of its inner optimizer and, with fragments or mixing, its parameters. Only the group that carries the worker has
+its own state (`everstep.titan.rounds`). Workers' rounds are computed in torchtitan's model and optimizer; between
+computations the model has the global parameters, which torchtitan's checkpoints and validation therefore see.
 """
 
 from collections.abc import Iterable
@@ -26,14 +25,14 @@ OPTIMIZER = "optimizer/"
 PARAM = "param/"
 MARKS = "marks"
 REMEMBERED = 2
-"""Rounds before the last one that a worker may have to make again: its state after the round before the last is on
-storage, or is waited for."""
+"""Rounds before the last one whose marks are kept, for a worker that has to make rounds again: its state after the
+round before the last is in a file, or the carrying group waits for that file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a round's commit left behind: the history, and the parameters of its fragment and the balances as bytes.
-    With these a worker can be brought from the round's end to the next one's, at any later time."""
+    """The result of a round's commit: the history after it, and the global parameters of its fragment and the balances
+    as bytes. With a mark, the round that follows can be computed again later."""
 
     history: int
     merged: bytes
@@ -43,8 +42,8 @@ class RoundState(TrainingState):
     """The tensors of a semi-synchronous run on this rank.
 
     Args:
-        trainer: an `EverstepTrainer`; a worker's round is computed in its model parts and optimizers, and its `step` is
-            the optimizer step after which the global parameters are.
+        trainer: an `EverstepTrainer`. Workers' rounds are computed in its model parts and optimizers. Its `step` is the
+            number of the optimizer step that the global parameters follow.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -58,65 +57,65 @@ class RoundState(TrainingState):
         self._trained = [f"{PARAM}{name}" for name, param in self.parameters.items() if param.requires_grad]
         fragment = fragments_of(self._trained, self._settings.fragments)
         self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(self._settings.fragments)]
-        """By fragment the places of its parameters among those that are trained."""
+        """For each fragment, the indices of its parameters in `trained`."""
         has_momentum = lr_and_momentum(self._settings)[1] != 0
         self.outer = {f"outer/{n}": torch.zeros_like(self._global[n]) for n in self._trained if has_momentum}
-        """The outer momentum by name."""
+        """Name -> outer momentum; empty without momentum."""
         self._keeps_params = self._settings.fragments > 1 or self._settings.mixing > 0
         self.marks: dict[int, Mark] = {}
         self.begin()
 
     @property
     def in_model(self) -> list[torch.Tensor]:
-        """This rank's part of the parameters that the model has now and that are trained, in the model's order."""
+        """This rank's parts of the trained parameters as the model has them now, in the model's order."""
         return [local(self._live_params[name]) for name in self._trained]
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The same of the global parameters."""
+        """This rank's parts of the trained parameters as they are globally, in the same order."""
         return [local(self._global[name]) for name in self._trained]
 
     @property
     def momentum(self) -> list[torch.Tensor]:
-        """The same of the outer momentum; empty without."""
+        """This rank's parts of the outer momentum, in the same order; empty without momentum."""
         return [local(tensor) for tensor in self.outer.values()]
 
     @property
     def balances(self) -> list[torch.Tensor]:
-        """This rank's part of the persistent buffers that the model has now: experts' biases, which no optimizer knows.
-        All of them are synchronised in every round: they become their mean over the workers."""
+        """This rank's parts of the model's persistent buffers as they are now: biases of experts, which no optimizer
+        changes. Every round synchronises all of them: each becomes its mean over the workers."""
         return [local(tensor) for tensor in self._live_balances.values()]
 
     def balance(self, flat: torch.Tensor) -> None:
-        """Make the global balances these values, float64 [n], end to end."""
+        """Set the global balances to the values of `flat`: float64 [n], all balances concatenated."""
         spread(flat, self._balances.values())
 
     def fragment(self, round_: int) -> list[int]:
-        """The places of the parameters that a round synchronises."""
+        """Return the indices in `trained` of the parameters that a round synchronises."""
         return self.fragments[(round_ - 1) % len(self.fragments)]
 
     # A worker's own state
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """What is a worker's own, by name: of the optimizer, and of the parameters."""
+        """Return the tensors of the model and optimizer that a worker's own state consists of, by name."""
         own = {name: t for name, t in self.live().items() if name.startswith(OPTIMIZER)}
         return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
 
     @property
     def own_bytes(self) -> int:
-        """Size of a worker's own state on this rank."""
+        """Bytes of a worker's own state on this rank."""
         return sum(local(tensor).nbytes for tensor in self._own().values())
 
     def leave(self) -> bytes:
-        """The own state of the worker that the model and the optimizer have now, on this rank."""
+        """Return this rank's part of a worker's own state, read from the model and the optimizer as they are now."""
         return packed(self._own().values())
 
     @torch.no_grad()
     def enter(self, own: bytes, round_: int) -> None:
-        """Make model, optimizer and learning rate what a worker begins the round after `round_` with, whose own state
-        after it is given: the fragment that was synchronised becomes α times its own, and 1 − α times the global one's.
+        """Set model, optimizer and learning rate to the state in which a worker begins the round after `round_`, one of
+        `marks`. `own` is the worker's own state after `round_`.
 
-        `round_` is in `marks`.
+        The fragment that `round_` synchronised becomes α × the worker's parameters + (1 − α) × the global ones.
         """
         _copy(self._live_params.values(), self._global.values())
         _unpack(own, self._own().values())
@@ -130,7 +129,7 @@ class RoundState(TrainingState):
 
     @torch.no_grad()
     def rest(self) -> None:
-        """Make model and learning rate what they are between computations."""
+        """Set the model to the global parameters, and the learning rate to the trainer's step."""
         _copy(self._live_params.values(), self._global.values())
         _copy(self._live_balances.values(), self._balances.values())
         self.set_schedules({"last_epoch": self._counters.step})
@@ -138,7 +137,7 @@ class RoundState(TrainingState):
     # What all groups have
 
     def mark(self, round_: int, history: int) -> None:
-        """The global parameters are those after a round of `history`; what is needed of earlier rounds is kept."""
+        """Note that the global parameters are now those after `round_`, with `history`. Drop marks not needed now."""
         trained = self.trained
         synchronised = [trained[at] for at in self.fragment(round_)]
         self.marks[round_] = Mark(history, packed([*synchronised, *self._balances.values()]))
@@ -146,12 +145,12 @@ class RoundState(TrainingState):
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
     def place(self, worker: int, round_: int) -> Place:
-        """Of a worker's state after a round that is in `marks`."""
+        """Return the `Place` of a worker's own state after a round of `marks`."""
         return Place(worker, round_, self.marks[round_].history)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The model's parameters and balances become the global ones, as after loading."""
+        """Take the model's parameters and balances as the global ones, as after loading a checkpoint."""
         _copy(self._global.values(), self._live_params.values())
         _copy(self._balances.values(), self._live_balances.values())
 
@@ -159,7 +158,7 @@ class RoundState(TrainingState):
         return {**self._global, **self._balances, **self.outer}
 
     def serve(self, blobs: dict[str, bytes]) -> HealState:
-        """See `TrainingState.serve`. Also what a joiner needs to take workers over."""
+        """See `TrainingState.serve`. The marks are included, which a joiner needs to take over workers."""
         state = super().serve(blobs | {f"mark/{round_}": mark.merged for round_, mark in self.marks.items()})
         state.meta[MARKS] = [[round_, mark.history] for round_, mark in self.marks.items()]
         return state
@@ -169,11 +168,11 @@ class RoundState(TrainingState):
         self.marks = {round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]}
         self.rest()
 
-    # What a checkpoint has besides torchtitan's own
+    # For checkpoints
 
     def on_disk(self, worker: int, own: bytes = b"") -> dict[str, torch.Tensor]:
-        """A worker's own state by name, as tensors that are sharded like the model's; in the host's memory, as a device
-        has room for its own. `own`: empty to load into."""
+        """Return a worker's own state by name, as tensors that are sharded like the model's. They are in host memory,
+        as a device has no room for more states. If `own` is empty, they are uninitialised, to load into."""
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in self._own().items()}
         if own:
             _unpack(own, tensors.values())
@@ -190,20 +189,20 @@ def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> bytes:
-    """This rank's part of tensors as bytes, end to end."""
+    """Return the bytes of this rank's parts of the tensors, concatenated."""
     flat = (local(t).detach().cpu().contiguous().flatten().view(torch.uint8) for t in tensors)
     return b"".join(part.numpy().data for part in flat)
 
 
 @torch.no_grad()
 def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
-    """The inverse of `packed`, in place. Raises ValueError for bytes of another size."""
+    """Copy bytes of `packed` into this rank's parts of the tensors. Raises ValueError if the size differs."""
     parts = [local(tensor) for tensor in tensors]
     if len(data) != sum(part.nbytes for part in parts):
         raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")
     begin = 0
     for part in parts:
         if piece := data[begin : begin + part.nbytes]:
-            # A copy: slices of the bytes need not be aligned.
+            # Copied into a bytearray, because a slice of the bytes may not be aligned.
             part.copy_(torch.frombuffer(bytearray(piece), dtype=part.dtype).view_as(part))
         begin += part.nbytes

@@ -1,13 +1,13 @@
-"""A round of local SGD, DiLoCo or Streaming DiLoCo: what a commit is in semi-synchronous training.
+"""Rounds of local SGD, DiLoCo and Streaming DiLoCo. In semi-synchronous training a commit is a round.
 
-To the protocol a worker's round is what a slot is: `compute(t, m)` is worker m's optimizer steps of round t, from the
-global parameters and the worker's own state, on its own slots; the reducer sums what the workers changed, and the
-commit is the outer step. What a worker computes depends on nothing else, so it may be computed by any group, and again.
+The step protocol treats a worker's round like a slot: `compute(t, m)` makes worker m's optimizer steps of round t, from
+the global parameters and the worker's own state, on its own slots. The reducer sums the workers' parameter changes, and
+the commit is the outer step. A worker's round depends on nothing else, so any group can compute it, also repeatedly.
 
-A worker's own state stays with the group that carries the worker, and is written to the host's memory, where a keeper
-serves it, and copied to another host's or to storage while training goes on. A group that gets a worker which it did
-not carry takes the newest state from there and makes the rounds since again: of the last rounds each group still knows
-the global parameters (`round_state.Mark`).
+A worker's own state stays with the group that carries the worker. While training goes on, it is written to the host's
+memory, where a keeper serves it, and copied to another host's memory or to storage. A group that takes over a worker
+reads its newest state there and makes the rounds since then again. That is possible because each group still knows the
+global parameters after each of the last rounds (`round_state.Mark`).
 """
 
 import time
@@ -44,16 +44,16 @@ from everstep.titan.work import TrainerWork
 OWN = "own"
 POLL_S = 0.02
 PATIENCE_S = 2.0
-"""Least wait for a state that its group is just writing."""
+"""Shortest time limit, in seconds, of the wait for a state that another group may be writing."""
 
 
 class Rounds(TrainerWork):
-    """Makes workers' rounds, and rounds; see `everstep.step.interfaces.Work`. Commits and events count rounds;
-    `trainer.step` counts optimizer steps of a worker, as torchtitan does: learning rate, checkpoints and validation go
-    by it.
+    """Computes workers' rounds and applies outer steps, as an `everstep.step.interfaces.Work`. Commits and events count
+    rounds. `trainer.step` counts the optimizer steps of a worker, as torchtitan does; learning rate, checkpoints and
+    validation follow it.
 
     Args:
-        trainer: an `EverstepTrainer`, whose parts before this one are made.
+        trainer: an `EverstepTrainer` whose slots, disk and other parts that this class uses are already built.
     """
 
     state: RoundState  # pyrefly: ignore[bad-override-mutable-attribute] it is set once
@@ -86,17 +86,17 @@ class Rounds(TrainerWork):
             token=place.token,
         )
         self._held: dict[int, tuple[RoundSums, bytes]] = {}
-        """By worker what its round came to, besides what it changed, and this rank's part of its own state after it."""
+        """Worker -> the sums of its round, and this rank's part of its own state after the round."""
         self._refused: set[int] = set()
-        """Workers in whose rounds an optimizer step was refused twice; rounds of a catch-up as well."""
+        """Workers with an optimizer step that was refused twice, in this round or in a round that was made again."""
         by_step = torch.zeros(self._steps, dtype=torch.float64)
         self._nothing = RoundSums(by_step, by_step, torch.zeros_like(flat(state.balances)))
-        """The further sums of a group that has computed nothing."""
+        """The sums of a group that holds no worker, which are all 0."""
         self._changed = [torch.zeros_like(param) for param in slots.trainable]
-        """By the workers that this group holds; with exact sums by one of them, until its slot ends."""
+        """The parameter changes of all workers held in this round, summed; with exact sums, of the current worker."""
         self._round_s = 0.0
         self._risk = ""
-        """The loss that would end the run now; empty: none."""
+        """The failure that would end the run now, e.g. "group 1 dies"; empty if no single one would."""
         self._counted_saved = self._counted_sent = 0
         whole = lambda step: self._events.emit("checkpoint_saved", step // self._steps)  # noqa: E731
         self.parts = Parts(self.shares, lambda: trainer.history, whole)
@@ -108,9 +108,9 @@ class Rounds(TrainerWork):
     # A worker's round
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        """A worker's round: `step` is the round's number, `slot` the worker's."""
+        """Compute a worker's round. `step` is the number of the round, `slot` that of the worker."""
         round_, worker, begun = step, slot, time.monotonic()
-        self._trainer.checkpointer.maybe_wait_for_staging()  # it reads tensors that change below
+        self._trainer.checkpointer.maybe_wait_for_staging()  # staging reads tensors that change below
         try:
             self._take_up(round_, worker, whole=whole)
             tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
@@ -123,14 +123,14 @@ class Rounds(TrainerWork):
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
     def _take_up(self, round_: int, worker: int, *, whole: bool) -> None:
-        """Make the model what the worker begins a round with. A collective of the group."""
+        """Set model and optimizer to the state in which the worker begins the round. A collective of the group."""
         begun, known = time.monotonic(), self.store.holds(worker, self.committed)
         found, state = self._newest(worker)
         place, state = self._catch_up(found, state, whole=whole)
         if not known and worker not in self._refused:
             self.store.hold(place, state)
             again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
-            if again:  # nobody has it: lost once more, it would be made out of one that is older still
+            if again:  # no other group has this state; if lost again, it would take even more repeated rounds
                 self.store.begin_write(place, state)
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
             if self.committed and self._disk.is_due(self._trainer.step):
@@ -138,8 +138,8 @@ class Rounds(TrainerWork):
         self._begin(place, state)
 
     def _newest(self, worker: int) -> tuple[Place, bytes]:
-        """A worker's newest own state that all ranks of the group have, of the history that led to the last commit, and
-        this rank's part of it. A collective of the group. Raises TrainerEnds if there is none: the run ends."""
+        """Return the place of the worker's newest own state of the current history that all ranks can read, and this
+        rank's part of it. End the run and raise TrainerEnds if there is none. A collective of the group."""
         places = [self.state.place(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
         self._await(places[0])
         for place in places:
@@ -156,7 +156,7 @@ class Rounds(TrainerWork):
         raise TrainerEnds(HOPELESS_EXIT, why)
 
     def _await(self, place: Place) -> None:
-        """Another group may be writing the state at this moment. A collective of the group."""
+        """Wait a limited time for a state that another group may be writing now. A collective of the group."""
         end = time.monotonic() + max(PATIENCE_S, self._round_s)
         while True:
             is_there = self.store.has(place) or place.worker in self._in_checkpoint(place.round)
@@ -166,7 +166,7 @@ class Rounds(TrainerWork):
             time.sleep(POLL_S)
 
     def _in_checkpoint(self, round_: int) -> dict[int, Path]:
-        """By worker where a checkpoint of a round that is in the marks has its state."""
+        """Return worker -> folder of its state in a checkpoint after this round, which is in the state's `marks`."""
         return self._disk.workers(round_ * self._steps, self.state.marks[round_].history)
 
     def _from_checkpoint(self, place: Place) -> bytes | None:
@@ -175,8 +175,8 @@ class Rounds(TrainerWork):
         return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
     def _catch_up(self, place: Place, state: bytes, *, whole: bool = False) -> tuple[Place, bytes]:
-        """An own state after the last commit, out of one that may be older: the rounds since are made again. It is
-        nobody's if the worker is refused then."""
+        """Bring an own state up to the last commit by making the rounds since `place.round` again. The result must not
+        be used if the worker is in `_refused` afterwards."""
         while place.round < self.committed:
             self._begin(place, state)
             self._inner_steps(place.round + 1, place.worker, whole=whole, synchronises=False)
@@ -188,13 +188,13 @@ class Rounds(TrainerWork):
         self._weights_changed()
 
     def _rest(self) -> None:
-        """The model has the global parameters, as between computations."""
+        """Return the model to the global parameters, which it has between computations."""
         self.state.rest()
         self._weights_changed()
 
     def _inner_steps(self, round_: int, worker: int, *, whole: bool, synchronises: bool) -> torch.Tensor:
-        """A worker's optimizer steps of a round; `synchronises`: what it changed is added to what is summed, τ steps
-        before the end. Valid tokens and sum of their losses by step, float64 [2, h]."""
+        """Make a worker's optimizer steps of a round. With `synchronises`, add its parameter changes to the group's
+        sum τ steps before the end. Return valid tokens and the sum of their losses by step, float64 [2, h]."""
         sums = torch.zeros(2, self._steps, dtype=torch.float64)
         last = self._steps - self._settings.overlap_steps
         for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
@@ -205,8 +205,8 @@ class Rounds(TrainerWork):
 
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
-        """What the worker has changed of the round's fragment so far is what it synchronises. With τ `start` begins the
-        sum if this is the group's last worker, and it goes on while the worker makes its last steps."""
+        """Add the worker's changes of the round's fragment so far to `_changed`. With τ > 0, `reducer.start` begins the
+        sum over groups if this is the group's last worker; the sum runs while that worker makes its last τ steps."""
         before, now = self.state.trained, self.state.in_model
         for at in self.state.fragment(round_):
             local(self._changed[at]).add_(before[at] - now[at])
@@ -215,15 +215,15 @@ class Rounds(TrainerWork):
             self.reducer.start()
 
     def _offer(self, round_: int) -> None:
-        """Make `param.grad` this round's changes, and None outside its fragment."""
+        """Set `param.grad` to `_changed` for the parameters of the round's fragment, and to None for all others."""
         for param in self._slots.trainable:
             param.grad = None
         for at in self.state.fragment(round_):
             self._slots.trainable[at].grad = self._changed[at]
 
     def _inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
-        """One optimizer step of a worker; its valid tokens and the sum of their losses. If an attention check refuses a
-        slot, the step's gradients are computed again with every check; if it does so again, the round is refused."""
+        """Make one optimizer step of a worker; return its valid tokens and the sum of their losses. If a check refuses
+        a slot, compute the gradients again with every check. After a second refusal the worker is in `_refused`."""
         slots = self._slots
         for again in (False, True):
             slots.discard()
@@ -239,7 +239,7 @@ class Rounds(TrainerWork):
                 self._events.emit("slot_refused", round_, slot=worker, reason=reason)
         by_slot, loss = slots.tokens_and_losses()
         tokens = float(by_slot.sum())
-        if tokens and tokens != slots.nominal_tokens:  # without a label there is no gradient
+        if tokens and tokens != slots.nominal_tokens:  # with no valid token all gradients are 0
             for param in slots.trainable:
                 if param.grad is not None:
                     param.grad.mul_(slots.nominal_tokens / tokens)
@@ -252,7 +252,7 @@ class Rounds(TrainerWork):
         return frozenset(self._refused)
 
     def results(self) -> SlotSums:
-        """By worker the tokens and losses of its round; of all held workers those by inner step, and the balances."""
+        """Return tokens and losses by worker; in `extra` balances and sums by inner step, of all held workers."""
         tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
         further = self._nothing.pack()
         for worker, (made, _) in self._held.items():
@@ -263,7 +263,7 @@ class Rounds(TrainerWork):
         return SlotSums(tokens, loss, sums.pack(), frozenset(self._held))
 
     def discard(self) -> None:
-        """Forget what the workers of the round in progress changed."""
+        """Drop all results of the round in progress."""
         self._held.clear()
         self._refused.clear()
         self.reducer.forget()
@@ -272,9 +272,9 @@ class Rounds(TrainerWork):
         self._slots.discard()
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """The outer step: change the global parameters by what the workers changed."""
+        """Make the outer step: update the global parameters with the mean of the workers' changes."""
         self._trainer.checkpointer.maybe_wait_for_staging()
-        self._offer(commit.step)  # `assign` writes the sums there
+        self._offer(commit.step)  # `assign` writes the sums to `param.grad`
         self.reducer.assign(1 / self.shares)
         norm = self._slots.clip(float("inf"))
         places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
@@ -302,15 +302,15 @@ class Rounds(TrainerWork):
         }
 
     def _keep(self, round_: int) -> None:
-        """After a commit: write the states of the workers that this group carries, and let go of those that it does not
-        carry any more, once they are in files. Say when a loss begins to mean that the run ends, and when it no longer
-        does. A collective of the group."""
+        """After a commit, begin to write the states of the workers that this group carries, and drop the states that
+        are no longer needed. Emit an event when one more failure would end the run, and when it no longer would. A
+        collective of the group."""
         self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
         self._files.beat("keep", round_)
-        # The other groups wait for this one as long as that, and no longer.
+        # The other groups wait at most join_timeout_s for this one.
         why = self.store.keep(round_, 0.0 if self._risk else self._ft.join_timeout_s)
         dies = "the host of group {} is lost" if self.store.has_memory else "group {} dies"
-        # Each rank has its part of the states on its own host.
+        # Ranks may be on different hosts, each with its own part of the states.
         risks = ((told, dies) for told, dies in gather_json([why, dies.format(self._ft.group_id)]) if told)
         why, risk = next(risks, ("", ""))
         if risk and risk != self._risk:
@@ -322,14 +322,14 @@ class Rounds(TrainerWork):
     # The state
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """Raises TrainerEnds if the run ended because a worker's state was lost, or if the checkpoint does not fit."""
+        """See `Work.restore`. Raises TrainerEnds if a worker's state was lost, or if the checkpoint does not fit."""
         if why := self._files.why_run_ended():
             raise TrainerEnds(HOPELESS_EXIT, why)
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers and the run {self.shares}; set workers = {saved}")
         excluded = WORKERS in self._trainer.config.checkpoint.exclude_from_loading
-        if not saved and not excluded:  # no checkpoint, or one of synchronous training
+        if not saved and not excluded:  # there is no checkpoint, or synchronous training wrote it
             del self._disk.states[WORKERS]
         round_, history = super().restore(quorum)
         self._disk.states[WORKERS] = self
@@ -346,7 +346,7 @@ class Rounds(TrainerWork):
     # Checkpoints
 
     def _save(self, commit: Commit, *, first: bool) -> None:
-        """Each group writes the workers that it carries, also where the last checkpoint comes next."""
+        """Write this group's part of a checkpoint, if one is due or `save_last` follows this commit."""
         super()._save(commit, first=first)
         ends = commit.all_leave or not self.goes_on()
         writes = self._disk.saves_all() if ends else self._disk.is_due(self._trainer.step)
@@ -360,8 +360,8 @@ class Rounds(TrainerWork):
             self._disk.require_whole(self._trainer.step, self._trainer.history)
 
     def _add_missing(self, workers: Iterable[int], *, last: bool = False) -> None:
-        """Write the own states of those workers that the checkpoint of the last commit lacks, as their carriers died,
-        one after the other. A collective of the group."""
+        """For each of these workers that the last commit's checkpoint lacks, because its group died, write its own
+        state to the checkpoint. A collective of the group."""
         written = self._in_checkpoint(self.committed)
         for worker in workers:
             if sum_in_group(worker not in written):
@@ -370,8 +370,8 @@ class Rounds(TrainerWork):
         self._rest()
 
     def _caught_up(self, worker: int) -> bytes:
-        """A worker's own state after the last commit. A collective of the group. Raises CheckpointException if the
-        checks refuse a round of it twice."""
+        """Return a worker's own state after the last commit. A collective of the group. Raises CheckpointException if
+        the checks refuse an optimizer step of it twice."""
         _, own = self._catch_up(*self._newest(worker))
         if worker in self._refused:
             self._refused.discard(worker)
@@ -380,7 +380,7 @@ class Rounds(TrainerWork):
         return own
 
     def _carried(self) -> dict[str, torch.Tensor]:
-        """The own states of the workers that this group carries. A collective of the group."""
+        """Return the own states of the workers that this group carries, by name. A collective of the group."""
         found: dict[str, torch.Tensor] = {}
         held = least_in_group(*(self.store.holds(worker, self.committed) for worker in range(self.shares)))
         for worker in (worker for worker, is_held in enumerate(held) if is_held):
@@ -388,8 +388,8 @@ class Rounds(TrainerWork):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What this group's part of a checkpoint has besides torchtitan's own, which has the optimizer of worker 0. As
-        long as there is no state, what is loaded. A collective of the group."""
+        """Return the outer momentum and the carried workers' own states; leave worker 0's optimizer in the trainer, for
+        torchtitan to save. Before a state is restored, return the momentum to load into. A collective of the group."""
         if not self.state.marks:
             return dict(self.state.outer)
         self.state.enter(self._caught_up(0), self.committed)
@@ -400,7 +400,7 @@ class Rounds(TrainerWork):
         self.state.load_outer(state_dict)
 
     def serve(self) -> HealState:
-        """Also the own states that are in no file here yet."""
+        """Return the state for a joiner. It includes the workers' own states that are in no file on this host yet."""
         unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_memory(place)]
         state = super().serve()
         state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
@@ -414,8 +414,8 @@ class Rounds(TrainerWork):
             self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
 
     def close(self, *, leaves: bool) -> None:
-        """The newest states have to be in files for those who take this group's workers over, and its part of a
-        checkpoint."""
+        """Wait until the files of the workers' states and the checkpoint are written: other groups need them when they
+        take over this group's workers."""
         self.store.settle(self._ft.join_timeout_s)
         self._trainer.checkpointer.maybe_wait_for_saving()
         super().close(leaves=leaves)
