@@ -1,4 +1,4 @@
-"""The run directory: the one interface between the processes of a run. Files, events, beats, fence, token, exit codes.
+"""The run directory, the only interface between the processes of a run: files, events, beats, fence, token, exit codes.
 
-Knows no other room and imports no torch.
+This room imports no other room and no torch.
 """

@@ -1,8 +1,8 @@
-"""Where the lighthouse is: one small file in the run directory, which all nodes share.
+"""The lighthouse's address, in one small file of the run directory, which all nodes share.
 
-Whoever runs the lighthouse writes it once the lighthouse listens; agents and workers that were not given an address
-read it, workers before every quorum: the lighthouse may have moved to another node. Of two lighthouses the older one
-sees that another address stands there, and ends.
+The lighthouse's launcher writes the file once the lighthouse listens. Agents and workers that were given no address
+read it. Workers read it before every quorum, because the lighthouse may have moved to another node. If a run has two
+lighthouses, the older one sees the other's address in the file and ends.
 """
 
 import re
@@ -21,18 +21,18 @@ def address_file(run_dir: Path) -> Path:
 
 
 def publish_address(run_dir: Path, address: str) -> None:
-    """Say that the lighthouse is at `address` (http://host:port)."""
+    """Publish the lighthouse's address (`http://host:port`)."""
     write_json(address_file(run_dir), {"address": address})
 
 
 def published_address(run_dir: Path) -> str:
-    """The lighthouse's address as it was last published; "" if it never was, or something else stands there."""
+    """Return the lighthouse's address as last published; "" if there is none or the file holds no valid address."""
     found = ADDRESS.fullmatch(str(read_json(address_file(run_dir)).get("address")))
     return found[0] if found and int(found[1]) <= 65535 else ""
 
 
 def await_address(run_dir: Path, stopping: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until an address is published, or for a stop. Raises TimeoutError."""
+    """Wait until an address is published or `stopping()` is true. Raises TimeoutError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not published_address(run_dir) and not stopping():
         if time.monotonic() > deadline:

@@ -1,15 +1,16 @@
-"""Signs of life: one small file for each rank, each agent and the lighthouse, which that process overwrites. An agent's
-watchdog reads those of its ranks; who asks for a group's claim, its node or its state reads those of others.
+"""Signs of life ("beats"): each rank, each agent and the lighthouse overwrites one small file.
 
-`RUN_DIR/state/group-K.rank-R.beat` holds one fixed-size record, written with a single `pwrite` of a
-page-cached file (about a microsecond), so a beat belongs at every phase and every slot. Times are
-`time.monotonic()`: writer and reader share a host. The writer's pid tells a beat of this incarnation from
-one that a dead worker left.
+A launcher reads the beats of its own workers and lighthouse. Other processes read beats to find out whether the agent
+that holds a group's claim, a node of a group, or a group with a state to offer is still alive.
 
-Other hosts compare the file's time with that of a probe file written now, so that both times are the file server's and
-no host's wall clock matters. Over NFS a write stays in the writer's page cache for up to half a minute, and what a
-reader knows of a file may be as old: the agent pushes its own beats and those of rank 0 to the server twice a second
-(`push`), readers open a file before they ask for its time, and SHARED_LAG_S is what remains.
+`RUN_DIR/state/group-K.rank-R.beat` holds one fixed-size record, written with a single `pwrite` to a page-cached file.
+This takes about a microsecond, so a rank beats at every phase and every slot. Times are `time.monotonic()`, which a
+writer and a reader on the same host share. The writer's pid tells a worker's beat from one that a dead worker left.
+
+A reader on another host compares the file's modification time with that of a probe file that it writes now. Both times
+are then the file server's, and no host's wall clock matters. Over NFS a write stays in the writer's page cache for up
+to half a minute, and a reader's view of a file may be as old. So the agent pushes its own beats and those of rank 0 to
+the server twice a second (`push`), and readers open a file before they ask for its time. SHARED_LAG_S covers the rest.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ from everstep.run.regular import NotRegularError, open_regular, read_regular
 
 STARTUP = "startup"
 DONE = "done"
-"""STARTUP: `startup_timeout_s` counts, and the group has no state to offer. DONE is written last: a worker that ends
-without it has died, with status 0 too."""
+"""Phases. STARTUP: the group has no state to offer yet, and `startup_timeout_s` is the limit for its silence. DONE: the
+last beat of a process. A worker that ends without it has died, even if its exit status is 0."""
 
 SHARED_LAG_S = 10.0
-"""How much older than it is a pushed beat may look to another host."""
+"""Seconds by which a pushed beat may look older to another host than it is."""
 
 _RECORD = struct.Struct("<4s16sqdq28sq")  # mark, boot, pid, monotonic seconds, step, phase, slot
 _MARK = b"bea2"
@@ -39,14 +40,14 @@ _MARK = b"bea2"
 
 @functools.cache
 def this_boot() -> bytes:
-    """Which start of which machine this is (16 bytes): processes that agree on it share a monotonic clock."""
+    """Return the id of this boot of this machine (16 bytes). Processes with the same id share a monotonic clock."""
     return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of a process: who, when (`time.monotonic()` seconds), at which step and phase; while it
-    computes, at which slot."""
+    """The last sign of life of a process: its pid, the time (`time.monotonic()` seconds), step and phase, and the slot
+    that it computes (-1: none)."""
 
     pid: int
     mono: float
@@ -54,21 +55,21 @@ class Beat:
     phase: str
     slot: int = -1
     boot: bytes = b""
-    """The writer's `this_boot`."""
+    """`this_boot()` of the writer."""
 
 
 def beat_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where rank `rank` of group `group` leaves its beats."""
+    """Return the path of the beats of rank `rank` of group `group`."""
     return Path(run_dir) / "state" / f"group-{group}.rank-{rank}.beat"
 
 
 def agent_beat_path(run_dir: Path, group: int, node: int = 0) -> Path:
-    """Where the agent of group `group` on its node `node` leaves its own beats."""
+    """Return the path of the beats of the agent of group `group` on the group's node `node`."""
     return Path(run_dir) / "state" / (f"agent-{group}.node-{node}.beat" if node else f"agent-{group}.beat")
 
 
 def lighthouse_beat_path(run_dir: Path) -> Path:
-    """Where the lighthouse leaves its beats."""
+    """Return the path of the lighthouse's beats."""
     return Path(run_dir) / "state" / "lighthouse.beat"
 
 
@@ -78,10 +79,10 @@ class BeatFile:
     def __init__(self, path: Path):
         self._fd = open_own(path)
         if os.fstat(self._fd).st_size > _RECORD.size:
-            os.ftruncate(self._fd, 0)  # of something else, after which no beat would be read
+            os.ftruncate(self._fd, 0)  # it is no beat, and readers refuse a file longer than one
 
     def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
-        """I am alive, in `phase` (at most 28 bytes are kept) of step `step`, at slot `slot` if any."""
+        """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none)."""
         record = _RECORD.pack(_MARK, this_boot(), os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
         os.pwrite(self._fd, record, 0)
 
@@ -92,7 +93,7 @@ class BeatFile:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None when there is none yet, or something else, or it cannot be read now."""
+    """Return the last beat in a file; None if there is none yet, the file holds no beat, or it cannot be read now."""
     try:
         return load_beat(path)
     except OSError:
@@ -100,7 +101,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def load_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None when there is none yet, or something else. Raises OSError if it cannot be read."""
+    """Like `read_beat`, but raise OSError if the file cannot be read now."""
     try:
         record = read_regular(path, _RECORD.size)
     except (FileNotFoundError, NotRegularError):
@@ -115,9 +116,9 @@ def load_beat(path: Path) -> Beat | None:
 
 
 def push(paths: list[Path]) -> None:
-    """Hand the newest beats of this host to the file server, where other hosts see them."""
+    """Send the newest beats of this host to the file server, so that other hosts see them."""
     for path in paths:
-        with contextlib.suppress(OSError):  # there is none yet, or no room now: it is pushed again soon
+        with contextlib.suppress(OSError):  # no such file yet, or a shortage: the next push is soon
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 os.fdatasync(fd)
@@ -126,10 +127,11 @@ def push(paths: list[Path]) -> None:
 
 
 def age_s(path: Path) -> float | None:
-    """How many seconds ago a beat file was written, or fewer; None: there is no beat.
+    """Return the seconds since a beat file was written, or fewer if that is uncertain; None if it holds no beat.
 
-    A beat of this host tells it by the monotonic clock. For one of another host it is the time between the file's and a
-    probe file's, less SHARED_LAG_S. 0 if that cannot be known now: nobody is taken for dead for it.
+    The age of a beat of this host is measured by the monotonic clock. For a beat of another host it is the time between
+    the file and a probe file, less SHARED_LAG_S. If the file cannot be read now, the age is 0, so that no process
+    counts as dead for it.
     """
     try:
         beat = load_beat(path)
@@ -137,15 +139,15 @@ def age_s(path: Path) -> float | None:
             return None
         if beat.boot == this_boot():
             return max(0.0, time.monotonic() - beat.mono)
-        with open_regular(path, links=False) as file:  # to open it is what makes NFS ask
+        with open_regular(path, links=False) as file:  # opening makes NFS ask the server for the time
             since = os.fstat(file.fileno()).st_mtime
         return max(0.0, file_system_now(path.parent) - since - SHARED_LAG_S)
-    except OSError:  # no descriptor, a full disk, or somebody else's run directory
+    except OSError:  # no free descriptor, a full disk, or another user's run directory
         return 0.0
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
-    """The last beat of each group's rank 0: group id, beat, and its `age_s`."""
+    """Return the last beat of each group's rank 0: group id, beat, and its `age_s`."""
     found = []
     for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
         beat, age = read_beat(path), age_s(path)
@@ -156,6 +158,6 @@ def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
 
 
 def forget_beats(run_dir: Path) -> None:
-    """Remove the beats of an earlier start of the run: nobody who left them lives."""
+    """Remove the beats of an earlier start of the run, of which no process lives."""
     for path in (Path(run_dir) / "state").glob("*.beat"):
         path.unlink(missing_ok=True)

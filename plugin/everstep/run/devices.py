@@ -1,17 +1,17 @@
-"""What the environment says of GPUs to processes that have not imported PyTorch; what computes on one has
+"""Environment variables about GPUs, for processes that have not imported PyTorch. Code that computes on a GPU uses
 `everstep.quorum.streams`."""
 
 import os
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Which GPUs a process sees, by their numbers or names with commas between them; empty: none."""
+"""Environment variable: numbers or names of the GPUs that a process sees, separated by commas; empty: none."""
 
 LOOK_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With "1", PyTorch does not initialise a GPU when it is asked whether there is one: a process that is forked later can
-use it."""
+"""Environment variable: with "1" PyTorch does not initialise a GPU to find out whether there is one, so that a process
+forked later can still use the GPU."""
 
 
 def visible(found: int) -> list[str]:
-    """Names, as in `VISIBLE`, of the GPUs of which this process sees `found`."""
+    """Return the names, as in `VISIBLE`, of the `found` GPUs that this process sees."""
     names = os.environ.get(VISIBLE, "")
     return names.split(",")[:found] if names else [str(index) for index in range(found)]

@@ -1,4 +1,4 @@
-"""A run directory: everything of one run, and at most one supervisor at a time."""
+"""The run directory: its files, and the lock by which at most one supervisor uses it at a time."""
 
 import contextlib
 import os
@@ -12,18 +12,18 @@ from everstep.run.files import hold_alone, holder, read_json, read_typed
 
 
 class LaunchError(Exception):
-    """Something the user can put right; its text is all they need to see."""
+    """An error that the user can fix. Its text is all they need to see."""
 
 
 def default_run_dir(config: Path, now: time.struct_time) -> Path:
-    """`runs/<config>-<timestamp>` below the current folder."""
+    """Return `runs/<config>-<timestamp>`, relative to the current folder."""
     return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S', now)}"
 
 
 @contextlib.contextmanager
 def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterator[None]:
-    """A folder that was not there before goes again, with the ones above it that were made for it, when what is done
-    in it ends with `refusal`."""
+    """Remove the folder `path` again if the body ends with `refusal` and the folder did not exist before. Parent
+    folders that were made for it are removed as well, if they are empty."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
@@ -37,22 +37,22 @@ def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterat
 
 
 def make_run_dir(path: Path) -> None:
-    """Make a run directory that nobody else can write to, whatever the umask and the folder above it say. One that is
-    there stays as it is."""
+    """Make a run directory that only its owner can write to, whatever the umask and the parent folder allow. An
+    existing one stays as it is."""
     path.mkdir(mode=0o755, parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True)
 class End:
-    """How a group ended on a machine, for good: its status is one of `everstep.launch.group.EXITS`."""
+    """How a group ended for good on a machine: `status` is a key of `everstep.launch.group.EXITS`."""
 
     status: str
     reason: str
 
 
 def take(run_dir: Path) -> None:
-    """Make a run directory if it is not there, and have it for this process alone until that ends, however it does.
-    What it forks does not have it. Raises LaunchError while another live run has it."""
+    """Make a run directory if there is none, and lock it for this process. The lock ends with the process, however that
+    ends; processes that it forks do not hold it. Raises LaunchError if another live run holds it."""
     lock = lock_file(run_dir)
     try:
         make_run_dir(run_dir)
@@ -69,7 +69,7 @@ def take(run_dir: Path) -> None:
 
 
 def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Who has the run directory: its pid, and the wall time at which it took it. None: nobody on this machine."""
+    """Return the pid that holds the run directory's lock, and the wall time of locking; None: no process here does."""
     try:
         pid = holder(lock_file(run_dir))
         return (pid, lock_file(run_dir).lstat().st_mtime) if pid else None
@@ -78,7 +78,7 @@ def holder_of(run_dir: Path) -> tuple[int, float] | None:
 
 
 def require_events(run_dir: Path) -> None:
-    """For commands that look at a run. Raises LaunchError where there is none."""
+    """Raise LaunchError if `run_dir` has no events, which means that it is no run directory."""
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
 
@@ -88,49 +88,49 @@ def lock_file(run_dir: Path) -> Path:
 
 
 def config_file(run_dir: Path) -> Path:
-    """The run's config with everything resolved; the workers load this one."""
+    """Return the file of the run's config with everything resolved, which the workers load."""
     return Path(run_dir) / "config.toml"
 
 
 def over_file(run_dir: Path, group: int) -> Path:
-    """Says how a group ended for good: an `End`. A batch job starts a group again as long as there is none,
-    whatever the exit status of its processes."""
+    """Return the file that says how a group ended for good (an `End`). As long as it is missing, a batch job starts the
+    group again, whatever the exit status of its processes."""
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
 def ends_of_groups(run_dir: Path) -> list[End | None]:
-    """By group, of those that the run is to have, how it ended for good; None: it has not."""
+    """Return, for each group that the run should have, how it ended for good; None if it has not."""
     return [read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir) or 1)]
 
 
 def starts_file(run_dir: Path, group: int | None) -> Path:
-    """Says how often a batch job has started a group since its last commit, or the lighthouse (None) since it served
-    last."""
+    """Return the file that counts a batch job's starts: of a group since its last commit, or of the lighthouse (`group`
+    is None) since it last served."""
     return Path(run_dir) / "state" / ("lighthouse.starts" if group is None else f"group-{group}.starts")
 
 
 def bad_node_file(run_dir: Path, group: int) -> Path:
-    """Names the node that a group's last agent found bad: {"node", "reason", "claim"}."""
+    """Return the file that names the node that a group's last agent found bad: {"node", "host", "reason", "claim"}."""
     return Path(run_dir) / "state" / f"group-{group}.bad-node.json"
 
 
 def stop_file(run_dir: Path) -> Path:
-    """Asks every agent of the run for a clean stop, as long as it is there."""
+    """Return the file that asks every agent of the run for a clean stop, as long as it exists."""
     return Path(run_dir) / "state" / "stop"
 
 
 def prepared_file(run_dir: Path) -> Path:
-    """What the run's config says to all that is not a trainer, see `everstep.launch.prepare`."""
+    """Return the file of what processes other than trainers need of the config (`everstep.launch.prepare.Prepared`)."""
     return Path(run_dir) / "state" / "prepared.json"
 
 
 def groups_file(run_dir: Path) -> Path:
-    """Says how many groups a live run is to have, if that was changed: {"groups"}. The next start removes it."""
+    """Return the file of a live run's number of groups, if it was changed: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"
 
 
 def number_of_groups(run_dir: Path) -> int:
-    """How many groups the run is to have now: 0 to this, less 1, are their ids. 0: nobody has said."""
+    """Return how many groups the run should have now, G, with the ids 0 to G-1. 0 if the run directory does not say."""
     return _groups_in(groups_file(run_dir)) or _groups_in(prepared_file(run_dir))
 
 
@@ -140,12 +140,12 @@ def _groups_in(path: Path) -> int:
 
 
 def is_spare(run_dir: Path, group: int) -> bool:
-    """Whether the run is to go on without this group, as `everstep scale` said."""
+    """Return whether the run should go on without this group, because `everstep scale` set a lower number of groups."""
     return 0 < _groups_in(groups_file(run_dir)) <= group
 
 
 def ended_file(run_dir: Path) -> Path:
-    """Says why no group of the run can go on: {"reason"}. The next start of the run removes it."""
+    """Return the file that says why no group of the run can go on: {"reason"}. The next start of the run removes it."""
     return Path(run_dir) / "state" / "ended.json"
 
 

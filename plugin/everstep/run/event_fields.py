@@ -1,7 +1,7 @@
-"""What the fields of an event are, and which of them an event of a kind must have for its readers.
+"""The types of events' fields, and the fields that an event of each kind must have.
 
-An event that lacks one, or has another type in its place, was damaged or written by somebody else: readers skip it as
-they skip a torn line. Kinds and fields that stand nowhere here pass as they are.
+An event that lacks a field, or has one of another type, was damaged or comes from elsewhere. Readers skip it, as they
+skip a torn line. Kinds and fields that are not listed here are not checked.
 """
 
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ MOST_GROUPS = 1_000_000
 Group = Annotated[int, Within(0, MOST_GROUPS)]
 Pid = Annotated[int, Within(1, 1 << 31)]
 Seconds = Annotated[float, Within(-1e11, 1e11)]
-"""Since 1970, of which a date can still be made (the year 5138)."""
+"""Seconds since 1970, within the range that can be shown as a date (up to the year 5138)."""
 _NOTES = ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent", "summary")
 _DURATIONS = (
     "took_s", "wait_s", "waited_s", "idle_s", "compute_s", "reduce_s", "startup_s", "cpu_s", "copy_s", "blocked_s",
@@ -100,21 +100,21 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "audit": (*_STEP, "agreed", "differing"),
     "fault": ("fault",),
 }
-"""By kind, the fields that must be there and not None."""
+"""Kind -> fields that must be there and not None."""
 OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
-"""Kinds of every step, which rank 0 tells for its group."""
+"""Kinds that occur in every step and that only rank 0 writes for its group."""
 OF_EVERY_STEP = OF_RANK_0 | {"snapshot", "snapshot_protected", "attention_schedule"}
-"""Kinds of which a long run has millions, and who looks where it is needs the last."""
+"""Kinds of which a long run has millions. To show the current state of a run, only the last of each is needed."""
 
 _CHECKS = {name: typed.converter(kind) for name, kind in FIELDS.items()}
 _CHECKS["groups"] = typed.converter(list[Group] | None)
-"""The groups of a step."""
+"""In most kinds, `groups` is the list of the groups of a step."""
 _CHECKS_OF_A_RUN = {**_CHECKS, "groups": typed.converter(Annotated[int, Within(1, MOST_GROUPS)])}
-"""`groups` is their number."""
+"""In `run_started`, `groups` is the number of groups."""
 
 
 def fits(event: dict[str, Any]) -> bool:
-    """Whether an event is what its kind and its fields' names say."""
+    """Return whether an event has the fields that its kind needs, each of its type."""
     if any(event.get(name) is None for name in NEEDED.get(event["kind"], ())):
         return False
     checks = _CHECKS_OF_A_RUN if event["kind"] == "run_started" else _CHECKS

@@ -1,14 +1,13 @@
-"""The event log: one JSON object a line, appended by every process of a run, readable after any crash.
+"""The event logs: each process of a run appends one JSON object a line. They can be read after any crash.
 
-A run directory holds `events/group-K.rank-R.jsonl` of each worker, `events/ROLE-K.jsonl` of what else belongs to a
-group (agents, keepers), and `events/ROLE.jsonl` of the others (supervisor, lighthouse, chaos). Each line carries wall
-time `t` and monotonic time `mono` (seconds), `role`, `group`, `rank`, `step`, `kind` and the kind's own fields.
-Everything that is shown or reported about a run is computed from these files, so a view, a report and a test read the
-same thing.
+A run directory holds `events/group-K.rank-R.jsonl` for each worker, `events/ROLE-K.jsonl` for the other processes of a
+group (agents, keepers), and `events/ROLE.jsonl` for the rest (supervisor, lighthouse, chaos). Each line has wall time
+`t` and monotonic time `mono` (seconds), `role`, `group`, `rank`, `step`, `kind` and the fields of that kind.
+Everything that is shown or reported about a run is computed from these files.
 
-A line is one `write` to a file opened for appending: writers never interleave, and a killed writer leaves at
-most one torn line, which readers skip and the next writer closes. A line that is no event of its kind
-(`everstep.run.event_fields`), however it came there, is skipped too.
+Each line is one `write` to a file opened for appending, so lines of several writers never mix. A killed writer leaves
+at most one torn line, which the next writer ends with a newline. Readers skip it, and any other line that is no valid
+event of its kind (`everstep.run.event_fields`).
 """
 
 import contextlib
@@ -28,19 +27,19 @@ from everstep.run.files import open_own
 from everstep.run.regular import NotRegularError, open_regular
 
 LONGEST_LINE = 16 << 20
-"""Bytes; a commit names every slot of a step."""
+"""Bytes. A commit names every slot of a step, so lines can be long."""
 MOST_UNWRITTEN = 100
 READ_AT_ONCE = 1 << 16
-"""Bytes of each log that are kept while those of a run are merged."""
+"""Bytes of each log that are in memory while the logs of a run are merged."""
 NEAR = 1 << 20
-"""Bytes from the end of a log."""
+"""Bytes at the end of a log that count as its end for `read_events(lately=...)`."""
 _END = 1 << 16
-"""Bytes at the end of a log in which an event is looked for first."""
+"""Bytes at the end of a log that `last_event` searches first."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 
 
 def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) -> Path:
-    """The file that `role` appends to."""
+    """Return the log that a process appends to: of a worker by group and rank, of others by role and group (if any)."""
     if role == "worker":
         name = f"group-{group}.rank-{rank}.jsonl"
     else:
@@ -49,16 +48,16 @@ def event_path(run_dir: Path, group: int | None, rank: int | None, role: str) ->
 
 
 def _plain(value: Any) -> Any:
-    """JSON for what json does not know: tensor and numpy scalars by value, everything else as text."""
+    """Return a JSON value for a type that json does not know: tensor and numpy scalars by value, others as text."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
 
 class EventLog:
-    """Appends one process's events. `role` says what it is: see the module.
+    """Appends the events of one process with the role `role` (see the module).
 
-    Safe to share with forked children and to keep open while the run directory is read. A disk that refuses
-    the write costs the event, not the run: it is said on stderr once.
+    Forked children may share it, and the log may be read meanwhile. If the disk refuses a write, the event is lost and
+    the run goes on; the first such error is printed on stderr.
     """
 
     def __init__(self, run_dir: Path, group: int | None, rank: int | None, role: str):
@@ -66,18 +65,18 @@ class EventLog:
         self._head = {"role": role, "group": group, "rank": rank}
         self._complained = False
         self.unwritten: list[dict[str, Any]] = []
-        """The newest events that the disk refused, for who wants to tell them otherwise."""
-        # The wall clock of a host may be set while we run; what happened did not happen in another order. A host may
-        # also sleep meanwhile, which the monotonic clock leaves out.
+        """The newest events that the disk refused, for a caller that can show them in another way."""
+        # Somebody may set the wall clock during the run, which must not change the order of events. CLOCK_BOOTTIME
+        # also counts the time that the host sleeps, which the monotonic clock leaves out.
         self._booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
-        # The last writer may have died inside a line, or a full disk taken a part of one: ours must not continue it.
+        # The last writer may have died within a line, or a full disk cut one. A new event must not continue that line.
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def emit(self, kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
-        """Append one event and return it; of a kind in OF_RANK_0 only if this is rank 0, or has a reason to tell.
-        `step` is the committed step worked on, counted from 1."""
+        """Append one event and return it. Events of a kind in OF_RANK_0 are only appended by rank 0, or by another
+        rank if they have a `reason`. `step` is the step that is worked on, counted from 1."""
         event = {
             "t": self._booted + time.clock_gettime(time.CLOCK_BOOTTIME),
             "mono": time.monotonic(),
@@ -108,13 +107,13 @@ class EventLog:
 
 
 def _kind_of(line: bytes) -> str:
-    """To look is cheaper than to parse it, and safe, as an event's kind stands before its own fields."""
+    """Return a line's kind, or "", without parsing it, which would cost more. The kind is written before its fields."""
     found = _KIND.search(line)
     return found[1].decode(errors="replace") if found else ""
 
 
 def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
-    """The event of a line; None: it is none, or of none of these kinds."""
+    """Return the event in a line; None if it is no valid event, or of none of these kinds."""
     if kinds is not None and (kind := _kind_of(line)) and kind not in kinds:
         return None
     try:
@@ -130,8 +129,8 @@ def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
 
 
 def shown(value: Any) -> Any:
-    """`value` with escapes for characters that a terminal would obey: a reason may quote what came from elsewhere, and
-    must not make a line of its own."""
+    """Return `value` with control characters escaped. A reason may quote text of other processes, which must neither
+    control the terminal nor begin a line."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     if isinstance(value, list):
@@ -142,8 +141,8 @@ def shown(value: Any) -> Any:
 
 
 def _lines(path: Path, offset: int, most: int) -> list[bytes]:
-    """Lines of a log from there on, of about so many bytes, but for one that is torn by a crash or being written. One
-    that is too long for an event comes in parts. Raises OSError if it cannot be read now."""
+    """Return about `most` bytes of whole lines from `offset` on; a last line without a newline is left out, as it is
+    torn or still being written. A line above LONGEST_LINE comes in parts. Raises OSError if the log cannot be read."""
     lines: list[bytes] = []
     try:
         with open_regular(path, links=False) as file:
@@ -153,7 +152,7 @@ def _lines(path: Path, offset: int, most: int) -> list[bytes]:
                     break
                 lines.append(line)
                 most -= len(line)
-    except (FileNotFoundError, NotRegularError):  # gone, a link or a pipe
+    except (FileNotFoundError, NotRegularError):  # it was removed, or is a link or a pipe
         return []
     return lines
 
@@ -161,25 +160,26 @@ def _lines(path: Path, offset: int, most: int) -> list[bytes]:
 def read_events(
     run_dir: Path, kinds: Set[str] | None = None, lately: Set[str] = frozenset()
 ) -> Iterator[dict[str, Any]]:
-    """All events of a run so far, in order of wall time; each file's own order is kept even if a clock jumps.
+    """Yield all events of a run so far, if any, in order of wall time. Each file's order is kept even if a clock jumps.
 
     Args:
-        kinds: only events of these. A run directory without events yields nothing.
-        lately: of these kinds, such as OF_EVERY_STEP, only what stands near the end of its log, and the newest before.
+        kinds: only events of these kinds; None: of all.
+        lately: of these kinds (such as OF_EVERY_STEP) only the events within NEAR bytes of the end of each log, and the
+            newest one before that.
 
-    Raises OSError when a log cannot be read now.
+    Raises OSError if a log cannot be read now.
     """
     return EventTail(run_dir).past(kinds, lately)
 
 
 def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
-    """The newest event of these kinds in one log, read from its end; None: there is none.
+    """Return the newest event of these kinds in one log; None if there is none.
 
-    What it costs does not grow with the log, as long as such events are not rare in it.
+    The log is read from its end, so the cost does not grow with the log unless such events are rare in it.
     """
     try:
         log = open_regular(path, links=False)
-    except OSError:  # none yet, or no log
+    except OSError:  # there is none yet, or it is no regular file
         return None
     with log as file:
         size, length = file.seek(0, os.SEEK_END), _END
@@ -187,7 +187,7 @@ def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
             begin = max(0, size - length)
             file.seek(begin)
             lines = file.read(size - begin).splitlines(keepends=True)
-            for line in reversed(lines[1 if begin else 0 :]):  # the first may be a part of one
+            for line in reversed(lines[1 if begin else 0 :]):  # the first may be only a part of a line
                 if line.endswith(b"\n") and (event := _parse(line, kinds)) is not None:
                     return event
             if begin == 0:
@@ -196,25 +196,25 @@ def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
 
 
 class EventTail:
-    """Follows a growing run directory: each `new()` returns the events appended since the last call."""
+    """Follows the logs of a live run: each `new()` returns the events appended since the last call."""
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "events"
         self._offsets: dict[Path, int] = {}
 
     def skip_to_end(self) -> None:
-        """Forget what is there: only events appended from now on are returned."""
+        """Skip the events that exist now: only events appended after this call are returned."""
         for path in self._folder.glob("*.jsonl"):
             self._offsets[path] = path.stat().st_size
 
     def new(self) -> list[dict[str, Any]]:
-        """Events since the last call, by wall time. A line still being written is left for the next call, as is a log
-        that cannot be read now."""
+        """Return the events since the last call, in order of wall time. A line that is still being written is left for
+        the next call, and so is a log that cannot be read now."""
         return list(_merged(map(_as_far_as_it_goes, map(self._read, self._logs()))))
 
     def past(self, kinds: Set[str] | None = None, lately: Set[str] = frozenset()) -> Iterator[dict[str, Any]]:
-        """As `read_events`, of what was appended since the last call; to be read to its end, after which `new` goes on.
-        It takes little memory, however much that is."""
+        """Like `read_events`, yield the events appended since the last call. Read the iterator to its end; `new` goes
+        on from there. The memory needed does not grow with the number of events."""
         return _merged([self._read(log, kinds, lately) for log in self._logs()])
 
     def _logs(self) -> list[Path]:
@@ -223,7 +223,8 @@ class EventTail:
     def _read(
         self, path: Path, kinds: Set[str] | None = None, lately: Set[str] = frozenset()
     ) -> Iterator[dict[str, Any]]:
-        """It is open only while some lines are read: a run may have more logs than a process descriptors."""
+        """Yield the events of one log. The file is open only while lines are read, because a run may have more logs
+        than a process may have descriptors."""
         try:
             size, at = path.lstat().st_size, self._offsets.get(path, 0)
         except FileNotFoundError:

@@ -1,26 +1,26 @@
-"""Exit statuses by which the processes of a run tell each other what should happen next."""
+"""Exit statuses by which the processes of a run tell their parents what should happen next."""
 
 USAGE_EXIT = 2
-"""What argument parsers exit with, and a config that is not valid: trying again cannot help."""
+"""The command line or the config is not valid (also the status of argument parsers): starting again cannot help."""
 
 GAVE_UP_EXIT = 3
-"""An agent that should not be started again."""
+"""Of an agent: its group failed for good and should not be started again."""
 
 NODE_BAD_EXIT = 5
-"""An agent that should be started again on another node."""
+"""Of an agent: its group should be started again on another node."""
 
 FENCED_EXIT = 6
-"""An agent or trainer whose group was started again elsewhere."""
+"""Of an agent or a trainer: its group was started again elsewhere."""
 
 HOPELESS_EXIT = 64
-"""A trainer that would end the same way again: training that diverged, for instance."""
+"""Of a trainer: another start would end the same way, for instance because training diverged."""
 
 UNFIT_EXIT = 65
-"""A trainer on a machine that cannot be trusted: its results were wrong repeatedly."""
+"""Of a trainer: its machine cannot be trusted, because its results were wrong repeatedly."""
 
 
 class TrainerEnds(Exception):
-    """A trainer's own decision to end for good: its process ends with `status`, and its agent tells the text."""
+    """A trainer decided to end for good. Its process exits with `status`, and its launcher reports the text."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)

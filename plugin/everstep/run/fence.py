@@ -1,9 +1,9 @@
-"""Which start of a group is the one that counts.
+"""The fence of a group: of two starts of the group at the same time, only the later one may run.
 
-A batch system may start a group again while the earlier start still runs: its node was taken for dead and is not. The
-start with the higher claim (job, restart) wins. It waits until the earlier one's agent has ended, as its last beat
-says, or has been silent for LEASE_S. The earlier one, as soon as it can do anything again, sees that it lost and ends:
-its agent looks twice a second, its workers before they ask for a quorum.
+A batch system may start a group again while the earlier start still runs, for instance on a node that was wrongly taken
+for dead. The start with the higher claim (job, restart) wins. It waits until the earlier start's agent has ended (its
+last beat says so) or has been silent for LEASE_S. As soon as the earlier start can run again, it sees that it has lost
+and ends: its agent looks twice a second, its workers look before they ask for a quorum.
 """
 
 import os
@@ -17,27 +17,27 @@ from everstep.run.beats import DONE, age_s, agent_beat_path, read_beat
 from everstep.run.files import hold_alone, locked, read_typed, write_json
 
 LEASE_S = 10.0
-"""An agent that has not beaten for this long can be taken for gone: should it wake up, it looks at the fence first."""
+"""Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
 
 POLL_S = 0.2
 ENVIRONMENT = "EVERSTEP_FENCE"
 
 
 class Fenced(Exception):
-    """Another start of this group has a higher claim."""
+    """Another start of this group has a higher claim, or a live process has this one."""
 
 
 @dataclass(frozen=True, order=True)
 class Claim:
-    """A start of a group, whose file it is in while it is the one that counts. Later ones compare greater."""
+    """The identity of one start of a group; later starts compare greater. The fence file holds the one that counts."""
 
     job: int
     """The batch system's job id; 0 without one."""
     restart: int
-    """How often the batch system has restarted that job."""
+    """Number of times the batch system has restarted that job."""
     host: str = field(default="", compare=False)
     pid: int = field(default=0, compare=False)
-    """Who made it count, and where."""
+    """Host and pid of the process that wrote the claim to the fence file."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.restart}"
@@ -53,21 +53,22 @@ def fence_file(run_dir: Path, group: int) -> Path:
 
 
 def holder(run_dir: Path, group: int) -> Claim | None:
-    """The claim that counts; None while there is none."""
+    """Return the claim in the group's fence file; None if there is none."""
     return read_typed(Claim, fence_file(run_dir, group))
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
-    """Whether nobody has a higher claim."""
+    """Return whether no other start of the group has a higher claim."""
     other = holder(run_dir, group)
     return other is None or other <= claim
 
 
 def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
-    """Make `claim` the one that counts, for as long as this process lives, and wait until the start before has ended.
+    """Write `claim` to the group's fence file, hold it for as long as this process lives, and wait until the earlier
+    start has ended or `stopping()` is true.
 
     Raises:
-        Fenced: there is a higher one, or the same and its process lives.
+        Fenced: the file has a higher claim, or the same claim of another process that lives.
     """
     path = fence_file(run_dir, group)
     with locked(path):
@@ -86,12 +87,12 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         write_json(path, asdict(replace(claim, host=socket.gethostname(), pid=os.getpid())))
     while before and before != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
-    if not alone:  # the one before had it
+    if not alone:  # the earlier start held this lock
         hold_alone(path.with_suffix(".alive"))
 
 
 def _is_gone(run_dir: Path, group: int) -> bool:
-    """Whether the group's agent has said that it ends, or has not beaten within the lease, or never."""
+    """Return whether the group's agent has never beaten, has been silent for LEASE_S, or has ended (beat DONE)."""
     path = agent_beat_path(run_dir, group)
     beat, age = read_beat(path), age_s(path)
     return age is None or age > LEASE_S or (beat is not None and beat.phase == DONE)

@@ -1,4 +1,4 @@
-"""Small files of a run's state: written whole or not at all."""
+"""Small files of a run's state: written atomically, locked, and read without trust in what they hold."""
 
 import contextlib
 import errno
@@ -18,37 +18,37 @@ from everstep.run.regular import open_regular, read_regular
 T = TypeVar("T")
 LARGEST = 16 << 20
 LOCK_S, POLL_S = 2.0, 0.005
-"""Longest wait for a lock, and between two looks at it. Who holds one reads and writes a small file."""
+"""Seconds to wait for a lock, and between two attempts. A holder only reads and writes a small file."""
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Replace a small file of the run's state, whole or not at all."""
+    """Replace a file with `value` as JSON, atomically."""
     write_whole(path, typed.dumps(value))
 
 
 def write_whole(path: Path, *data: bytes | memoryview) -> None:
-    """Replace a file, whole or not at all; what stood there is let go, not written to, also where it was a link."""
+    """Replace a file atomically. If `path` is a link, the link is replaced; its target is not written to."""
     with _draft(path, data, 0o644) as draft:
         draft.replace(path)
 
 
 def write_first(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a file that nobody has written yet; what stands there stays."""
+    """Write a file atomically if there is none yet; an existing file stays."""
     if path.exists():
         return
     with _draft(path, [data], mode) as draft:
         with draft.open("rb") as file:
             os.fsync(file.fileno())
-        # Unlike a rename, a link never replaces what another process wrote meanwhile.
+        # Unlike a rename, a link never replaces a file that another process wrote meanwhile.
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
 
 
 @contextlib.contextmanager
 def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterator[Path]:
-    """A file beside `path` that holds `data`, and is gone afterwards unless it was renamed."""
+    """Make a temporary file beside `path` that holds `data`. It is removed afterwards unless the body renamed it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can have guessed, and that is nobody's link.
+    # With a random name and O_EXCL, no other user can have put a link there.
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
@@ -62,7 +62,7 @@ def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterato
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
-    """While nobody else is in here for a file beside this lock. Raises TimeoutError."""
+    """Hold the lock of `path` (a file beside it, with the suffix .lock) during the body. Raises TimeoutError."""
     end, path = time.monotonic() + timeout_s, path.with_suffix(".lock")
     with os.fdopen(open_own(path), "r+b", buffering=0) as lock:
         while True:
@@ -77,7 +77,7 @@ def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict:
-    """What `write_json` wrote; {} if there is nothing, or something that it cannot have written."""
+    """Return what `write_json` wrote; {} if there is no such file, or it is not what `write_json` writes."""
     try:
         found = typed.loads(read_regular(path, LARGEST))
     except (OSError, typed.UnfitError):
@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_typed(kind: type[T], path: Path) -> T | None:
-    """What `write_json` wrote of a dataclass; None if there is nothing, or something else."""
+    """Return what `write_json` wrote, as the dataclass `kind`; None if there is no such file or it does not fit."""
     try:
         return typed.parse(kind, read_json(path))
     except typed.UnfitError:
@@ -94,8 +94,8 @@ def read_typed(kind: type[T], path: Path) -> T | None:
 
 
 def open_own(path: Path, flags: int = 0) -> int:
-    """A descriptor of a file of the run's state to be read and written in place, which is made if it is not there. A
-    link or a pipe in its place is let go, not followed."""
+    """Open a file of the run's state to read and write in place, and return the descriptor. The file is made if it is
+    missing. A link or a pipe of that name is replaced by a file, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -111,8 +111,8 @@ def open_own(path: Path, flags: int = 0) -> int:
 
 
 def file_system_now(folder: Path) -> float:
-    """The time that a file gets which is written in `folder` now, in seconds: its file system's clock, to be compared
-    with times of other files there and with nothing else. Raises OSError if nothing can be written."""
+    """Return the current time in seconds by the clock of `folder`'s file system, from a file touched there. Compare it
+    only with times of other files there. Raises OSError if `folder` cannot be written to."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(folder / ".now", flags, 0o644)
     try:
@@ -123,23 +123,23 @@ def file_system_now(folder: Path) -> float:
 
 
 def hold_alone(path: Path) -> bool:
-    """Whether no other process that lives has been answered so for this file. Its lock is a process's own, which none
-    that it forks holds as well, and goes with it."""
+    """Lock a file for this process, and return whether that worked: False if another live process holds the lock. A
+    process that this one forks does not hold it. The lock ends with this process."""
     fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no such locks, nobody can tell
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # else the file system has no locks: it cannot be told
     return True
 
 
 _FLOCK = "hhqqi4x"
-"""`struct flock` of fcntl(2), on 64 bits: type, whence, start, length, pid."""
+"""`struct` format of fcntl(2)'s `struct flock` on 64 bits: type, whence, start, length, pid."""
 
 
 def holder(path: Path) -> int:
-    """The other process that holds a file alone; 0: none. Raises OSError."""
+    """Return the pid of another process that holds a file by `hold_alone`; 0 if there is none. Raises OSError."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with open_regular(path, links=False) as file:
         kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))

@@ -1,7 +1,6 @@
-"""Processes that die with their parent, by the kernel: also when stopped, busy in C or holding the GIL.
+"""Have the kernel kill a process when its parent dies, even if it is stopped, busy in C or holding the GIL.
 
-`PR_SET_PDEATHSIG` follows the parent *thread*: whoever starts a process that uses it must do so from its
-main thread.
+`PR_SET_PDEATHSIG` follows the parent *thread*, so a process that uses it must be started from its parent's main thread.
 """
 
 import ctypes
@@ -20,12 +19,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """From now on this process is killed when `parent_pid` dies. Ends at once if that has happened already."""
+    """Have this process killed when its parent `parent_pid` dies. Ends it at once if the parent is dead already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends (a child subreaper)."""
+    """Make this process the parent of its orphaned descendants (a child subreaper)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

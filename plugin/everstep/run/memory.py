@@ -1,6 +1,6 @@
-"""A host's free memory, shared by all processes of a user on it: one that makes a copy claims what that needs, so that
-not all of them see the same free bytes and take them at once. A control group, of a container or a Slurm job, may have
-less than the host."""
+"""A host's free memory, and the claims of one user's processes on it. A process claims memory before it makes a large
+copy, so that several processes do not see the same free bytes and take them at once. The control group of a container
+or a Slurm job may have less memory than the host."""
 
 import contextlib
 import fcntl
@@ -15,24 +15,22 @@ from everstep.run.files import locked
 from everstep.run.regular import is_own_directory
 
 CLAIMS = Path(f"/dev/shm/everstep-{os.geteuid()}.claims")
-"""A file for each claim, as long as what is claimed, and locked by its process until that ends."""
+"""Folder with one file for each claim. The file is as long as the claim, and locked as long as its process lives."""
 FACTOR = 1.5
-"""Free host memory, in sizes of what is to be copied, that a copy needs."""
+"""Free memory that a copy needs, as a multiple of its size."""
 TURN_S = 2.0
-"""Longest wait for another process that counts the claims."""
+"""Seconds to wait for another process that counts the claims."""
 PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _CGROUPS = {
     "": ("", "memory.max", "memory.current", "file", "shmem"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
 }
-"""By controller, of control groups of version 2 and 1: where they are mounted, and their files and keys."""
+"""Controller ("" in version 2 of control groups) -> its folder below MOUNT, its files, and its keys of memory.stat."""
 
 
 def free_memory() -> tuple[int, str]:
-    """Bytes of free memory, and whose: the host's, or those under the tightest control group limit of this process.
-
-    Page cache that the kernel can drop is counted as free; tmpfs pages, which it cannot, are not.
-    """
+    """Return the bytes of free memory, and in words where: on the host, or under the tightest control group limit of
+    this process if that is less. Page cache counts as free, because the kernel can drop it; pages of tmpfs do not."""
     found = [(psutil.virtual_memory().available, "of free host memory")]
     with contextlib.suppress(OSError):
         for controller, own in control_groups():
@@ -42,8 +40,8 @@ def free_memory() -> tuple[int, str]:
 
 
 def control_groups() -> Iterator[tuple[str, Path]]:
-    """The control groups of this process that count memory: the controller, "" in version 2, and the folder, which a
-    container may not see, but those above it. Raises OSError."""
+    """Yield the control groups of this process that count memory, as controller ("" in version 2) and folder. In a
+    container only folders above that one may be visible. Raises OSError."""
     for line in PROC.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         for controller in _CGROUPS.keys() & controllers.split(","):
@@ -57,19 +55,20 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared:
         free = limit - used + max(int(stat[cache]) - int(stat[shared]), 0)
         return free if limit < 1 << 60 else None  # version 1 says "no limit" with a number near 2^63
     except (OSError, ValueError, KeyError):
-        return None  # "max", or the root group, or what is above it, which has no such files
+        return None  # the limit is "max", or this is the root group or a folder above it, without these files
 
 
 @contextlib.contextmanager
 def room_for(nbytes: int) -> Iterator[bool]:
-    """Whether this host has memory for a copy of so many bytes, besides what others have claimed; no, if a process that
-    counts the claims stands still. The copy is made in the context, at whose end it shows in the free memory."""
+    """Claim memory for a copy of `nbytes`, and yield whether this host has enough beside the claims of other processes.
+    Make the copy in the body: at its end the claim is dropped, and the copy itself lowers the free memory. Yields False
+    if another process keeps the lock on the claims for TURN_S."""
     with contextlib.ExitStack() as claim:
         try:
             has_room = claim.enter_context(_claim(nbytes))
         except TimeoutError:
             has_room = False
-        except OSError:  # nothing can be written there, so nobody claims anything
+        except OSError:  # claims cannot be written there, so no process has any
             has_room = _fits(nbytes, 0)
         yield has_room
 
@@ -86,7 +85,7 @@ def _claim(nbytes: int) -> Iterator[bool]:
     path = CLAIMS / uuid.uuid4().hex
     with contextlib.ExitStack() as claim:
         with locked(CLAIMS / "turn", TURN_S):
-            mine = claim.enter_context(open(path, "w"))  # in its turn: nobody sees it before it is locked
+            mine = claim.enter_context(open(path, "w"))  # under the lock: no process sees the file unlocked
             fcntl.flock(mine, fcntl.LOCK_EX)
             has_room = _fits(nbytes, sum(map(_claimed, CLAIMS.iterdir())))
             if has_room:
@@ -98,8 +97,8 @@ def _claim(nbytes: int) -> Iterator[bool]:
 
 
 def _claimed(path: Path) -> int:
-    """What a claim says; one whose process has ended is removed."""
-    with contextlib.suppress(FileNotFoundError), open(path) as claim:  # given back meanwhile
+    """Return the bytes of a claim. A claim whose process has ended is removed and counts as 0."""
+    with contextlib.suppress(FileNotFoundError), open(path) as claim:  # it may be dropped meanwhile
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,7 +1,8 @@
-"""Slots that end the workers of whoever computes them, as the agents of a run tell each other.
+"""Poison slots: slots at which the workers of every group that computes them die.
 
-`RUN_DIR/state/struck/STEP-SLOT/` has an empty file for each start of a group that ended there of its own doing. Whether
-a slot is poison is read from nothing else: it holds for every group, whoever starts when, and on every batch system.
+`RUN_DIR/state/struck/STEP-SLOT/` has one empty file for each incarnation whose workers crashed at that slot. Whether a
+slot is poison depends only on these files and the run's number of groups. So all groups agree on it, whenever they
+start and on any batch system.
 """
 
 import os
@@ -12,7 +13,7 @@ from everstep.run.directory import number_of_groups
 from everstep.run.files import write_whole
 
 DEATHS = 3
-"""So many, of as many groups where there are as many, are the slot's doing."""
+"""Deaths at a slot that make it poison, if they are of as many different groups (or of all, if the run has fewer)."""
 
 Slot = tuple[int, int]
 """Step and slot."""
@@ -24,14 +25,14 @@ def _place(run_dir: Path, slot: Slot) -> Path:
 
 
 def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool) -> None:
-    """Workers of `group` ended at this slot of their own doing; `worked`: after they had committed a step."""
+    """Record that workers of `group` crashed at this slot. `worked`: whether they had committed a step before."""
     name = f"{group}.{incarnation}.{'worked' if worked else 'new'}"
     write_whole(_place(run_dir, slot) / name)
 
 
 def poisoned(run_dir: Path, slot: Slot) -> list[int]:
-    """Whose workers ended at a slot, each group as often as they did, if it is the slot that ends them; else nobody's.
-    Workers that never committed a step would end at every slot: they name none."""
+    """Return the groups whose workers crashed at a slot, once for each crash, if the slot is poison; else []. If none
+    of the workers had ever committed a step, the slot is not to blame: they might crash at any slot."""
     try:
         names = os.listdir(_place(run_dir, slot))
     except OSError:

@@ -1,4 +1,4 @@
-"""Opening files that others may have put there: only files, never what makes a reader wait or a writer go elsewhere."""
+"""Opening only regular files: other users may have put a pipe there, which blocks a reader, or a link elsewhere."""
 
 import errno
 import os
@@ -8,18 +8,18 @@ from typing import BinaryIO
 
 
 class NotRegularError(OSError):
-    """The name is one of a pipe, a device, a folder, a socket, or where links are not followed of a link."""
+    """The path is a pipe, device, socket or too large a file, or it is a link and links are not followed."""
 
 
 def open_regular(path: Path, *, links: bool = True, limit: int | None = None) -> BinaryIO:
-    """A file opened for reading.
+    """Open a regular file for reading.
 
     Args:
-        links: whether its last component may be a symbolic link. In a run directory it may not.
-        limit: the largest size that can be meant, in bytes.
+        links: whether the last component of `path` may be a symbolic link. In a run directory it may not.
+        limit: largest allowed size in bytes.
 
     Raises:
-        NotRegularError: it is something else than a file, or larger than `limit`.
+        NotRegularError: it is not a regular file, or is larger than `limit`.
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
@@ -40,12 +40,12 @@ def open_regular(path: Path, *, links: bool = True, limit: int | None = None) ->
 
 
 def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
-    """All of a file of a run directory. Raises as `open_regular` without links."""
+    """Return the contents of a file of a run directory. Raises like `open_regular` with `links=False`."""
     with open_regular(path, links=False, limit=limit) as file:
         return file.read(limit + 1)
 
 
 def is_own_directory(path: Path) -> bool:
-    """Whether it is this user's directory, and not a link to one. Raises OSError."""
+    """Return whether `path` is a directory of this user's, and not a link to one. Raises OSError."""
     found = os.lstat(path)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -1,17 +1,17 @@
-"""What asks a process to stop."""
+"""The signals that ask a process to stop."""
 
 import signal
 import time
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 0.3
-"""Signals that come so soon after one are the same request: `timeout`, `uv run` and the like pass on what a terminal
-has sent to all."""
+"""Seconds within which further signals belong to the same request. A terminal sends Ctrl-C to all its processes, and
+`timeout`, `uv run` and the like then pass it on once more."""
 
 
 def collect_stops() -> list[float]:
-    """The list in which requests to stop, by STOPS that reach this process, are from now on, rather than end it: when
-    each came, by time.monotonic(). With nohup a SIGHUP does neither."""
+    """Catch STOPS from now on, and return the list to which each request to stop is added: its time, by
+    `time.monotonic()`. These signals no longer end the process. Under nohup SIGHUP stays ignored."""
     stops: list[float] = []
 
     def note(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The run's token: a secret in the run directory that only its owner reads; it admits processes to the run."""
+"""The run's token: a secret in the run directory that only its owner can read. It admits processes to the run."""
 
 import os
 import secrets
@@ -13,19 +13,19 @@ from everstep.run.regular import NotRegularError, open_regular
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32
 HOME_FILE = ".token-home"
-"""Which directory the token was made for, as JSON."""
+"""JSON file that says for which directory the token was made."""
 
 
 class UnsafeError(LaunchError, ValueError):
-    """Others could know or change what the run acts on, or there is no token in the token's place."""
+    """Other users could read the token or change the run directory, or the token's file holds no token."""
 
 
 def run_token(run_dir: Path) -> bytes:
-    """The token of a run, made by whoever asks first.
+    """Return the token of a run. The first caller makes it.
 
     Raises:
-        UnsafeError: the file is there but holds no token, or others than its owner could have written or read it; or
-            others could have written to the run directory.
+        UnsafeError: the file holds no token, or users other than its owner could have read or written it or have
+            written to the run directory.
     """
     path = Path(run_dir) / TOKEN_FILE
     make_run_dir(path.parent)
@@ -35,10 +35,10 @@ def run_token(run_dir: Path) -> bytes:
 
 
 def own_token(run_dir: Path) -> bytes:
-    """As `run_token`, for whoever starts a run alone. A directory that was copied from a run's which is still in its
-    place gets a token of its own: it is another run, with other snapshots and keepers.
+    """Like `run_token`, for a process that starts a run and is the only one to do so.
 
-    Raises as `run_token`.
+    If this run directory is a copy of another that still exists, it gets a new token: it is another run, with its own
+    snapshots and keepers. Raises like `run_token`.
     """
     token, here = run_token(run_dir), run_dir.resolve()
     home = run_dir / HOME_FILE
@@ -59,11 +59,11 @@ def _is_of(run_dir: Path, token: bytes) -> bool:
 
 
 def read_token(run_dir: Path) -> bytes:
-    """The token of a run that has one.
+    """Return the token of a run that has one.
 
     Raises:
         OSError: there is none, or it cannot be read.
-        UnsafeError: as `run_token`.
+        UnsafeError: the file holds no token, or users other than its owner could have read or written it.
     """
     path = Path(run_dir) / TOKEN_FILE
     try:
@@ -87,10 +87,10 @@ def read_token(run_dir: Path) -> bytes:
 
 
 def require_own(run_dir: Path) -> None:
-    """Believe only a run directory that nobody else can write to: what stands in it is acted on.
+    """Refuse a run directory that other users can write to, because commands act on what its files say.
 
     Raises:
-        UnsafeError: another user owns it, or others may write to it.
+        UnsafeError: another user than this one or root owns it, or others may write to it.
     """
     found = os.stat(run_dir)
     mode = stat.S_IMODE(found.st_mode)
@@ -99,18 +99,14 @@ def require_own(run_dir: Path) -> None:
             f"{run_dir} belongs to user {found.st_uid}, and what stands in a run directory is acted on: copy it and "
             "work on the copy, or act as that user"
         )
-    # A group of one's own is common as the group of one's files; with it, others are not let in.
+    # On many systems each user has a group with the user's id and no other member: it lets nobody else in.
     own_group = found.st_gid == found.st_uid
     if mode & 0o002 or (mode & 0o020 and not own_group):
         raise UnsafeError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")
 
 
 def require_run(run_dir: Path) -> None:
-    """For commands that act on a run which is there.
-
-    Raises:
-        LaunchError: there is none.
-        UnsafeError: as `require_own`.
-    """
+    """Check that `run_dir` holds a run that a command may act on. Raises LaunchError if there is no run, and
+    UnsafeError like `require_own`."""
     require_events(run_dir)
     require_own(run_dir)

@@ -1,7 +1,7 @@
-"""What comes from outside, by type: JSON to dataclasses, or one sentence about what does not fit.
+"""Input from outside, checked by type: JSON becomes dataclasses, or one sentence says what does not fit.
 
-Messages of peers, files of the run directory and footers of token files come in through this one door. A field is what
-its annotation says, or the whole is refused; only an int becomes a float, and an array a tuple or a set.
+Messages of peers, files of the run directory and footers of token files are all parsed here. If one field is not of its
+annotated type, the whole is refused. The only conversions are int to float, and array to tuple or set.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ LARGEST_INT, LARGEST_WORD = 1 << 63, 1 << 64
 
 
 class UnfitError(ValueError):
-    """A value that is not what was due, in one sentence.
+    """The input does not fit its type; the text is one sentence about the first such place.
 
     Attributes:
-        wanted: what was due, in words; "" if it is not the value that is wrong.
-        value: what was there.
-        where: the place inside of what was parsed.
-        whole: what was parsed, in words.
+        wanted: the wanted type or range in words; "" if the error is not about one value.
+        value: the value found instead.
+        where: the place of the value in the input, for example `.groups[2]`.
+        whole: what the input is, in words.
     """
 
     wanted, value, where, whole = "", None, "", ""
@@ -39,27 +39,27 @@ class UnfitError(ValueError):
         return (f"{self.whole}: " if self.whole else "") + (where + what if what.startswith(":") else f"{where} {what}")
 
     def lies_in(self, place: str) -> None:
-        """Put the place of the value in what encloses it before its own."""
+        """Prefix `where` with the place of the enclosing value."""
         self.where = (place + self.where)[:200]
 
 
 @dataclass(frozen=True)
 class Within:
-    """For Annotated numbers: least <= value <= most."""
+    """A mark for Annotated numbers: least <= value <= most."""
 
     least: float = -math.inf
     most: float = math.inf
 
 
 Count = Annotated[int, Within(0)]
-"""An int that cannot be negative."""
+"""An int >= 0."""
 Number = typing.NewType("Number", float)
-"""A float that may be infinite or not a number, as a loss."""
+"""A float that may be infinite or NaN, for instance a loss."""
 
 
 def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
-    """JSON, as the standard has it: no NaN, no Infinity, no number that a float or 64 bits cannot hold, no nesting that
-    exhausts the stack. Raises UnfitError."""
+    """Parse standard JSON. Raises UnfitError for NaN, Infinity, numbers too large for a float or for 64 bits, nesting
+    that exhausts the stack, and text longer than `limit`."""
     if len(text) > limit:
         raise UnfitError(f"{len(text)} bytes are more than the {limit} that can be meant")
     try:
@@ -73,7 +73,7 @@ def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """What `loads` reads. Raises ValueError for NaN and Infinity."""
+    """Return `value` as compact JSON for `loads`. Raises ValueError for NaN and Infinity."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -94,12 +94,12 @@ def _moderate(text: str) -> int:
 
 
 def parse(kind: type[T], value: Any, whole: str = "") -> T:
-    """`value`, plain JSON, as a `kind`: a dataclass, a builtin, or what typing makes of these.
+    """Convert `value`, plain JSON, to the type `kind`: a dataclass, a builtin, or a `typing` combination of these.
 
-    A dataclass is made of an object with its fields, no other keys, and those that have a default may be missing.
+    A dataclass is made from a JSON object of its fields. Other keys are refused; fields with a default may be missing.
 
     Raises:
-        UnfitError: it does not fit; begins with `whole` and the place inside.
+        UnfitError: it does not fit. The text begins with `whole` and the place inside it.
     """
     try:
         return converter(kind)(value)
@@ -115,7 +115,7 @@ def _unfit(wanted: str, value: Any) -> UnfitError:
 
 
 def words(kind: Any) -> str:
-    """A type in a user's words: `an integer`, `one of "a", "b"`."""
+    """Return a type in a user's words, such as `an integer` or `one of "a", "b"`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return words(arguments[0])
@@ -133,12 +133,12 @@ def words(kind: Any) -> str:
 
 
 Converter = Callable[[Any], Any]
-"""Raises UnfitError. Who encloses the value adds its place as the error passes: values that fit cost nothing."""
+"""Converts a value or raises UnfitError. Enclosing converters add the place to the error: a value that fits is fast."""
 
 
 @functools.cache
 def converter(kind: Any) -> Converter:
-    """What `parse` does for a kind, for who parses it again and again."""
+    """Return the function by which `parse` converts to `kind`, for callers that parse many values of it."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _bounded(converter(arguments[0]), [mark for mark in arguments[1:] if isinstance(mark, Within)])
@@ -176,7 +176,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Number: ("a number", lambda value: type(value) is float),
     Any: ("any value", lambda value: True),
 }
-"""Types in words, and whether a value is one as it is."""
+"""Type -> its name in words, and a test whether a value has it without conversion."""
 
 
 def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
@@ -225,7 +225,7 @@ def _either(members: list[Converter], names: str) -> Converter:
 
 
 def _list(kind: Any) -> Converter:
-    """Ints are looked at as a whole: they can be the owners of a thousand slots, in every commit."""
+    """Lists of ints are checked as a whole, for speed: every commit lists the owners of its slots, maybe a thousand."""
     member = converter(kind)
     bare, *marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
     bounds = [mark for mark in marks if isinstance(mark, Within)]
@@ -254,7 +254,7 @@ def _dict(member: Converter) -> Converter:
 
 
 def _inside(place: int | str, member: Converter, item: Any) -> Any:
-    """What lies there in a larger value."""
+    """Convert an item of a larger value; an error gets the item's place."""
     try:
         return member(item)
     except UnfitError as error:
@@ -264,7 +264,7 @@ def _inside(place: int | str, member: Converter, item: Any) -> Any:
 
 @functools.cache
 def fields_of(kind: type) -> Converter:
-    """Makes of a table the values of a dataclass's fields, by name. Any field may be missing."""
+    """Return a converter from a JSON object to a dataclass's field values by name. Any field may be missing."""
     hints = typing.get_type_hints(kind, include_extras=True)
     converters = {field.name: converter(hints[field.name]) for field in dataclasses.fields(kind) if field.init}
 
@@ -286,7 +286,7 @@ def _dataclass(kind: type) -> Converter:
             raise UnfitError(f"has no {min(missing)}")
         try:
             return kind(**found)
-        except ValueError as error:  # of its own __post_init__
+        except ValueError as error:  # raised by the dataclass's __post_init__
             raise UnfitError(f": {error}") from error
 
     return convert
