@@ -1,5 +1,4 @@
-"""The config that a file starts from: one of torchtitan's registries, or torchtitan's defaults around a
-model."""
+"""Finds the config that a file starts from: one of a registry of torchtitan, or torchtitan's defaults for a model."""
 
 import importlib
 import inspect
@@ -20,13 +19,13 @@ from everstep.titan.names import HuggingFaceTextDataLoader
 
 
 def base_config(job: Job, source: Source) -> Trainer.Config:
-    """The config that `[job]` names: `config` of the registry of `module`, with the model of `flavor`.
+    """Return the config that `[job]` names: `config` of the registry of `module`, with the model of `flavor`.
 
-    With `flavor` alone it is torchtitan's default for every section around that model, which is what a
-    torchtitan 0.2 file without further keys meant.
+    If only `flavor` is set, every section around that model has torchtitan's defaults. A torchtitan 0.2 file without
+    further keys meant the same.
 
     Raises:
-        ConfigError: nothing is named, or the registry has no such config or flavor.
+        ConfigError: `[job]` names nothing, or the registry has no such config or flavor.
     """
     if not job.module:
         raise source.error(("job",), 'no base config: write [job] module = "llama3" and config = "llama3_debugmodel"')
@@ -63,11 +62,11 @@ GONE_MODELS = {
         'it is an experiment of torchtitan: write module = "torchtitan.experiments.transformers_modeling_backend"'
     ),
 }
-"""Models of older files that cannot be named as they were, and what to say."""
+"""Model name in older files that is not accepted any more -> the explanation for the user."""
 
 
 def _registry(module: str, source: Source) -> ModuleType:
-    """The registry of a torchtitan model by its short name, or of any package by its import path."""
+    """Return the registry of a torchtitan model, given its short name, or of any package, given its import path."""
     place = ("job", "module")
     if module in GONE_MODELS:
         raise source.error(place, f'{source.name(place)} = "{module}": {GONE_MODELS[module]}')
@@ -83,7 +82,8 @@ def _registry(module: str, source: Source) -> ModuleType:
         try:
             return importlib.import_module(name)
         except Exception as error:
-            # one of the names itself may be missing; anything else is a library that the registry needs
+            # A missing `name`, or a missing package above it, only means to try the next name. Any other error comes
+            # from the registry itself, e.g. a library that it needs is missing.
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is None or not f"{name}.".startswith(f"{missing}."):
                 raise source.error(place, f'[job] module = "{module}" cannot be imported: {error}') from error
@@ -96,8 +96,8 @@ def _registry(module: str, source: Source) -> ModuleType:
 
 
 def _config_functions(registry: ModuleType) -> list[str]:
-    """Names of the registry's functions that make a config: public, without required arguments, and the registry's own
-    or said to return a config, wherever they are defined."""
+    """Return the names of the registry's functions that make a config. These are public and have no required arguments,
+    and either the registry defines them or their annotation says that they return a config."""
     return [
         name
         for name, function in vars(registry).items()
@@ -118,7 +118,7 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
         )
     try:
         config = getattr(registry, job.config)()
-    except (ImportError, ValueError) as error:  # a library or device that this config needs
+    except (ImportError, ValueError) as error:  # e.g. the config needs a library or device that this machine lacks
         raise source.error(("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}') from error
     if not isinstance(config, Trainer.Config):
         raise source.error(
@@ -146,7 +146,7 @@ def _model_spec(registry: ModuleType, job: Job, source: Source) -> Any:
 
 
 def _flavors(model_registry: Any) -> list[str]:
-    """The flavors a registry knows: the keys of the one table of models that its module holds."""
+    """Return the registry's flavors: the keys of the table of models in its module; [] unless there is exactly one."""
     module = inspect.getmodule(model_registry)
     tables = [table for name, table in vars(module).items() if name.endswith("_configs") and isinstance(table, dict)]
     return list(tables[0]) if len(tables) == 1 else []

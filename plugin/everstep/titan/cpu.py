@@ -1,8 +1,8 @@
-"""Lets torchtitan train where there is no accelerator.
+"""Lets torchtitan train on a machine without an accelerator.
 
-torchtitan takes its device from the accelerator that PyTorch reports, and assumes a GPU when there is none.
-The stand-in answers "cpu" instead and adds the handful of `torch.cpu` functions that torchtitan calls on a device
-module. It has to run before anything of torchtitan is imported; `everstep.train` sees to that.
+torchtitan trains on the accelerator that PyTorch reports, and assumes a GPU if there is none. `stand_in` sets the
+device to "cpu" instead and adds the few `torch.cpu` functions that torchtitan calls on a device module. It must run
+before anything of torchtitan is imported; `everstep.train` ensures that.
 """
 
 import ctypes
@@ -18,22 +18,22 @@ from everstep.quorum.streams import WITH_ATTENTION_KERNELS
 from everstep.titan import private
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-"""Of malloc.h."""
+"""Parameters of mallopt(3), as malloc.h numbers them."""
 
 
 def has_accelerator() -> bool:
-    """Whether PyTorch sees a device of its own to train on. Initialises none."""
+    """Return whether PyTorch sees an accelerator to train on, without initialising it."""
     return torch.accelerator.is_available()
 
 
 def has_attention_kernels() -> bool:
-    """Whether PyTorch's kernels of FlexAttention and varlen attention run on the device to train on."""
+    """Return whether there is an accelerator on which PyTorch's FlexAttention and varlen attention kernels run."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type in WITH_ATTENTION_KERNELS
 
 
 def stand_in() -> None:
-    """Make `torch.cpu` answer as a torchtitan device module, and Gloo take what torchtitan sends. Idempotent."""
+    """Make `torch.cpu` usable as torchtitan's device module, and replace `all_to_all` by one for Gloo. Idempotent."""
     private.train_on("cpu")
     total = psutil.virtual_memory().total
     answers = {
@@ -52,11 +52,11 @@ def stand_in() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what tensors give back (mallopt(3)): by itself it returns it to the kernel, which makes each page
-    anew for the gradients and activations of the next slot. Another C library goes on as it does."""
+    """Make glibc keep freed memory of tensors (mallopt(3)). By default glibc returns it to the kernel, which then must
+    provide each page again for the gradients and activations of the next slot. No effect with other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc accepts
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
         mallopt(M_TOP_PAD, 64 << 20)
 
@@ -67,12 +67,13 @@ def all_to_all(
     group: Any = None,
     async_op: bool = False,
 ) -> None:
-    """`torch.distributed.all_to_all` over Gloo, whose own wants all parts to be of one size. Experts get as many tokens
-    as their router gives them.
+    """`torch.distributed.all_to_all` for Gloo, with parts of different sizes. Gloo's own needs equal sizes, but the
+    router sends each expert a different number of tokens.
 
     Args:
-        output_tensor_list, input_tensor_list: by rank, alike but for their first dimension.
-        group, async_op: as there; it has to be done when this returns.
+        output_tensor_list, input_tensor_list: one tensor for each rank, of equal shape except the first dimension.
+        group: as in torch.distributed.
+        async_op: must be False; the exchange is complete on return.
     """
     assert not async_op
     received = torch.empty_like(torch.cat(output_tensor_list))
@@ -84,10 +85,10 @@ def all_to_all(
 
 
 def sum_only_collectives(model_parts: list[torch.nn.Module]) -> None:
-    """Have FSDP scale gradients itself: Gloo knows no pre-multiplied sum.
+    """Make FSDP scale gradients itself, because Gloo has no pre-multiplied sum.
 
     Args:
-        model_parts: the modules torchtitan parallelized, FSDP applied or not.
+        model_parts: the modules that torchtitan parallelized, with or without FSDP.
     """
     for part in model_parts:
         for module in part.modules():

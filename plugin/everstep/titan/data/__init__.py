@@ -1,3 +1,3 @@
-"""`everstep.data` as torchtitan's dataloaders and tokenizers, and which of them a config means.
+"""torchtitan dataloaders and tokenizers for `everstep.data`, and the choice among them that a config makes.
 
-`rows` reads rows of `texts`; `streams` gives any dataloader of torchtitan's by slot."""
+`rows` reads rows of the documents in `texts`. `streams` makes any torchtitan dataloader readable by slot."""

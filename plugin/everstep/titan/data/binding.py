@@ -1,4 +1,4 @@
-"""Which data component `[data]` means, and whether the files that it reads are there."""
+"""Sets the data component that `[data]` names, and checks that the files it reads exist."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from everstep.titan.data.streams import SlotStreams
 from everstep.titan.names import DATASETS, HuggingFaceTextDataLoader, HuggingFaceTokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
-"""torchtitan reads a tokenizer from the first of these that is there."""
+"""Files of a tokenizer. torchtitan reads the first one that exists."""
 
 
 def bind_data(config: Any) -> None:
-    """Put the data source that `[data]` names in the place of `config.dataloader` (and of the tokenizer,
-    where the source brings its own), in place. Idempotent.
+    """Set `config.dataloader` to the data source that `[data]` names, and `config.tokenizer` to the source's own
+    tokenizer if it has one. Changes `config` in place. Idempotent.
 
-    Runs when the trainer is built, after the command line: `--data.source` and `--dataloader.dataset` both
-    count.
+    Called when the trainer is built, after the command line is parsed, so that the flags `--data.source` and
+    `--dataloader.dataset` take effect.
 
     Args:
-        config: a trainer config with our sections.
+        config: a trainer config with Everstep's sections.
     """
     data, seed = config.data, config.debug.seed or 0
     if data.source in ("stdlib", "tokens"):
@@ -36,8 +36,8 @@ def bind_data(config: Any) -> None:
 
 
 def check_files(config: Any) -> None:
-    """Refuse a config whose files are not there. Apart from `config.checks.check_config`, since it is the machine that
-    trains that needs them.
+    """Refuse a config if its tokenizer or dataset files do not exist. Not part of `config.checks.check_config`, because
+    only a machine that trains needs these files.
 
     Raises:
         ConfigError: names the key and what to do.
@@ -59,7 +59,7 @@ def check_files(config: Any) -> None:
 
 
 def _check_dataset(config: Any) -> None:
-    """Refuse a dataset that torchtitan does not know, or whose files are not there.
+    """Refuse a dataset that torchtitan does not know, or whose files do not exist.
 
     Raises:
         ConfigError: names the key and what to do.

@@ -1,5 +1,5 @@
-"""A tokenizer that needs no files: one id per UTF-8 byte. Its 258 ids fit torchtitan's debug models
-(2048)."""
+"""A tokenizer that needs no files: one id per UTF-8 byte. Its 258 ids fit the vocabulary of torchtitan's debug models,
+2048."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from everstep.titan.names import BaseTokenizer
 
 
 class ByteTokenizer(BaseTokenizer):
-    """Bytes are ids 0 to 255, 256 begins a document and 257 ends it."""
+    """Ids 0 to 255 are the bytes, 256 begins a document and 257 ends it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -21,12 +21,12 @@ class ByteTokenizer(BaseTokenizer):
         self.eos_id = EOS_ID
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The ids of `text` in UTF-8, with the document marks that were asked for."""
+        """Return the ids of `text` in UTF-8, with the document's begin and end ids if requested."""
         return [BOS_ID] * add_bos + list(text.encode()) + [EOS_ID] * add_eos
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of `token_ids`. Document marks, and ids that this tokenizer does not have, are left out;
-        bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`, without begin and end ids and ids that this tokenizer does not have. Bytes
+        that are not UTF-8 become U+FFFD."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode(errors="replace")
 
     def get_vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The encoder that a name means, and the one with the tokenizer of a Hugging Face model directory."""
+"""Makes the encoder that `everstep pack --tokenizer` names: bytes, or a Hugging Face model directory's tokenizer."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from everstep.data.byte_ids import BYTES, Encoder
 
 
 def _hugging_face(directory: Path) -> Encoder:
-    """The ids that torchtitan's HuggingFaceTokenizer gives with add_bos and add_eos, encoded on all cores."""
-    # Here, because it imports torch, which packing bytes does without.
+    """Return an encoder with the ids of torchtitan's HuggingFaceTokenizer with add_bos and add_eos. Uses all cores."""
+    # Imported here because it imports torch, which packing bytes does not need.
     from everstep.titan.names import HuggingFaceTokenizer
 
     theirs = HuggingFaceTokenizer(tokenizer_path=str(directory))
@@ -24,7 +24,7 @@ def _hugging_face(directory: Path) -> Encoder:
         return [np.array([*before, *encoding.ids, *after], np.uint32) for encoding in encodings]
 
     return Encoder(
-        # get_vocab_size() counts ids; where a vocabulary has gaps the largest id is what a model must hold.
+        # Not get_vocab_size(), which counts ids: a vocabulary may have gaps, and a model must hold the largest id.
         vocab_size=max(theirs.get_vocab().values(), default=-1) + 1,
         identity={
             "kind": "huggingface",
@@ -37,7 +37,7 @@ def _hugging_face(directory: Path) -> Encoder:
 
 
 def encoder_for(tokenizer: str) -> Encoder:
-    """The encoder that `--tokenizer` names. Raises ValueError in one sentence."""
+    """Return the encoder that `--tokenizer` names. Raises ValueError with one sentence for the user."""
     if tokenizer == "bytes":
         return BYTES
     path = Path(tokenizer)
@@ -53,5 +53,5 @@ def encoder_for(tokenizer: str) -> Encoder:
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     except Exception as error:
-        # `tokenizers` raises bare Exception for files it cannot parse.
+        # The package `tokenizers` raises a bare Exception for a file that it cannot parse.
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {error}") from error

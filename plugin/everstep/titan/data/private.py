@@ -1,6 +1,6 @@
-"""Private names of torchtitan's and Hugging Face's datasets that reading by slot relies on, each dataset as its parts.
+"""Private names of torchtitan's and Hugging Face's datasets that reading by slot relies on.
 
-As `everstep.titan.private`: a name that is gone raises where it is used.
+As in `everstep.titan.private`, a name that a release removed raises an error at its first use.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from everstep.titan.names import InterleavedDataset
 
 
 def parts_of(dataset: Any) -> list[Any]:
-    """A dataset, and the datasets and the sources of their examples that it is made of."""
+    """Return a dataset, all datasets that it contains, and the sources of their examples."""
     from datasets import iterable_dataset as hf
     from torch.utils.data import Dataset
 
@@ -30,8 +30,8 @@ def parts_of(dataset: Any) -> list[Any]:
 
 
 def count_epochs_apart(parts: list[Any]) -> None:
-    """Have each process that reads a dataset count its own epochs. Those of Hugging Face are counted in memory that a
-    loader's processes share, where each that ends one moves the others on: which rows come next is a matter of luck."""
+    """Make each process that reads a Hugging Face dataset count epochs for itself. Otherwise the worker processes of a
+    loader share one counter: a process that ends an epoch advances the others too, which is a race for the rows."""
     from datasets import IterableDataset
 
     for part in parts:
@@ -40,8 +40,8 @@ def count_epochs_apart(parts: list[Any]) -> None:
 
 
 def load_states_once(parts: list[Any]) -> None:
-    """Have a dataset that goes on from a state begin its next epoch at the beginning. Hugging Face's begin each
-    iteration of the state's epoch at the state, and torchtitan's multimodal dataset never counts another epoch."""
+    """Make a dataset that was restored from a state begin its next epoch at the beginning. Hugging Face starts every
+    iteration of the state's epoch at the state, and torchtitan's multimodal dataset never sets another epoch."""
     from datasets import IterableDataset
 
     for part in parts:
@@ -55,8 +55,8 @@ def _rest_of_epoch(kind: Any, dataset: Any) -> Iterator[Any]:
 
 
 def lost_in_state(parts: list[Any]) -> str:
-    """What a dataset's state does not have, so that it goes on with other rows once that is loaded; empty where nothing
-    is known to be lost."""
+    """Return what the dataset's state lacks, so that a restored dataset would go on with other rows; "" if nothing is
+    known to be missing."""
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
     for part in parts:

@@ -1,4 +1,4 @@
-"""Rows of documents, in the order that `slots` says."""
+"""The dataloader for rows of documents, numbered as `slots` defines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from everstep.titan.names import BaseDataLoader, BaseTokenizer
 class Rows(SlotSource):
     """Reads the rows of a token file or of the standard library's text.
 
-    Under torchtitan's own trainer, rank d of D takes in its n-th microbatch (n from 0) the rows (n * D + d) * B + i:
-    with A = S * R / D accumulation steps the ranks together read in step k exactly the rows of step k's slots.
+    Under torchtitan's own trainer, rank d of D reads the rows (n * D + d) * B + i in its n-th microbatch, n from 0.
+    With A = S * R / D accumulation steps, all ranks together read exactly the rows of step k's slots in step k.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Rows(SlotSource):
         """The token file; empty: the standard library's text."""
 
         step_rows: int = 0
-        """Rows of a global batch under torchtitan's own trainer; 0: not known."""
+        """Rows of a global batch under torchtitan's own trainer. 0: unknown."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Rows(SlotSource):
 
     @property
     def _rows_per_step(self) -> int:
-        """Rows of one global batch; 0 while it is not known."""
+        """Rows of one global batch; 0 if `open_slots` was not called."""
         return self._slots * self.dp_size * self._local_batch_size
 
     def _slot(self, number: int, slot: int) -> Batch:
@@ -112,8 +112,8 @@ class Rows(SlotSource):
             yield self._batch(first_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, equal on all ranks: rows read by all of them, rows of a step where they are known (else 0), and
-        the data's fingerprint."""
+        """Return the position, which is equal on all ranks: rows read by all ranks together, rows of a step (0 if
+        unknown), and the data's fingerprint."""
         return {
             "rows_read": self._rows_read,
             "rows_per_step": self._rows_per_step or self._step_rows,

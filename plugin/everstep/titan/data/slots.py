@@ -1,14 +1,13 @@
-"""The contract between the trainer and its data.
+"""The interface between the trainer and its data.
 
-One row stream feeds every run of a config, however many groups compute it. With S slots, R data-parallel
-ranks in a group and B rows in a local batch, the batch of (step, slot) on a group's rank r is rows
+Every run of a config reads the same sequence of rows, however many groups compute it. With S slots, R data-parallel
+ranks in a group and B rows in a local batch, the batch of (step, slot) on a group's rank r consists of the rows
 
-    (((step - 1) * S + slot) * R + r) * B + i      for i in 0 … B-1, steps counted from 1,
+    (((step - 1) * S + slot) * R + r) * B + i      for i in 0 … B-1
 
-or from the step at which the run turned to this data (`began_after`).
+Steps count from 1, or from the step after `began_after` if the run changed to this data then.
 
-Row numbers run on for ever: number // rows is the epoch, and within an epoch rows are permuted by seed and
-epoch."""
+Row numbers have no upper limit: number // rows is the epoch. Within an epoch, rows are permuted by seed and epoch."""
 
 from abc import abstractmethod
 from collections.abc import Collection
@@ -22,31 +21,31 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class SlotSource(BaseDataLoader):
-    """A torchtitan dataloader that is read by slot: (step, slot, data-parallel rank) decides a batch, and nothing else.
+    """A torchtitan dataloader that is read by slot. A batch depends only on step, slot and data-parallel rank.
 
     Args:
-        dp_rank, dp_size: this rank's place in its group's data-parallel ranks.
+        dp_rank, dp_size: this rank's index among its group's data-parallel ranks, and their number.
     """
 
     began_after = 0
-    """The step before the one that reads the first rows: 0, or where a run turned to this data. May be set while no
-    step is under way."""
+    """The step before the one that reads the first rows: 0, or the last step before a run changed to this data. May be
+    set only while no step is in progress."""
 
     saved_ranks: Collection[int] = ()
-    """While a checkpoint is loaded: the data-parallel ranks whose streams it has."""
+    """The data-parallel ranks whose streams are in the checkpoint that is being loaded; else empty."""
 
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         self._slots = 0
         self.dp_rank, self.dp_size = dp_rank, dp_size
 
     def open_slots(self, slots: int) -> None:
-        """Address the data by slot from now on, `slots` microbatches a step (S). Called once, before any other method
-        here. With pipeline parallelism a dataloader's batch is a pipeline microbatch: count those as slots."""
+        """Set the number of slots of a step, S. Called once, before any other method here. With pipeline parallelism a
+        dataloader's batch is a pipeline microbatch, so `slots` is the number of pipeline microbatches of a step."""
         self._slots = slots
 
     def microbatch(self, step: int, slot: int) -> Batch:
-        """This rank's batch of (step, slot), in tensors that the caller may keep and change. `step` is
-        later than `began_after`. May be asked for again until the step is committed. Raises torchtitan's
+        """Return this rank's batch of (step, slot), in tensors that the caller may keep and change. `step` is later
+        than `began_after`. Can be called again for the same slot until the step is committed. Raises torchtitan's
         DataloaderExhaustedError when finite data has ended."""
         if step <= self.began_after or not 0 <= slot < self._slots:
             raise ValueError(f"no such slot: step {step}, slot {slot} of {self._slots}")
@@ -54,29 +53,29 @@ class SlotSource(BaseDataLoader):
 
     @abstractmethod
     def _slot(self, number: int, slot: int) -> Batch:
-        """`microbatch` of the step that is `number` steps, from 0, behind the first one."""
+        """Return the `microbatch` of a slot in step number `number`, counted from 0 at the first step of this data."""
 
     @abstractmethod
     def committed(self, step: int) -> None:
-        """`step` is committed: the checkpoint's position moves behind it."""
+        """Move the position, which checkpoints save, to the end of `step`, which was just committed."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short string that is equal where two processes would read the same data."""
+        """Return a short string that two processes have in common if they read the same data."""
 
     @abstractmethod
     def require_vocab(self, vocab_size: int) -> None:
-        """Raises ValueError if the data has ids that a model with `vocab_size` embeddings does not have."""
+        """Raise ValueError if the data has ids that a model with `vocab_size` embeddings does not have."""
 
-    # Where its streams stand. Sources whose rows are addressed directly have none.
+    # Positions of streams. A source that computes a row's address has no streams, and does nothing here.
 
     def note_live(self) -> None:
-        """Remember where this process's own streams stand, as far as they are not beyond the last committed step."""
+        """Remember the state of each stream of this process that is not beyond the last committed step."""
 
     def known_states(self) -> bytes:
-        """The newest known state of every stream as of the last committed step, for healing, checkpoints and `learn`
-        elsewhere. Empty for sources without streams."""
+        """Return the newest known state of every stream, none beyond the last committed step. Healing groups,
+        checkpoints and other groups' `learn` use them. Empty for sources without streams."""
         return b""
 
     def learn(self, states: bytes) -> None:
-        """Take note of what `known_states` of another process gave."""
+        """Remember states that another process's `known_states` returned, if they are newer."""

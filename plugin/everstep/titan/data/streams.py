@@ -1,15 +1,14 @@
-"""Any torchtitan dataloader, addressed by slot: one stream for each slot, opened where it is computed.
+"""Makes any torchtitan dataloader readable by slot: one stream for each slot, opened by the group that computes it.
 
-A run reads N = slots * dp_size streams. Stream k is the wrapped dataloader built for data-parallel rank k of
-N, and its batch number p (from 0) belongs to step p + 1: stream slot * dp_size + dp_rank gives the batches of
-that slot and rank. A batch is a function of (stream, number), because a dataloader that starts anew, or from
-its own saved state, gives the same batches again.
+A run reads N = slots * dp_size streams. Stream k is the wrapped dataloader, built as data-parallel rank k of N. Stream
+slot * dp_size + dp_rank has the batches of that slot and rank; its batch number p (from 0) belongs to step
+began_after + p + 1. A batch depends only on (stream, number), because a dataloader that starts from the beginning or
+from its own saved state gives the same batches again.
 
-When groups come and go, the new owner of a slot takes the newest state that it knows of the stream, or the beginning,
-and skips to the batch it needs. Groups therefore tell each other their streams' states from time to time: more often
-costs traffic, less often costs skipping, neither changes a batch. States are plain values
-(`everstep.data.plain`), never pickles. A batch is kept until its step is committed, because an attempt that
-failed asks for it again."""
+A group that takes over a slot opens the slot's stream at the newest state that the group knows, or at the beginning,
+and skips to the batch that it needs. For this, groups exchange the states of their streams from time to time. Frequent
+exchanges cost traffic, rare ones cost time for skipping; neither changes a batch. States are plain values
+(`everstep.data.plain`), never pickles. A batch is kept until its step is committed, because a retry reads it again."""
 
 import copy
 import functools
@@ -37,17 +36,18 @@ from everstep.titan.names import (
 logger = logging.getLogger(__name__)
 
 _SPEED = {"persistent_workers": False, "pin_memory": False, "prefetch_factor": None}
-"""Settings of dataloaders that change no batch, with torchtitan's defaults."""
+"""Settings of dataloaders that affect speed only, with torchtitan's defaults."""
 _RANK = "dp_rank_"
-"""How a checkpoint names the streams that a data-parallel rank knew."""
+"""Prefix of a checkpoint's keys: `dp_rank_3` holds the stream states that data-parallel rank 3 knew."""
 
 
 class _Stream:
-    """A dataloader in use, and how many batches it has given. With `known` it starts there, if restoring is exact."""
+    """An open dataloader and its position, the number of its next batch. It starts at the state `known` if there is one
+    and restoring from it is exact, else at the beginning."""
 
     def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
-        # A dataloader's iterator draws a seed from torch's global generator. Which streams a process opens
-        # depends on who died: the model's random numbers must not.
+        # A dataloader's iterator draws a seed from torch's global generator. The streams that a process opens depend
+        # on which groups died; the model's random numbers must not.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             self.loader = build()
@@ -64,22 +64,22 @@ class _Stream:
         self.position = self.began_at = known.position if known else 0
 
     def take(self) -> Batch:
-        """The batch at `position`, which moves on. Raises StopIteration at the end."""
+        """Return the batch at `position` and advance it by one. Raises StopIteration at the end of the data."""
         batch = next(self._batches)
         self.position += 1
         return batch
 
     def state(self) -> StreamState:
-        """Raises UnfitError if another dataloader, built alike, would not go on from it with the same batches."""
+        """Return position and state. Raises UnfitError if a dataloader restored from it would give other batches."""
         if self._lost:
             raise UnfitError(f"it leaves out {self._lost}")
         return StreamState(self.position, plain(_stateful(self.loader).state_dict(self.loader)))
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
-    """A loader's own process hands its dataset's state to a thread that sends it while the process reads on.
-    torchtitan's datasets give their buffers themselves, which would be sent as they are by then, with tokens of later
-    batches."""
+    """Make the dataset of a loader with worker processes return copies as states. A worker process passes the state to
+    a thread that sends it while the process reads on. torchtitan's datasets put their live buffers into the state, so
+    without a copy it would be sent with tokens of later batches."""
     dataset: Any = getattr(loader, "dataset", None)
     if getattr(loader, "num_workers", 0) and hasattr(dataset, "state_dict"):
         dataset.state_dict = functools.partial(_copied_state, type(dataset), dataset)
@@ -90,18 +90,18 @@ def _copied_state(kind: Any, dataset: Any) -> dict[str, Any]:
 
 
 def _stateful(loader: BaseDataLoader) -> Any:
-    """The class by which a loader says where it stands: torchtitan's own wraps the state of torchdata's in a pickle."""
+    """Return the class whose `state_dict` to use: for torchtitan's loader torchdata's, as torchtitan's pickles it."""
     return StatefulDataLoader if isinstance(loader, ParallelAwareDataloader) else type(loader)
 
 
 class SlotStreams(SlotSource):
-    """Reads the dataloader of `Config.base`, which must be deterministic: built twice alike, it gives the same
-    batches."""
+    """Reads the dataloader of `Config.base`, which must be deterministic: two instances that are built with the same
+    arguments give the same batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         base: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
-        """The dataloader that each stream is one of, as it would stand in `[dataloader]`."""
+        """Config of the dataloader that every stream is an instance of: that of `[dataloader]`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SlotStreams(SlotSource):
             "tokenizer": tokenizer,
             "seq_len": seq_len,
             "local_batch_size": local_batch_size,
-            # With worker processes, a state is exact only where a snapshot was taken.
+            # With worker processes, a state is exact only after a batch at which a snapshot was taken.
             "snapshot_every_n_steps": 1,
         }
         self._complained = False
@@ -131,8 +131,8 @@ class SlotStreams(SlotSource):
     def _forget(self) -> None:
         self._live: dict[int, _Stream] = {}
         self._known: dict[int, StreamState] = {}
-        self._held: dict[tuple[int, int], Batch] = {}  # by step, counted from 0 in this data, and slot
-        self._steps = 0  # that are committed
+        self._held: dict[tuple[int, int], Batch] = {}  # (step, counted from 0 in this data, and slot) -> batch
+        self._steps = 0  # number of committed steps that read this data
 
     # By slot.
 
@@ -164,24 +164,24 @@ class SlotStreams(SlotSource):
                 f"{vocab_size}: take the model's own tokenizer (hf_assets_path)."
             )
 
-    # Where streams stand.
+    # Positions of streams.
 
     def stream_of(self, slot: int) -> int:
-        """The stream that a slot reads on this rank."""
+        """Return the number of the stream that a slot reads on this rank."""
         return slot * self.dp_size + self.dp_rank
 
     def known_states(self) -> bytes:
-        """The newest known state of every stream, own and others', none beyond the last committed step."""
+        """Return the newest known state of every stream, this rank's and others', none beyond the last commit."""
         self.note_live()
         return encode_states(self._known)
 
     def learn(self, states: bytes) -> None:
-        """Keeps those of `states` that are newer than what is known."""
+        """Keep each of `states` that is newer than the known state of its stream."""
         for stream, state in decode_states(states).items():
             if stream not in self._known or state.position > self._known[stream].position:
                 self._known[stream] = state
             if stream in self._live and self._live[stream].position < state.position:
-                del self._live[stream]  # somebody else computes this slot now
+                del self._live[stream]  # another group computes this slot now
 
     def note_live(self) -> None:
         for stream, live in self._live.items():
@@ -200,7 +200,7 @@ class SlotStreams(SlotSource):
                     self._complained = True
 
     def _batch(self, stream: int, number: int) -> Batch:
-        """Batch `number` of `stream`, wherever the stream stands."""
+        """Return batch `number` of `stream`; reopen the stream if its position is beyond that batch."""
         live, known = self._live.pop(stream, None), self._known.get(stream)
         if known and known.position > number:
             known = None
@@ -215,8 +215,8 @@ class SlotStreams(SlotSource):
                 if live.began_at == 0:
                     what = f"data stream {stream} of {self._streams} ended before batch {number}"
                     raise DataloaderExhaustedError(what) from None
-            # torchtitan's text datasets, restored after their last document was read, drop the rows that were
-            # still in their buffer. Only reading from the beginning can tell whether this is the end.
+            # A text dataset of torchtitan that is restored after its last document was read drops the rows that were
+            # still in its buffer. So only reading from the beginning can tell whether the data really ends here.
             live = self._open(stream, None, number)
         self._live[stream] = live
         return batch
@@ -230,14 +230,14 @@ class SlotStreams(SlotSource):
 
         return _Stream(build, seed=stream, known=known)
 
-    # As torchtitan's dataloader.
+    # The interface of a torchtitan dataloader.
 
     def __iter__(self) -> Iterator[Batch]:
         raise TypeError("streams are read by slot; torchtitan's own trainer iterates over the dataloader itself")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and this data-parallel rank's streams under a key of its own, as torchtitan has it; what is
-        loaded has those of all ranks that wrote a checkpoint."""
+        """Return the position, and under this data-parallel rank's key its stream states, as torchtitan's dataloaders
+        do. While a checkpoint is loaded, the keys are those of all ranks that wrote it."""
         states = self.known_states()
         return {
             **{f"{_RANK}{rank}": states for rank in self.saved_ranks or (self.dp_rank,)},
@@ -246,7 +246,7 @@ class SlotStreams(SlotSource):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the checkpoint was made with another number of streams."""
+        """Take over a checkpoint's position and states. Raises ValueError if it has another number of streams."""
         if not state_dict:
             return
         if state_dict["streams"] != self._streams:

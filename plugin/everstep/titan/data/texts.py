@@ -1,5 +1,5 @@
-"""What rows are made of: a memory-mapped token file of `everstep pack`, or real text that every machine has, the
-sources of Python's standard library, read byte by byte."""
+"""The documents that rows are cut from: a memory-mapped token file of `everstep pack`, or text that every machine has,
+the sources of Python's standard library read byte by byte."""
 
 import hashlib
 import os
@@ -14,12 +14,13 @@ from everstep.data.documents import Documents
 from everstep.data.token_format import DataError, map_tokens, read_footer
 from everstep.titan.names import BaseTokenizer
 
-_TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and left out by some distributions
+_TEST_FOLDERS = {"test", "tests", "idle_test"}  # large, repetitive, and missing in some distributions of Python
 
 
 def token_file(path: Path, tokenizer: BaseTokenizer) -> Documents:
-    """Opening reads the footer only; checksums of the tokens are compared by `everstep pack --verify`. A row that
-    contradicts the footer is refused when it is read."""
+    """Open a token file. Only the footer is read: `everstep pack --verify` compares the checksums of the tokens, and a
+    row that contradicts the footer is refused when it is read. Raises DataError if the footer is damaged, or if the
+    file has token ids that the tokenizer does not have."""
     footer, digest = read_footer(path)
     vocab_size = tokenizer.get_vocab_size()
     if footer.max_id >= vocab_size:
@@ -32,8 +33,8 @@ def token_file(path: Path, tokenizer: BaseTokenizer) -> Documents:
 
 
 def stdlib_text() -> Documents:
-    """One document per source file, byte tokens. The text depends on Python's version, so all hosts of a run need the
-    same one: `content` tells them apart."""
+    """Return the standard library's sources as documents of byte tokens, one for each file. The text depends on
+    Python's version, so all hosts of a run need the same version; `content` differs if the text does."""
     root = Path(sysconfig.get_paths()["stdlib"])
     pieces = [document_ids(path.read_bytes()) for path in stdlib_sources(root)]
     if not pieces:
@@ -54,8 +55,8 @@ def stdlib_text() -> Documents:
 
 
 def stdlib_sources(root: Path) -> list[Path]:
-    """The standard library's own .py files under `root`, in one order everywhere. Installed packages, tests
-    and files that differ from build to build are left out."""
+    """Return the standard library's .py files under `root`, in the same order on every machine. Installed packages,
+    tests and files that differ from build to build are left out."""
     sources = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
     for package in root.iterdir():
         if package.name in sys.stdlib_module_names and package.is_dir():
