@@ -1,8 +1,8 @@
-"""What a run's events say, folded into one account in one pass.
+"""The account of a run: what its events say, folded in one pass.
 
-The report, its page, `everstep watch`, `status`, the metrics and the webhook follow a run with it. It takes events as
-`everstep.run.events` reads them, roughly in order of time: those of other nodes may come late. Rank 0 and the agents
-speak for a group.
+The report, its page, `everstep watch`, `everstep status`, the metrics and the webhook all read the account. It takes
+events as `everstep.run.events` reads them, roughly in order of time: events of other nodes may come late. Only a
+group's rank 0 and its agents speak for the group.
 """
 
 from bisect import insort
@@ -19,44 +19,44 @@ from everstep.report.protection import Protection
 from everstep.report.troubles import Troubles
 
 ENDS = ("done", "stopped", "failed")
-"""How a run or a group can end; groups that end otherwise are started again."""
+"""How a run or a group can end for good. A group that ends in another way is started again."""
 
 
 @dataclass
 class Account:
-    """What the events of a run tell: where it is, and what it did."""
+    """What the events of a run say: where the run is, and what it did."""
 
     steps: int | None = None
-    """The last step, if it is known."""
+    """Number of the run's last step, if it is known."""
     taking_part: set[int] = field(default_factory=set)
     """Groups of the newest commit that have not died since."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Events by kind."""
+    """Kind of event -> number of events."""
     findings: Counter[str] = field(default_factory=Counter)
-    """What the attention checks found, by what they did."""
+    """Action (one of ACTIONS) -> number of findings of the attention check."""
     named: dict[str, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
-    """By kind of event the steps and slots, and of `audit` the steps and groups that differ: several say so of one."""
+    """Kind of event -> (step, slot) pairs; of `audit`, (step, differing group). Several groups can report one pair."""
     sessions: list[Session] = field(default_factory=list)
-    """A run that was stopped and started again in the same directory has several."""
+    """Starts of the run, in order. A run that was stopped and started again in the same directory has several."""
     spent: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: dict.fromkeys(STATES, 0.0)))
-    """By group, its seconds in each state up to its newest event."""
+    """Group id -> state -> seconds in that state, up to the group's newest event."""
     attempts: Attempts = field(default_factory=Attempts)
     protection: Protection = field(default_factory=Protection)
     troubles: Troubles = field(default_factory=Troubles)
     lineage: Lineage = field(default_factory=Lineage)
     faults: Faults = field(default_factory=Faults)
     validations: dict[int, float] = field(default_factory=dict)
-    """Validation loss by step; of a step that was made again, what came out last."""
+    """Step -> validation loss; if the step was made again, the newest one."""
     batch: int | None = None
-    """Samples of a whole step."""
+    """Samples in a whole step (global batch size), if known."""
     rounds: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of semi-synchronous training: what commits say of what was sent and kept."""
+    """Semi-synchronous training: for each `commit` event, the bytes that were sent and kept."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
-        """Take note of one event; the sentences on what is wrong that are new with it."""
+        """Process one event. Return the sentences of troubles that are new with it."""
         kind, t = event["kind"], event["t"]
         again = kind == "run_started" and self.counts["run_started"]
-        if not self.sessions or again or (kind == "agent_up" and self.status != "running"):  # of a run on a cluster
+        if not self.sessions or again or (kind == "agent_up" and self.status != "running"):  # no run_started on Slurm
             self._begin(t)
         session = self.sessions[-1]
         session.last = max(session.last, t)
@@ -86,7 +86,7 @@ class Account:
             case "attention_schedule":
                 session.schedules[event["group"], event.get("rank") or 0] = event
             case "heal":
-                # In the step after, who healed computes for the first time.
+                # The healed group computes for the first time in the step after.
                 self.attempts.disturbed |= {event["step"], event["step"] + 1}
             case "validation":
                 self.validations[event["step"]] = event["loss"]
@@ -105,7 +105,7 @@ class Account:
         self.troubles, self.protection = Troubles(), Protection()
 
     def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any]:
-        """Take note of what speaks for a group; what follows from it and earlier events, as an event; {}: nothing."""
+        """Process an event that speaks for a group. Return the `data_ended` or `clocks` event that follows, or {}."""
         session = self.sessions[-1]
         if number not in session.groups:
             joins = 0 < session.nominal <= number
@@ -136,11 +136,11 @@ class Account:
         return {}
 
     def _made(self, commit: Commit, before: Commit | None, session: Session) -> None:
-        """Take note of a step that was made after another."""
+        """Process the first report of a commit. `before`: the commit that was the newest until now."""
         for number, group in session.groups.items():
             if before is not None and number in before.groups and number not in commit.groups:
                 group.lose(commit.t, before.t)
-        if commit.step <= self.protection.step:  # with that snapshot the run had not gone back
+        if commit.step <= self.protection.step:  # the run went back behind it, so that snapshot is lost
             self.protection.step, self.protection.committed = 0, commit.step
         session.ends.clear()
         session.done = None
@@ -150,9 +150,9 @@ class Account:
 
     @property
     def status(self) -> str:
-        """One of ENDS, or `running`. Who supervises a run says how it ended, and was killed if nothing is said. Without
-        a supervisor it is over when a group is done, or all groups of its newest commit, or before one all that there
-        are, have ended."""
+        """One of ENDS, or `running`. If a supervisor wrote `run_started`, its `run_ended` tells; if it was killed, the
+        run stays `running`. Without a supervisor the run is over when a group is done, or when all groups of the newest
+        commit (before the first commit: all known groups) have ended."""
         session, said = self.current, {*self.current.ends.values()}
         if session.ending is not None or self.counts["run_started"]:
             return session.ending["status"] if session.ending else "running"
@@ -161,16 +161,16 @@ class Account:
 
     @property
     def newest(self) -> Commit | None:
-        """Its step is less than before when the run went back to an older state."""
+        """The newest commit. Its step is lower than that of the one before if the run went back to an older state."""
         return self.lineage.commits[-1] if self.lineage.commits else None
 
     @property
     def current(self) -> Session:
-        """The newest start; an empty one before there is any."""
+        """The newest session; an empty one before the first event."""
         return self.sessions[-1] if self.sessions else Session(0.0, 0.0)
 
     def times(self) -> dict[str, Any]:
-        """Of report.json: the seconds in each state up to now, of all groups together and of each."""
+        """Return fields of report.json: seconds in each state up to now, of all groups together and of each."""
         self.current.close()
         each = {str(group): dict(self.spent[group]) for group in sorted(self.spent)}
         totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
@@ -178,7 +178,7 @@ class Account:
 
 
 def read(events: Iterable[dict[str, Any]]) -> Account:
-    """The account of events in order of time, as `read_events` gives them."""
+    """Return the account of events that come in order of time, as from `read_events`."""
     account = Account()
     for event in events:
         account.take(event)

@@ -1,4 +1,4 @@
-"""Attempts at a step, as all groups together made them, and the work that failures made them do again."""
+"""Counts the attempts at steps over all groups, and the slots that failures made the groups compute again."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,50 +6,51 @@ from typing import Any
 from everstep.report.groups import Group
 
 KEPT = 256
-"""Attempts, and steps, that are remembered: what is tried again is tried soon."""
+"""How many attempts, and how many steps, are remembered. A step is retried soon, so older ones are not needed."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One pass of quorum, compute, reduce and vote: the `attempt` events of the groups that took part.
+    """One pass of quorum, compute, reduce and vote, joined from the `attempt` events of the groups that took part.
 
-    Groups' events belong to one attempt unless they name different quorums, or one of them began after another had
-    ended: a lighthouse that was started again counts its quorums anew.
+    Events of several groups belong to one attempt if they name the same step and quorum, and no group began after the
+    first one had ended. The quorum alone does not suffice: a restarted lighthouse counts its quorums anew.
     """
 
     ended: float
-    """Wall time in seconds of the first group's event."""
+    """Wall time in seconds of the event that came first."""
     members: set[int] = field(default_factory=set)
     computed: set[int] = field(default_factory=set)
     threw_away: bool = False
-    """Whether a survivor computed again a slot that it had held."""
+    """Whether a surviving group computed a slot again that it held already."""
 
 
 @dataclass
 class Attempts:
-    """Follows the `attempt` events of rank 0 of each group."""
+    """Counts attempts from the `attempt` events of each group's rank 0."""
 
     count: int = 0
     thrown_away: int = 0
-    """Attempts after which a survivor computed again a slot it had held: it says so, or the same process computed it
-    twice for one step."""
+    """Attempts in which a surviving group computed a slot again that it held already: its event says so, or the same
+    process computed the slot twice for one step."""
     slots_recomputed: int = 0
-    """How often a slot of a step was computed again, by whichever group and for whichever reason.
+    """How often a slot was computed again, by any group and for any reason; an upper bound.
 
-    The first attempt that computes anything hands out all the slots of its step, so each slot computed in a later
-    attempt at that step is computed again: its first holder died with it, or a checkpoint took the run back. A slot
-    that the dead group had been given but not begun counts too, as its events cannot tell."""
+    The first attempt at a step that computes anything hands out all slots of the step. So each slot computed in a later
+    attempt is computed again: its first holder died, or a checkpoint took the run back. A slot that the dead group had
+    been given but had not begun counts too, as the events cannot tell.
+    """
     disturbed: set[int] = field(default_factory=set)
-    """Steps with more than one attempt, or with a heal in them or just before."""
+    """Steps that had more than one attempt, or a heal during the step or just before it."""
     _tried: int = 0
-    """The highest step that was tried."""
+    """The highest step that any attempt was for."""
     _first: dict[int, Attempt] = field(default_factory=dict)
-    """By step, the first attempt that computed anything."""
+    """Step -> the first attempt at it that computed anything."""
     _newest: dict[tuple[int, Any], Attempt] = field(default_factory=dict)
-    """By step and quorum."""
+    """(step, quorum id) -> the newest attempt."""
 
     def add(self, event: dict[str, Any], group: Group) -> None:
-        """Take note of a group's event."""
+        """Count one group's `attempt` event."""
         step, slots = event["step"], event.get("computed") or []
         attempt = self._attempt_of(event, max(event["t"] - (event.get("took_s") or 0.0), group.ready_t))
         attempt.members.add(event["group"])

@@ -1,8 +1,8 @@
-"""Curves of a run for TensorBoard and W&B: one continuous run, a point for each committed step, whoever made it.
+"""Curves of a run for TensorBoard and W&B: one continuous run, with one point for each committed step.
 
-Written by whoever follows the run's events, not by the trainers, so a group that dies takes no curve with it. Each
-start of the run writes its own steps. A follower that was killed is started again and writes those once more:
-the same points, which TensorBoard draws over each other and W&B leaves out.
+The process that follows the run's events writes them, not the trainers, so no curve ends when a group dies. Each start
+of the run writes its own steps. If that process is killed and started again, it writes the points of this start once
+more: TensorBoard draws them over each other, and W&B leaves them out.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ SCALARS = {
     "tokens": "tokens",
     "took_s": "time_metrics/end_to_end(s)",
 }
-"""Fields of `commit` events, with torchtitan's names for them. What else torchtitan measures, of the rank that told of
-the commit, is in its field `metrics` by those names."""
+"""Fields of `commit` events -> torchtitan's names for them. What else torchtitan measures on the rank that emits the
+event is in its field `metrics`, under torchtitan's names."""
 FLUSH_S = 2
 VALIDATION_LOSS = "validation_metrics/loss"
 
 
 class TensorBoard:
-    """Event files in one folder; each start of the follower adds one."""
+    """Writes TensorBoard event files into one folder. Each start of the process adds a file."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events: Any = event_pb2
-        self._summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009  made at run time
+        self._summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009  defined at run time
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_S)
 
@@ -47,10 +47,9 @@ class TensorBoard:
 
 
 class WandB:
-    """One W&B run per run directory, resumed by its id. Team, project, name and mode come from W&B's environment, as in
-    torchtitan. W&B's steps only grow: when the run goes back, steps that are committed again are left out until it is
-    past them. TensorBoard has both, the same to the eye, as they had the same batches.
-    """
+    """Writes one W&B run per run directory, resumed by its id. W&B's environment variables set team, project, name and
+    mode, as in torchtitan. W&B's steps only grow: after the run went back to an older state, steps that are committed
+    again are left out. TensorBoard gets them too; the curves look the same, as the batches were the same."""
 
     def __init__(self, run_dir: Path) -> None:
         import wandb
@@ -67,7 +66,7 @@ class WandB:
         self._step = self._run.starting_step - 1
 
     def write(self, step: int, t: float, scalars: dict[str, float]) -> None:
-        if step >= self._step:  # W&B keeps a step open until the next one
+        if step >= self._step:  # a step can be added to until the next one begins
             self._run.log(scalars, step=step)
             self._step = step
 
@@ -76,8 +75,8 @@ class WandB:
 
 
 class Curves(Outlet):
-    """What torchtitan's `[metrics]` asks for, opened with the first point: step, wall time in seconds, and scalars by
-    tag. A server of W&B may be away, and a disk may be full."""
+    """Writes the curves that torchtitan's `[metrics]` asks for, in a thread, as W&B's server may be away and a disk
+    full. `put` takes (step, wall time in seconds, tag -> value); writers are opened with the first."""
 
     def __init__(self, run_dir: Path, metrics: Mapping[str, Any]) -> None:
         self._run_dir, self._folder = run_dir, run_dir / metrics.get("save_tb_folder", "tb")
@@ -91,9 +90,9 @@ class Curves(Outlet):
                 if name not in self._sinks:
                     self._sinks[name] = TensorBoard(self._folder) if name == "tensorboard" else WandB(self._run_dir)
                 self._sinks[name].write(*thing)
-            except Exception as error:  # noqa: BLE001  a package, a network
+            except Exception as error:  # noqa: BLE001  packages and networks can raise anything
                 print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
-                if self._sinks.pop(name, None) is None:  # it cannot be opened
+                if self._sinks.pop(name, None) is None:  # it could not be opened: do not try again
                     self._asked.remove(name)
 
     def end(self) -> None:
@@ -102,7 +101,7 @@ class Curves(Outlet):
 
 
 def scalars_of(event: dict[str, Any]) -> dict[str, float]:
-    """What is drawn of a validation, or of a commit that is heard of first."""
+    """Return tag -> value of the points for a `validation` event, or for the first `commit` event of a commit."""
     if event["kind"] == "validation":
         return {VALIDATION_LOSS: float(event["loss"])}
     scalars = {tag: float(value) for tag, value in event.get("metrics", {}).items()}

@@ -1,4 +1,4 @@
-"""What each fault cost: how long the run stalled, and how long the hit group was away."""
+"""What each fault cost: how long the run stalled, and how long the groups that it hit were away."""
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
@@ -12,37 +12,38 @@ from everstep.report.lineage import Commit
 UNPROVOKED = "died"
 """Fault name of a death of a group's workers that no injected fault explains."""
 FOLLOWING = 2
-"""Commits after a fault by which its delay is measured."""
+"""Number of commits after a fault over which its delay is measured."""
 
 
 @dataclass(slots=True, eq=False)
 class Fault:
-    """Something that was done to a run, or that befell it."""
+    """An injected fault, or a death that no injected fault explains."""
 
     t: float
-    """Wall time in seconds at which it was done, or for an unprovoked death noticed by the agent."""
+    """Wall time in seconds at which it was injected, or at which the agent noticed the unexplained death."""
     name: str
     groups: tuple[int, ...]
-    """The groups it hit; none when it hit something else (lighthouse, network, disk)."""
+    """The groups that it hit; empty if it hit something else (lighthouse, network, disk)."""
     before: Commit | None
     """The last commit of its session before it."""
     after: list[Commit] = field(default_factory=list)
     """The first FOLLOWING commits of its session after it."""
     back: dict[int, float] = field(default_factory=dict)
-    """By group that it killed, when that took part in a commit again; later kills before it did make it longer."""
+    """Killed group -> wall time of the first commit in which it took part again, possibly after further kills."""
 
     @property
     def kills(self) -> bool:
-        """Whether it takes processes away that the group then has to start again."""
+        """Whether it ends processes that the group then has to start again."""
         return self.name == UNPROVOKED or self.name.startswith("kill")
 
     def costs_s(self, normal_s: float | None) -> tuple[float | None, float | None]:
-        """Its stall and delay in seconds. Stall: from the fault to the next commit, less a normal step. Delay: by how
-        much it made the run later, the largest of the stall and the excess over normal steps of the time from the last
-        commit before the fault to the first and to the second one after it: a stall alone looks small when the fault
-        falls late in a step, or when only the next step notices it.
+        """Return its stall and its delay in seconds; `normal_s` is the duration of a healthy step.
 
-        None when nothing had been committed before, so that nothing could stall, or nothing was committed afterwards.
+        Stall: from the fault to the next commit, less a step. Delay: by how much the fault made the run later: the
+        largest of the stall, of the time from the commit before the fault to the first commit after it less one step,
+        and of that to the second less two steps. A stall alone looks small if the fault falls late in a step, or if
+        only the next step notices it. Both are None if nothing was committed before the fault, so that nothing could
+        stall, or nothing after it.
         """
         if normal_s is None or self.before is None or not self.after:
             return None, None
@@ -52,27 +53,27 @@ class Fault:
 
 
 class Faults:
-    """Follows a run's events: injected faults, and deaths of workers that none of them explains.
+    """Collects injected faults, and deaths of workers that none of them explains.
 
-    A fault explains the deaths of its groups' processes that were running when it struck; one without a target
-    explains all. Processes that ended with exit code 0 did not die.
+    A fault explains the deaths of processes of the groups it hit, if they ran when it struck; a fault without a target
+    explains the deaths of all groups. Processes that ended with exit code 0 did not die.
     """
 
     def __init__(self) -> None:
         self.found: list[Fault] = []
         """In order of time."""
         self._open: list[Fault] = []
-        """Those whose cost is not known yet."""
+        """Faults whose cost is not known yet."""
         self._hit: dict[int | None, float] = {}
         self._up_since: dict[int, float] = {}
         self._dead: set[int] = set()
         self.kills = 0
-        """Injected faults that took processes away."""
+        """Number of injected faults that ended processes."""
         self.deaths = 0
-        """Of a group's workers, for whatever reason."""
+        """Number of deaths of a group's workers, for any reason."""
 
     def take(self, event: dict[str, Any], session: Session) -> None:
-        """Take note of one event of a session, of any kind and rank."""
+        """Process one event of a session, of any kind and rank."""
         group: Any = event.get("group")
         t = event["t"]
         match event["kind"]:
@@ -84,7 +85,7 @@ class Faults:
             case "workers_started":
                 self._up_since[group] = t
                 self._dead.discard(group)
-            case "workers_died" if group not in self._dead:  # each node of a group tells of the same death
+            case "workers_died" if group not in self._dead:  # each node of a group reports the same death
                 self.deaths += 1
                 self._dead.add(group)
                 struck = max(self._hit.get(group, float("-inf")), self._hit.get(None, float("-inf")))
@@ -99,7 +100,7 @@ class Faults:
         self._open.append(fault)
 
     def committed(self, commit: Commit, session: Session) -> None:
-        """Take note of a new commit of a session."""
+        """Process a new commit of a session."""
         for fault in self._open:
             if fault.t >= session.begin and len(fault.after) < FOLLOWING:
                 commit.struck = commit.struck or not fault.after
@@ -111,11 +112,11 @@ class Faults:
 
 
 def normal_step_s(commits: Sequence[Commit], disturbed: Set[int]) -> float | None:
-    """Median duration in seconds of the healthy steps: from one commit to the next that was built on it, with no fault
-    in between, undisturbed, and of as many groups as any of these. Without any healthy one what the groups say that
-    their steps took; None without steps.
+    """Return the median duration in seconds of the healthy steps: those built on the commit before, with no fault in
+    between, not disturbed, and with as many groups as the largest of these. If none is healthy, return the median of
+    the durations that groups report; None if there is no step.
 
-    disturbed: steps with more than one attempt or a heal, or after one.
+    disturbed: Steps with more than one attempt, or with a heal during the step or just before it.
     """
     took_s: dict[int, list[float]] = defaultdict(list)
     for commit in commits:
@@ -126,10 +127,10 @@ def normal_step_s(commits: Sequence[Commit], disturbed: Set[int]) -> float | Non
 
 
 def fault_rows(faults: Sequence[Fault], step_s: float | None) -> list[dict[str, Any]]:
-    """One row per fault and group hit, in order of time.
+    """Return one row per fault and group that it hit, in order of time.
 
-    t (wall time, s), fault, group (None: it hit no group), step (of the next commit, None: none), stall_s, delay_s
-    (None: cannot be measured), rejoin_s (of what killed the group; None: not (yet) back).
+    t (wall time, s), fault, group (None: it hit no group), step (of the next commit; None: there is none), stall_s,
+    delay_s (None: cannot be measured), rejoin_s (None: the group was not killed, or is not back yet).
     """
     rows = []
     for fault in faults:
@@ -142,8 +143,7 @@ def fault_rows(faults: Sequence[Fault], step_s: float | None) -> list[dict[str, 
 
 
 def cost_of_faults(faults: Sequence[Fault], step_s: float | None) -> dict[str, Any]:
-    """Medians and maxima: stalls and delays of all faults, one per fault whatever number of groups it hit; rejoins of
-    kills and deaths, one per group."""
+    """Return medians and maxima: of stalls and delays with one per fault, of rejoins with one per killed group."""
     stalls, delays = zip(*(fault.costs_s(step_s) for fault in faults), strict=True) if faults else ((), ())
     rejoins = [fault.back[group] - fault.t for fault in faults for group in fault.back]
     cost: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The starts of a run, and what each group does in one of them: how it spends its time, and what state it has.
+"""The starts of a run, and each group in one of them: how it spends its time, and which training state it holds.
 
-A group is in one state at every moment from a session's begin to its end; docs/report.md defines them. It alternates
-between attempts, which say how long they took and how they ended, and what lies between them.
+From the begin to the end of a session each group is in exactly one of STATES, which docs/report.md defines. Most events
+say what the time since the group's event before was spent on.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from typing import Any
 from everstep.report.lineage import Commit
 
 STATES = ("productive", "recomputed", "stalled", "healing", "start-up", "restarting", "waiting")
-"""`productive`: what led to a commit, and what follows one. `recomputed`: the share of it that computed slots which
-this group had held before. `stalled`: attempts that did not commit, and what a death cut off. `healing`: receiving a
-state. `start-up`: until a group is first ready in a session. `restarting`: no process that trains, later on.
-`waiting`: for a quorum."""
+"""`productive`: attempts that commit, and what follows a commit. `recomputed`: the share of such an attempt that
+computed slots which this group had held before. `stalled`: attempts that did not commit, and what a death cut off.
+`healing`: receiving a state. `start-up`: until the group is first ready in a session. `restarting`: later times without
+a process that trains. `waiting`: for a quorum."""
 
 
 @dataclass
@@ -22,31 +22,31 @@ class Group:
     """One group in one session, from the events of its rank 0 and its agents in order."""
 
     at: float
-    """Up to when its time is accounted for, wall time in seconds."""
+    """Wall time in seconds up to which its time is accounted for."""
     spent: dict[str, float]
-    """Seconds by state, to which each time that has ended is added."""
+    """State -> seconds. A period is added when it ends."""
     alive: bool = False
-    """Whether a process of it trains."""
+    """Whether one of its processes trains."""
     given_up: str | None = None
-    """Why it is not started again, if it is not."""
+    """Why it was given up; None if it was not."""
     ended: bool = False
     away: str = "start-up"
-    """The state of a group that has no process that trains."""
+    """The state that its time counts as while none of its processes trains."""
     ready_t: float = 0.0
-    """When its newest process was ready."""
+    """Wall time in seconds at which its newest process was ready."""
     step: int = 0
     computed: set[int] = field(default_factory=set)
-    """Slots of that step, by this process."""
+    """Slots of `step` that its newest process computed."""
     dropped: int | None = None
-    """The step in which a slot of it was refused, so that it dropped what it held, like a group that died: what it
-    computes again was not thrown away."""
+    """The newest step in which one of its slots was refused. The group then drops all that it holds, like a group that
+    died, so what it computes again was not thrown away."""
     history: str | None = None
-    """Of the state that it says it has."""
+    """History of the training state that it says it holds."""
     committed: bool = False
-    """Whether it committed that itself."""
+    """Whether it committed that state itself, instead of loading or receiving it."""
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take note of one event of it, of any kind."""
+        """Process one of its events, of any kind."""
         t = event["t"]
         match event["kind"]:
             case "worker_ready":
@@ -89,14 +89,14 @@ class Group:
                 self.given_up = event.get("reason", "") if event.get("status") == "failed" else None
 
     def lose(self, t: float, before: float) -> None:
-        """The others went on from their step of `before` to that of `t` without it: its host may be gone, and then
-        nobody says so. One that was started meanwhile is not lost."""
+        """Mark the group as gone, because the others committed at `t` without it, after a commit at `before` with it:
+        if its host is gone, no event says so. A group that was started again since `before` is not gone."""
         if self.alive and self.ready_t < before:
             self._until(t, "stalled")
             self.alive = False
 
     def close(self, end: float) -> None:
-        """The session ends: a group that is down by then, and that nobody has ended, is away until then."""
+        """Account for the time until `end` if the group is down and has not ended for good."""
         if not self.alive and not self.ended:
             self._until(end, self.away)
 
@@ -105,7 +105,7 @@ class Group:
             self.history, self.committed = history, False
 
     def _until(self, t: float, state: str) -> None:
-        """What has not been accounted for up to `t` was `state`."""
+        """Add the time that is not accounted for, up to `t`, to a state."""
         if t > self.at:
             self.spent[state] += t - self.at
             self.at = t
@@ -123,21 +123,21 @@ class Session:
     """Wall time in seconds of its first event."""
     last: float
     nominal: int = 0
-    """Groups, as its start says."""
+    """Number of groups with which it started."""
     scaled_to: int = 0
-    """Groups that were asked for since; 0: it was not scaled."""
+    """Number of groups that `everstep scale` asked for last; 0 if it was not scaled."""
     ending: Mapping[str, Any] | None = None
-    """Its `run_ended`; None while it goes, and if nobody was left to write one."""
+    """Its `run_ended` event. None while it goes, and if its supervisor was killed."""
     trains: float | None = None
-    """The first training_started; None: it never began."""
+    """Wall time in seconds of the first `training_started`; None if training never began."""
     done: float | None = None
     ends: dict[int, str] = field(default_factory=dict)
-    """By group, how it ended since the newest commit."""
+    """Group id -> how it ended (one of ENDS), if that was after the newest commit."""
     commits: list[Commit] = field(default_factory=list)
-    """In order of time."""
+    """Commits in order of time."""
     groups: dict[int, Group] = field(default_factory=dict)
     schedules: dict[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    """By group and rank: the newest `attention_schedule`."""
+    """(group id, rank) -> its newest `attention_schedule` event."""
 
     @property
     def end(self) -> float:
@@ -149,7 +149,7 @@ class Session:
 
     @property
     def training_s(self) -> float:
-        """From the first training_started to the last training_done, or else to the end."""
+        """Seconds from the first `training_started` to the last `training_done`, or else to the end."""
         if self.trains is None:
             return 0.0
         return max(0.0, (self.end if self.done is None else self.done) - self.trains)

@@ -1,10 +1,10 @@
-"""What is told of a run while it goes: its page, a Prometheus endpoint, TensorBoard, W&B and a webhook.
+"""Shows a run while it goes: its page, a Prometheus endpoint, TensorBoard, W&B and a webhook.
 
     python -m everstep.report.live RUN_DIR
 
-is the one process that makes and serves all of it from the run's events. It is started by whoever is there for the
-whole run: the launcher, or on a cluster the lighthouse's job, which says on its stdin what is wanted. No trainer is
-asked, and none waits for it.
+is the one process that makes and serves all of these, from the run's events alone. A process that exists for the whole
+run starts it and writes the settings to its stdin: the launcher, or on Slurm the lighthouse's job. Trainers neither
+serve this process nor wait for it.
 """
 
 import contextlib
@@ -26,27 +26,28 @@ from everstep.run import typed
 
 LOOK_S = 2.0
 CLOSE_S = 20.0
-"""How long the last writing of the page may take."""
+"""Seconds that the process has at the end for its last writes."""
 PAUSE_S, POLL_S = 2.0, 0.5
 SHARE = 0.5
-"""Of one core that writing the page again and again may take."""
+"""Largest share of one core that rewriting the page may take."""
 NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 TYPES = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
 
 
 class Teller:
-    """Tells of a run from when it is made; `close` has what is left written. The process ends with this one; if it dies
-    before, `keep` starts it again. The sockets are opened here, so that their addresses stay when it is. A port that is
-    taken costs the run its figures and nothing else.
+    """Keeps the process of this module running, from construction to `close`.
+
+    The process ends with this one. If it dies earlier, `keep` starts it again; the sockets are opened here, so that
+    their addresses stay the same. If the port of the figures is taken, the run goes on without them.
 
     Args:
-        host: where to serve figures for Prometheus.
-        ft: the run's section, with their port and the address of a webhook.
-        metrics: torchtitan's section, with the curves.
-        page: whether to write and serve the page, on loopback.
+        host: Address at which to serve figures for Prometheus.
+        ft: The run's [fault_tolerance] section, with the port of the figures and the webhook's address.
+        metrics: torchtitan's [metrics] section, which says which curves are written.
+        page: Whether to write the page, and to serve it on loopback.
 
     Attributes:
-        address: of the page; "" without one.
+        address: URL of the page; "" without one.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class Teller:
             pass_fds=[one.fileno() for one in self._sockets.values()],
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended by now
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; `keep` will see it
             process.stdin.write(json.dumps(self._asked).encode() + b"\n")
             process.stdin.flush()
         return process
 
     def keep(self) -> None:
-        """To be called now and then. Raises OSError if there is no room for a process."""
+        """Restart the process if it has ended; looks every LOOK_S at most. Raises OSError if it cannot be started."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if self._process.poll() is None:
@@ -105,15 +106,15 @@ class Teller:
 def tell(
     run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int], told: float = 0.0
 ) -> None:
-    """Tell of a run, as its config asks for, until stdin ends.
+    """Show a run, as its config asks, until stdin ends.
 
-    Events are read once. Curves begin with the run's newest start, as those of earlier ones are drawn already; on a
-    cluster with its first step, as it goes on while nobody tells of it. The last page is made of the logs as they are
-    then, in order of time, as those of other nodes may have been seen late.
+    Events are read once. Curves begin with the run's newest start, as those of earlier starts are drawn already; on
+    Slurm with its first step, as the run goes on while this process is away. The last page is made from the logs read
+    anew in order of time, as events of other nodes may have been seen late.
 
     Args:
-        fds: the listening sockets of "page" and "metrics", if they are wanted.
-        told: up to which wall time in seconds the webhook was told of what began.
+        fds: "page" and "metrics" -> file descriptor of the listening socket, if it is wanted.
+        told: Wall time in seconds up to which the webhook has been told of new troubles.
     """
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
@@ -133,14 +134,14 @@ def tell(
                 hook.put(f"{run_dir.resolve().name}: {sentence}")
 
     def write(account: Account | None) -> None:
-        """Write the page as of this account, or of the logs as they are now."""
+        """Write the page of this account; None: of the logs as they are now."""
         try:
             if "page" in fds and now.counts:
                 served["page"], figures = report_of(run_dir, account=account)
                 write_pages(run_dir, served["page"], figures)
-        except LaunchError as error:  # somebody has removed it
+        except LaunchError as error:  # the run directory was removed
             print(f"everstep: no page: {error}", flush=True)
-        except OSError as error:  # a full disk, which takes no event either
+        except OSError as error:  # a full disk, to which no event can be written either
             sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)
             say(sentences)
@@ -159,7 +160,7 @@ def tell(
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event)))
-        if first:  # what was over when this process began is not told
+        if first:  # troubles that were over before this process began are not told
             said = [one.sentence for one in now.troubles.now.values() if one.event["t"] > told]
         say(said)
         first = False
@@ -170,7 +171,7 @@ def tell(
             write(now)
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
-    # The last page comes last: after a long run it takes longer than anybody waits.
+    # The last page comes last: after a long run it takes longer than CLOSE_S.
     if hook is not None:
         hook.close()
     curves.close()

@@ -1,4 +1,4 @@
-"""A run's figures for Prometheus, of what its events say: docs/monitoring.md lists them."""
+"""A run's figures for Prometheus, computed from its events. docs/monitoring.md lists them."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ from everstep.run.event_fields import NEEDED
 
 
 def text(now: Account, min_groups: int) -> bytes:
-    """As Prometheus reads them. Counters go on where they were when whoever follows is started again, as the log is
-    read from its beginning."""
+    """Return the figures in Prometheus's text format. Counters do not fall back to 0 when the process that serves them
+    is started again, as it reads the log from its beginning."""
     registry: Any = SimpleNamespace(collect=lambda: figures(now, min_groups))
     return generate_latest(registry)
 
 
 def figures(now: Account, min_groups: int) -> Iterator[Metric]:
-    """The figures of a run, by their families."""
+    """Yield the figures of a run, one metric family each."""
     checked, protection = checks(now), now.protection
     newest, going = now.newest, now.current.groups.values()
     coverage = (checked["attention_coverage"] or "").partition(" ")[0]
@@ -59,7 +59,7 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
         for state, value in spent.items():
             seconds.add_metric((str(group), state), value)
     events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
-    for kind in sorted({*NEEDED, *ROWS}):  # from 0 on: the first of a kind is an increase
+    for kind in sorted({*NEEDED, *ROWS}):  # listed at 0, so that the first one is an increase
         events.add_metric((kind,), now.counts[kind])
     findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
     for action in ACTIONS:

@@ -1,4 +1,4 @@
-"""Tells a webhook of each trouble when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
+"""Posts each trouble to a webhook when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
 
 import contextlib
 import json
@@ -11,14 +11,14 @@ from typing import Any
 TIMEOUT_S = 5.0
 TRIES = 2
 WAITING = 20
-"""Texts that may wait for a webhook that is slow; of more the newest are said on the console alone."""
+"""Texts that may wait for a slow webhook. If the queue is full, newer ones are only printed on the console."""
 CLOSE_S = 8.0
-"""How long the end of the run waits for what is left."""
+"""Seconds for which the end of the run waits until the queue is empty."""
 
 
 class Outlet:
-    """Gives things to what may be slow or away, one after the other in a thread of its own, so that neither the run nor
-    its page waits. `most`: how many may wait; 0: any number."""
+    """Hands things one by one to a receiver that may be slow or away. It does so in its own thread, so that neither the
+    run nor its page waits. `most`: longest queue; 0: unbounded."""
 
     def __init__(self, most: int = 0) -> None:
         self._things: queue.Queue[Any] = queue.Queue(most)
@@ -27,24 +27,24 @@ class Outlet:
         self._thread.start()
 
     def give(self, thing: Any) -> None:
-        """Give one thing, or say why not."""
+        """Hand over one thing, or call `lose`."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """After the last one."""
+        """Called in the thread after the last thing."""
 
     def put(self, thing: object) -> None:
-        """Have it given, or say that there was no room for it."""
+        """Queue a thing. If the queue is full, the thing is lost."""
         try:
             self._things.put_nowait(thing)
         except queue.Full:
             self.lose(thing, "it is too slow")
 
     def lose(self, thing: Any, reason: str) -> None:
-        """Say why a thing is not given."""
+        """Called for a thing that is not handed over, with the reason."""
 
     def close(self) -> None:
-        """Give what is left, for CLOSE_S at most."""
+        """Hand over what is left in the queue, for CLOSE_S at most."""
         until = time.monotonic() + CLOSE_S
         with contextlib.suppress(queue.Full):
             self._things.put(None, timeout=CLOSE_S / 2)
@@ -61,7 +61,7 @@ class Outlet:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """An answer that sends us elsewhere is an error: the address is a secret, and only its owner's."""
+    """Makes a redirect an error: the address is a secret, meant for that server alone."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
@@ -82,7 +82,7 @@ class Webhook(Outlet):
                 request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
                 with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
                     return
-            except Exception as error:  # noqa: BLE001  whatever an address and a network can give
+            except Exception as error:  # noqa: BLE001  a bad address, a network: anything
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
         self.lose(thing, reason)
 

@@ -1,4 +1,4 @@
-"""report.html: one file that shows what a run did and what its faults cost, for a browser, without a network."""
+"""Writes report.html: one file that shows in a browser what a run did and what its faults cost. It needs no network."""
 
 import functools
 import json
@@ -18,23 +18,23 @@ from everstep.report.score import KEPT, account_of, figures_of, lines_of, verdic
 from everstep.run.files import write_whole
 
 RELOAD_MS = 2500
-"""How often the page of a run that goes on is loaded again, unless somebody points at a curve."""
+"""Milliseconds between two reloads of a live run's page. It is not reloaded while the pointer is on a curve."""
 MOST_POINTS = 1500
-"""Of a curve, few enough for a browser."""
+"""Largest number of points in a curve, few enough for a browser."""
 
 Points = list[tuple[int, float | None]]
-"""(step, value); None for a value that is not finite."""
+"""(step, value) pairs; the value is None if it is not finite."""
 
 
 def write_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
-    """Write RUN_DIR/report.html and report.json; the figures of the latter. See `report_of`."""
+    """Write RUN_DIR/report.html and report.json, and return the figures of report.json. See `report_of`."""
     page, figures = report_of(run_dir, against)
     write_pages(run_dir, page, figures)
     return figures
 
 
 def write_pages(run_dir: Path, page: bytes, figures: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+    """Write a page and its figures into the run directory. Raises OSError."""
     write_whole(run_dir / "report.html", page)
     write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
 
@@ -42,11 +42,11 @@ def write_pages(run_dir: Path, page: bytes, figures: Mapping[str, Any]) -> None:
 def report_of(
     run_dir: Path, against: Path | None = None, account: Account | None = None
 ) -> tuple[bytes, dict[str, Any]]:
-    """A run's page and its figures. The page of a run that goes on loads itself again.
+    """Return a run's page and its figures. The page of a live run reloads itself.
 
-    against: the directory of another run of the same config, drawn beneath this one's curves, its figures beside this
-    one's. account: what the run's events say, if they were read. Raises LaunchError when a directory holds no event
-    log.
+    against: Directory of another run of the same config, drawn beneath this run's curves, its figures beside this
+    run's. account: The account of `run_dir`, if its events have been read. Raises LaunchError if a directory holds no
+    event log.
     """
     as_of = time.time()
     account = account_of(run_dir) if account is None else account
@@ -84,13 +84,13 @@ def _template() -> jinja2.Template:
 
 
 def clock(t: float) -> str:
-    """A wall time in this machine's zone: 2026-01-31 12:00:05."""
+    """Format a wall time in this machine's time zone: 2026-01-31 12:00:05."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
 def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
-    """By name, each curve of a run's final state that has points. Seconds a step and tokens per second go from one
-    commit to the next, so they have none for a step before which the run was down or went back."""
+    """Return name -> points of each curve of a run's final state that has points. Seconds a step and tokens per second
+    are measured from one commit to the next, so a step has none if the run was down or went back before it."""
     found: dict[str, dict[int, float]] = {
         name: {} for name in ("loss", "tokens per second", "MFU, %", "seconds a step", "gradient norm", "learning rate")
     }
@@ -112,7 +112,7 @@ def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[st
 
 
 def thinned(points: Mapping[int, float]) -> Points:
-    """At most MOST_POINTS points: of each stretch of steps its lowest and its highest, in order."""
+    """Return at most MOST_POINTS points in order: of each stretch of steps, its lowest and its highest."""
     steps = sorted(points)
     if len(steps) > MOST_POINTS:
         size = -(-2 * len(steps) // MOST_POINTS)

@@ -1,32 +1,32 @@
-"""Which snapshot is coded, how old it is and what it survives: from events, for `everstep status` and the metrics."""
+"""Which snapshot is coded, how old it is and what it survives, from events; for `everstep status` and the metrics."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 NAMED = 8
-"""Hosts that a line names; the others are counted."""
+"""Number of hosts that a line names; the others are counted."""
 
 
 @dataclass
 class Protection:
-    """Follows the events of a run."""
+    """Collects the protection of the newest snapshot from a run's events."""
 
     step: int = 0
-    """Of the newest snapshot that is coded in all its members; 0: none is."""
+    """Step of the newest snapshot that is coded in all its members; 0 if none is."""
     survives: int = 0
-    """How many of the hosts that hold it may be lost at once, the exposed ones aside."""
+    """Number of hosts holding it that may be lost at once, not counting the exposed ones."""
     _failed: bool = False
-    """Whether a snapshot was not taken or not coded in this start of the run."""
+    """Whether a snapshot failed, or was not coded, in this start of the run."""
     committed: int = 0
-    """The highest step that was committed in this start."""
+    """The highest step that was committed in this start of the run."""
     _members: tuple[int, ...] = ()
     _exposed: tuple[int, ...] = ()
     _hosts: dict[int, str] = field(default_factory=dict)
-    """By group, of the keepers that were found."""
+    """Group id -> host of its keeper."""
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take note of one event, of any kind and rank."""
+        """Process one event, of any kind and rank."""
         group, step = event.get("group"), event.get("step") or 0
         match event["kind"]:
             case "snapshot_failed" | "snapshot_unprotected":
@@ -45,7 +45,7 @@ class Protection:
         return max(0, self.committed - self.step)
 
     def line(self) -> str:
-        """For people; empty as long as nothing is known of snapshots. Why one is not coded is a trouble."""
+        """Describe the newest coded snapshot; "" if no event tells of any. Troubles say why one is not coded."""
         if not self.step:
             return "UNPROTECTED: no snapshot is coded" if self._failed else ""
         found = f"protected: step {self.step:,}, {self.age_steps} steps old, survives "

@@ -1,7 +1,4 @@
-"""The score of a run: every figure of report.json, computed from its events.
-
-docs/report.md defines each field. A run that is still going can be scored too.
-"""
+"""Computes every figure of report.json from the events of a run, ended or live. docs/report.md defines each field."""
 
 import math
 from collections import Counter
@@ -18,30 +15,30 @@ from everstep.run.directory import require_events
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
-"""Largest difference of a loss to the other run's that `verdict` accepts: sums in another order stay far
-below it, a missing or repeated batch does not."""
+"""Largest difference between the losses of two runs that `verdict` accepts. Sums in another order stay far below it, a
+missing or repeated batch does not."""
 ACTIONS = ("corrected", "recomputed", "refused")
-"""What the attention check can do about what it finds."""
+"""What the attention check can do about a finding."""
 KEPT = "Every step happened with its whole batch, exactly once."
 
 
 def account_of(run_dir: Path) -> Account:
-    """What the events of a run say. Raises LaunchError when `run_dir` has no event log."""
+    """Read a run's events into an account. Raises LaunchError if `run_dir` holds no event log."""
     require_events(run_dir)
     return read(read_events(run_dir))
 
 
 def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
-    """report.json of a run, one flat object. Figures that the events cannot tell are None.
+    """Compute report.json of a run, one flat dict. A figure that the events cannot tell is None.
 
-    against: the directory of another run of the same config, to compare the losses with. Raises
-    LaunchError when a directory holds no event log.
+    against: Directory of another run of the same config, to compare the losses with. Raises LaunchError if a directory
+    holds no event log.
     """
     return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
 
 
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
-    """report.json of an account, its losses compared with those of another one."""
+    """Compute report.json from an account. Its losses are compared with those of `other`."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
     step_s, times = normal_step_s(commits, account.attempts.disturbed), account.times()
     steps = {commit.step for commit in final}
@@ -88,16 +85,17 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
 
 
 def groups_mean(commits: Iterable[Commit]) -> float | None:
-    """Groups that took part in a commit, weighted by the time since the commit that it was built on; without one by the
-    step's own duration."""
+    """Return the mean number of groups in a commit, weighted by the time since the parent commit, or by the duration
+    that the step reports if that is unknown."""
     weights = [(commit.gap_s or commit.took_s or 0.0, len(commit.groups)) for commit in commits]
     total_s = sum(gap_s for gap_s, _ in weights)
     return sum(gap_s * count for gap_s, count in weights) / total_s if total_s else None
 
 
 def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
-    """`samples` that some group computed in the steps of the final state, `samples_lost` and `samples_repeated` there,
-    and `slots_skipped` as poison. While the samples of a step are not known, a slot counts as one."""
+    """Count the samples in the steps of the final state: `samples` that a group computed, `samples_lost` that are
+    missing, `samples_repeated` that are in a step more than once. `slots_skipped` counts slots left out as poison. If
+    the number of samples in a step is unknown, a slot counts as one."""
     counts = dict.fromkeys(("slots_skipped", "samples", "samples_lost", "samples_repeated"), 0.0)
     poison: dict[int, set[int]] = {}
     for step, slot in account.named["slot_skipped"]:
@@ -116,12 +114,13 @@ def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
 def productivity(
     account: Account, final: Sequence[Commit], step_s: float | None, by_group: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """The three numbers by which runs that fail are compared, and where the rest of the time went: `ettr` (A. Kokolis
-    and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024), `goodput`, `badput` by
-    cause (Google's ml-goodput-measurement), and `throughput_kept`, the step rate over that without failures. All are
-    between 0 and 1, or None where the events cannot tell.
+    """Compute the figures by which runs with failures are compared, and where the remaining time went.
 
-    step_s: a healthy step's. by_group: seconds of each group in each state.
+    `ettr`: A. Kokolis and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024.
+    `goodput`, and `badput` by cause: Google's ml-goodput-measurement. `throughput_kept`: the step rate over that
+    without failures. All are between 0 and 1, or None if the events cannot tell.
+
+    step_s: Duration of a healthy step. by_group: Group id -> state -> seconds in that state.
     """
     commits, wall_s = len(account.lineage.commits), sum(session.wall_s for session in account.sessions)
     training_s = sum(session.training_s for session in account.sessions)
@@ -146,10 +145,10 @@ def _share(part: float | None, whole: float) -> float | None:
 
 
 def exchanged(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of semi-synchronous training, from its commits: `inner_steps` of a round, `payload_bytes`, what one rank gave
-    into sums over the groups for each of them, the median over the rounds, `payload_share`, how much that is of one sum
-    of its gradients, as each step of synchronous training makes, and `kept_bytes`, what all ranks together copied of
-    workers' own states for each inner step. None for synchronous training."""
+    """Compute what semi-synchronous training sends, from its commits: the `inner_steps` of a round; `payload_bytes`,
+    what one rank gives into sums over the groups per inner step, the median over the rounds; `payload_share`, that over
+    one sum of its gradients, as each step of synchronous training makes; and `kept_bytes`, what all ranks together copy
+    of workers' own states per inner step. All are None for synchronous training."""
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
     payload = median(one["payload_bytes"] / one["inner_steps"] for one in rounds)
@@ -164,8 +163,8 @@ def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
 
 
 def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
-    """How far apart two loss curves are: loss_delta_max over the loss_delta_steps that both have, and
-    loss_delta_undefined, in how many of those only one loss is finite or the two are not alike."""
+    """Compare two curves, each step -> loss. `loss_delta_max`: largest difference over the `loss_delta_steps` that both
+    have. `loss_delta_undefined`: in how many of these only one loss is finite, or both are not and differ."""
     pairs = [(mine[step], theirs[step]) for step in mine.keys() & theirs.keys()]
     finite = [abs(a - b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     alike = [a for a, b in pairs if repr(a) == repr(b) and not math.isfinite(a)]
@@ -177,8 +176,8 @@ def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, An
 
 
 def checks(account: Account) -> dict[str, Any]:
-    """Of report.json: what the checks found, what became of refusals, and what is checked: of the rank for which that
-    costs the most, and of the one for which it leaves the most."""
+    """Return report.json's fields on the attention check: findings, what became of refused slots, and what is checked.
+    Overhead is that of the rank for which the check costs the most, rate that of the rank that checks the least."""
     plans = [*account.current.schedules.values()]
     known = {name: [plan[name] for plan in plans if plan.get(name) is not None] for name in ("overhead", "rate")}
     return {f"findings_{action}": account.findings[action] for action in ACTIONS} | {
@@ -192,7 +191,7 @@ def checks(account: Account) -> dict[str, Any]:
 
 
 def covered(figures: Mapping[str, Any]) -> str:
-    """What is checked, what that costs and leaves, of `checks`; empty where nothing is."""
+    """Describe what the attention check covers and costs, from the fields of `checks`; "" if nothing is checked."""
     if figures["attention_coverage"] is None:
         return ""
     words = [f"{figures['attention_coverage']} parts checked"]
@@ -204,7 +203,7 @@ def covered(figures: Mapping[str, Any]) -> str:
 
 
 def judged(figures: Mapping[str, Any]) -> str:
-    """What became of refusals, of `checks`; empty where there was nothing to judge."""
+    """Describe what became of refused slots, from the fields of `checks`; "" if there were none."""
     counts = (
         ("ranks_unfit", "rank", "sent away as unfit"),
         ("slots_accepted", "slot", "accepted with findings"),
@@ -214,9 +213,9 @@ def judged(figures: Mapping[str, Any]) -> str:
 
 
 def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
-    """What breaks the promise, one sentence each, from the figures of `score`. Empty: it was kept.
+    """Return a sentence for each way in which a run with these figures of `score` broke the promise; [] if it kept it.
 
-    may_stop: a run that was stopped cleanly need not have reached its last step.
+    may_stop: Whether a run that was stopped cleanly may end before its last step.
     """
     f = figures
     ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
@@ -240,12 +239,12 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """The figures of `score` for a terminal: some lines of plain text, then what `verdict` says."""
+    """Format the figures of `score` for a terminal: a table in plain text, then the sentences of `verdict`, or KEPT."""
     return "\n".join([_table(lines_of(figures)), *(verdict(figures) or [KEPT])])
 
 
 def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a person reads of the figures, on the terminal and on the page: a word and a sentence each."""
+    """Return the figures as people read them on the terminal and on the page: pairs of a word and a sentence."""
     f = figures
     faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
     asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
@@ -289,13 +288,13 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
-    """For a run without fault tolerance, whose steps and losses are torchtitan's to tell."""
+    """Format the summary of a run without fault tolerance. Only torchtitan's own log has its steps and losses."""
     log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance torchtitan alone tells of them"
     return _table([*_ending(figures), ("steps", log)])
 
 
 def _ending(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """How the run ended, and what was wrong then."""
+    """Return lines on how the run ended, and which troubles it had then."""
     reason = f" ({figures['reason']})" if figures["reason"] else ""
     ending = ("run", f"{figures['status']}{reason} after {duration(figures['wall_s'])}")
     return [ending, *(("wrong", sentence) for sentence in figures["troubles"])]
@@ -312,7 +311,7 @@ def _spread(figures: dict[str, Any], name: str) -> str:
 
 
 def duration(value: float | None) -> str:
-    """Seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
+    """Format seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
     if value is None:
         return "unknown"
     for size, unit in ((86400, "d"), (3600, "h")):
@@ -326,5 +325,5 @@ def _number(value: float | None, form: str = ".2f") -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 step, 2 steps."""
+    """Format a count with its noun: 1 step, 2 steps."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,7 +1,7 @@
 """A small HTTP server for the page of a run and for its figures.
 
-It takes MOST_CONNECTIONS at once, none for longer than CONNECTION_S. A request is answered only under a name of this
-machine, so that a web page that resolves its own name to this address (DNS rebinding) reads nothing.
+It takes MOST_CONNECTIONS at once, and ends each after CONNECTION_S. It answers only requests whose Host header names
+this machine, so a web page that points its own domain at this address (DNS rebinding) can read nothing.
 """
 
 import ipaddress
@@ -17,7 +17,8 @@ CONNECTION_S = 10.0
 
 
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
-    """Serve one document of a content type under some paths on a listening socket, as long as this process lives."""
+    """Serve one document under some paths from a thread, on a listening socket, as long as this process lives. `kind`:
+    its content type. `document` is called for each request."""
     host = listening.getsockname()[0]
 
     class Handler(BaseHTTPRequestHandler):
@@ -44,8 +45,8 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
 
 
 def is_ours(host: str) -> bool:
-    """Whether a Host header names this machine: an address, `localhost`, or its own name, with any port or none. The
-    thread of this connection alone waits for a server of names that does not answer."""
+    """Whether a Host header names this machine: an address, `localhost` or its own name, with or without a port. A name
+    server that does not answer holds up only the thread of this connection."""
     name = host.strip().lower()
     name = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
     try:
@@ -56,13 +57,13 @@ def is_ours(host: str) -> bool:
 
 
 class Bounded(ThreadingHTTPServer):
-    """A server with few connections, each of which ends in time."""
+    """A server with a bounded number of connections, each of bounded duration."""
 
     daemon_threads = True
 
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
         self._open: dict[Any, float] = {}
-        """Connections, and when each has to end, on the monotonic clock."""
+        """Connection -> when it has to end, in seconds of the monotonic clock."""
         super().__init__(listening.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
@@ -74,7 +75,7 @@ class Bounded(ThreadingHTTPServer):
         return True
 
     def service_actions(self) -> None:
-        """End the connections that took too long, however slowly they still send."""
+        """End the connections that are over their time, even those that still send slowly."""
         for request, until in list(self._open.items()):
             if time.monotonic() > until:
                 try:
@@ -87,4 +88,4 @@ class Bounded(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that went away is nobody's business."""
+        """Ignore errors: a client that disconnects is no problem of the run."""

@@ -1,7 +1,7 @@
-"""Which guarantees of a run are degraded now: for each one sentence with its cause, and what to do.
+"""Which guarantees of a run do not hold now: one sentence for each, with its cause and what to do.
 
-The console, `everstep status`, the page, Prometheus and the webhook take them from here. Most follow from one event
-(`ROWS`); the others from several: clocks that differ, snapshots that are skipped again and again, hosts
+The console, `everstep status`, the page, Prometheus and the webhook take the sentences from here. Most follow from one
+event (`ROWS`). The others follow from several: clocks that differ, snapshots that are skipped again and again, hosts
 that a snapshot no longer survives, data that ended.
 """
 
@@ -18,34 +18,34 @@ GUARANTEES = (
     "run", "group", "lighthouse", "reach", "snapshots", "hosts", "workers", "checkpoint", "machine", "arithmetic",
     "finite", "data", "pace", "clock",
 )  # fmt: skip
-"""What may be degraded; docs/monitoring.md says what each means."""
+"""The guarantees that may not hold; docs/monitoring.md says what each means."""
 
 MOST = 50
-"""Troubles that are told at once; of more the oldest are forgotten."""
+"""Largest number of troubles held at once. If there are more, the oldest are forgotten."""
 GRACE_S = 5.0
-"""What was to be tried again and failed again has said so by then."""
+"""Seconds after an announced retry by which its failure would have been reported."""
 QUORUM_S = 5.0
-"""A quorum that takes longer, asked for once or several times, is told; shorter ones are the price of a death."""
+"""Seconds without a quorum, over one or several requests, before that is a trouble. A death causes shorter waits."""
 SKIPPED = 10
-"""Snapshots that were due and not taken, one after the other, before that is told."""
+"""Number of due snapshots skipped in a row before that is a trouble."""
 CLOCKS_S = 60.0
-"""By how much dates of one commit may differ."""
+"""Seconds by which the groups' dates of one commit may differ."""
 LONGEST = 600
-"""Characters of a sentence: a reason may quote a whole message of somebody else's."""
+"""Largest number of characters in a sentence: a reason may quote a long message of another program."""
 
 AWAY = ("workers_died", "workers_started", "agent_ended")
-"""Kinds of events of which the processes of a group that had something to tell are gone."""
+"""Kinds of events after which the processes of the group that reported a trouble are gone."""
 NO_MEMORY = (
     "MemoryError", "out of memory", "control group was used", "can't allocate memory", "Cannot allocate memory",
     "bad_alloc",
 )  # fmt: skip
-"""Words of Python, devices, the kernel, PyTorch's CPU allocator and C++ for memory that is used up."""
+"""Words by which Python, devices, the kernel, PyTorch's CPU allocator and C++ say that memory is used up."""
 EVERY_RANK = frozenset(("unfit", "not_finite", "snapshot_failed"))
-"""Kinds of events that a rank tells for itself; of others rank 0 speaks for its group."""
+"""Kinds of events that each rank reports for itself. Of other kinds only rank 0's events count."""
 
 
 class Fields(dict):
-    """Of an event, which need not have all that its kind may have."""
+    """The fields of an event for `str.format_map`; a field that it lacks shows as "?"."""
 
     def __missing__(self, name: str) -> "Fields":
         return self
@@ -56,8 +56,8 @@ class Fields(dict):
 
 @dataclass(frozen=True)
 class Row:
-    """What an event says to be degraded from now on. `sentence` and `who` are formats of the event's fields and of
-    those of `_fields`."""
+    """How events of one kind become a trouble. `sentence` and `who` are formats of the event's fields and of those of
+    `_fields`; events for which `when` is true begin it, and events of a kind in `ends` end it."""
 
     guarantee: str
     sentence: str
@@ -65,7 +65,7 @@ class Row:
     who: str = ""
     when: Callable[[Mapping[str, Any]], bool] = lambda event: True
     once: bool = False
-    """Whether it is told when it begins alone, and not each time that a group says so again in other words."""
+    """Whether only its beginning is announced, and not each event that reports it again in other words."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Trouble:
 
     row: Row
     who: str
-    """The group, or what else it is of; "" for the whole run."""
+    """The group, or what else it concerns; "" for the whole run."""
     sentence: str
     event: Mapping[str, Any]
-    """From which it follows."""
+    """The event that began it."""
 
     def is_ended_by(self, event: Mapping[str, Any]) -> bool:
-        """Whether it is over with a later event, or was to be told again by then if it were not."""
+        """Whether a later event ends it. A shortage ends as well if its retry is over and has reported no new one."""
         begin = self.event
         if begin["kind"] == "resource_shortage" and event["t"] > begin["t"] + begin["again_s"] + GRACE_S:
             return True
@@ -189,7 +189,7 @@ ROWS: dict[str, Row] = {
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
         once=True,
     ),
-    "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # which says what to do
+    "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # the reason says what to do
     "slot_wrong": Row(
         "arithmetic",
         "Group {names} computed other bits of slot {slot} of step {step} than two others, whose bits the step has. If "
@@ -217,7 +217,7 @@ ROWS: dict[str, Row] = {
         "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
         who="{step}.{slot}",
     ),
-    # What only several events together say: by the fields that `Troubles._added` adds, and what the account makes.
+    # These follow from several events: by fields that `Troubles._added` adds, or as events that the account makes.
     "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
     "data_ended": Row(
         "data",
@@ -250,11 +250,11 @@ ROWS: dict[str, Row] = {
         once=True,
     ),
 }  # fmt: skip
-"""By kind of event."""
+"""Kind of event -> how it becomes a trouble."""
 
 
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
-    """What one event says to be degraded from now on; None for other events, and for ranks that repeat it."""
+    """Return the trouble that an event begins; None for other events, and for ranks that repeat what rank 0 reports."""
     row = ROWS.get(event["kind"])
     if row is None or not row.when(event) or (event.get("rank") and event["kind"] not in EVERY_RANK):
         return None
@@ -263,7 +263,7 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
 
 
 def _fields(event: Mapping[str, Any]) -> Fields:
-    """The fields of an event, and what sentences say of them."""
+    """Return the fields of an event, and the phrases that sentences build from them."""
     cause = str(event.get("reason") or "for a reason that was not told").rstrip(". ")
     group, coded = event.get("group"), event.get("coded_step")
     whose = "" if group is None else f"group {group}: "
@@ -289,22 +289,22 @@ def _fields(event: Mapping[str, Any]) -> Fields:
 
 @dataclass
 class Troubles:
-    """Follows the events of a run, of all ranks."""
+    """Collects the troubles of a run that hold now, from the events of all ranks."""
 
     now: dict[tuple[str, str], Trouble] = field(default_factory=dict)
-    """By guarantee and who."""
+    """(guarantee, who) -> the trouble."""
     _death: Mapping[str, Any] = field(default_factory=dict)
-    """The newest death of workers that had an error, in this start."""
+    """The newest `workers_died` event with an error, in this start of the run."""
     _skipped: Counter[int | None] = field(default_factory=Counter)
-    """By group, snapshots that were due and not taken since one was coded."""
+    """Group id -> due snapshots that it skipped since one was coded."""
     _waited_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """By group, for the quorum that it does not get."""
+    """Group id -> seconds for which it has waited for a quorum and got none."""
     _survived: int = 0
-    """The most hosts that a snapshot of this start could lose."""
+    """Largest number of hosts that any snapshot of this start could lose."""
 
     def take(self, event: Mapping[str, Any]) -> list[str]:
-        """Take note of one event, of any kind, or of what an account of the run makes of several; the sentences that
-        are new with it."""
+        """Process one event, of any kind, or one that the account makes of several. Return the sentences that are
+        new."""
         told = dict(self.now)
         self.now = {key: one for key, one in told.items() if not one.is_ended_by(event)}
         if event["kind"] == "run_ended" and event.get("status") != "failed":
@@ -322,7 +322,7 @@ class Troubles:
         return [] if before is not None and (found.row.once or before.sentence == found.sentence) else [found.sentence]
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """What the troubles before an event add to what it says."""
+        """Remember what later events need of this one. Return the fields that earlier events add to it."""
         match event["kind"]:
             case "workers_died" if event.get("error"):
                 self._death = event
@@ -346,7 +346,7 @@ class Troubles:
         return {}
 
     def _last_error(self, reason: str) -> str:
-        """What a sentence on the end of a run says of the newest error of a worker."""
+        """Return what the sentence on a failed run says of the newest error of a worker."""
         if not self._death:
             return ""
         rank = next(iter(self._death["exitcodes"]), "0")
@@ -366,7 +366,7 @@ class Troubles:
 
 
 def shortage(run_dir: Path, why: str, again_s: float = 2.0) -> dict[str, Any]:
-    """As the event of a run directory that takes no more events."""
+    """Return a `resource_shortage` event for a run directory in which no event can be written any more."""
     head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
     return head | {"reason": f"{run_dir}: {why}", "again_s": again_s}
 
