@@ -1,12 +1,12 @@
-"""When all groups take a snapshot, and which one none of them gives up. Pure functions.
+"""When all groups take a snapshot, and which snapshot all of them keep. Pure functions.
 
-A snapshot is of use only when every group has its part. So whether one is taken is decided at a commit, by all groups
-alike, from what each of them said before the vote (`Word`): the one before must have been settled by all, which is to
-say verified and coded, or given up. Of the two buffers one holds the *anchor*, the newest snapshot that all groups have
-verified and coded; the other is written.
+A snapshot is of use only if every group has its part. So all groups decide together, at a commit, whether to take one.
+They decide from the `Word` that each group sent before the vote: every group must have settled the previous snapshot,
+which means verified and coded it, or given it up. Of a rank's two buffers, one holds the *anchor*, the newest snapshot
+that all groups have verified and coded. The next snapshot is written to the other.
 
-When a snapshot was not coded, one member of each parity group that failed is left out of the next ones: the one that
-most others waited for. The others share its part, as they do that of a group that has no room.
+If a snapshot was not coded, one member of each parity group that failed is left out of the next snapshots: the member
+that most others waited for. The others share its part, as they do the part of a group that has no room.
 """
 
 from collections import Counter
@@ -19,35 +19,35 @@ from everstep.snapshot.header import Moment
 from everstep.snapshot.parity import LOCATION_BITS, Domains
 
 _FLAGS = 4
-"""Bits of an encoded word that are yes or no."""
+"""Number of yes-or-no bits in an encoded word."""
 _WAITS_BITS = 8
-assert _FLAGS + _WAITS_BITS + LOCATION_BITS <= 53  # which a float64 has
+assert _FLAGS + _WAITS_BITS + LOCATION_BITS <= 53  # a float64 holds integers below 2^53 exactly
 
 
 @dataclass(frozen=True)
 class Word:
-    """What a group says of the snapshot that was taken last."""
+    """What a group says about the last snapshot that was taken."""
 
     settled: bool = True
-    """Nothing more will come of it here."""
+    """Whether this group's work on the snapshot is over: it is coded or given up."""
     coded: bool = False
-    """It is verified, and parity over it is published here, if there is to be parity."""
+    """Whether the snapshot is verified and, if it has parity, this group's parity is published."""
     able: bool = True
-    """It could keep up with its last snapshot, or has not tried for a while."""
+    """Whether the group can share the next snapshot; False for `copier.RETRY_S` seconds after it could not keep up."""
     waits_for: int = -1
-    """Where in the parity group the member stands because of which it is not coded; -1 for none."""
+    """Index in the parity group of the member because of which the snapshot is not coded; -1 for none."""
     location: int = 0
-    """Where its host is (`parity.location_of`); 0: not known."""
+    """Location of the group's host (`parity.location_of`); 0 if unknown."""
 
     def encode(self) -> int:
-        """As a number above 0, below 2^53."""
+        """Return the word as an integer above 0 and below 2^53."""
         bits = (True, self.settled, self.coded, self.able)
         flags = sum(1 << place for place, bit in enumerate(bits) if bit)
         return flags | self.waits_for + 1 << _FLAGS | self.location << _FLAGS + _WAITS_BITS
 
     @classmethod
     def decode(cls, number: int) -> "Word | None":
-        """The inverse; None where nobody spoke."""
+        """The inverse of `encode`; None for 0, which stands for a group that sent no word."""
         flags = (bool(number >> place & 1) for place in range(1, _FLAGS))
         waits_for = (number >> _FLAGS & (1 << _WAITS_BITS) - 1) - 1
         return cls(*flags, waits_for=waits_for, location=number >> _FLAGS + _WAITS_BITS) if number & 1 else None
@@ -55,32 +55,32 @@ class Word:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all groups of a run know alike of its snapshots. A joiner takes it over from the group it heals from."""
+    """What all groups of a run know about its snapshots. A joiner copies it from the group that it heals from."""
 
     taken: Moment | None = None
-    """The newest, as long as not all have said what became of it."""
+    """The newest snapshot, until it is known whether it was coded; None after that."""
     anchor: Moment | None = None
-    """The newest that is coded, which is not overwritten."""
+    """The newest coded snapshot, which is not overwritten."""
     members: tuple[int, ...] = ()
-    """Of the newest."""
+    """Groups that share the newest snapshot."""
     locations: tuple[int, ...] = ()
-    """Of its members' hosts."""
+    """Locations of the members' hosts, in the same order."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, body: Any) -> "Agreed":
-        """The inverse. Raises ValueError."""
+        """The inverse of `to_json`. Raises ValueError."""
         return typed.parse(cls, body, "what is agreed on snapshots")
 
     def take(self, taken: Moment, members: tuple[int, ...], words: Mapping[int, Word]) -> "Agreed":
-        """A snapshot is taken."""
+        """Return what is agreed once these members take a snapshot. `words`: group id -> its word."""
         places = tuple(words[member].location if member in words else 0 for member in members)
         return replace(self, taken=taken, members=members, locations=places)
 
     def domains(self, size: int, parity: int) -> Domains:
-        """How the newest snapshot is coded."""
+        """Return the parity groups of the newest snapshot."""
         return Domains(self.members, size, parity, self.locations)
 
 
@@ -90,18 +90,18 @@ class Outcome:
 
     agreed: Agreed
     waiting: str = ""
-    """Why no snapshot may be taken now."""
+    """Why no snapshot may be taken now; "" if one may."""
     protected: bool = False
-    """It is coded, and the anchor now."""
+    """Whether the snapshot is coded, which makes it the new anchor."""
     left_out: frozenset[int] = frozenset()
-    """The groups that are left out of the next snapshots because it could not be coded."""
+    """The groups that are left out of the next snapshots because this one could not be coded."""
 
 
 def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> Outcome:
-    """What is known once the groups have spoken.
+    """Return what became of the newest snapshot, from what the groups said.
 
     Args:
-        words: by group, of those that took part in the commit and spoke.
+        words: group id -> word, of the groups that took part in the commit and sent a word.
         size, parity: [snapshot] parity_group and parity.
     """
     if agreed.taken is None:
@@ -111,7 +111,7 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
     if waiting:
         return Outcome(agreed, waiting=f"{named(waiting)} still verify or code step {agreed.taken[0]}")
     over = replace(agreed, taken=None)
-    if len(spoke) < len(agreed.members):  # some are gone, and with them their parts
+    if len(spoke) < len(agreed.members):  # some members are gone, and their parts with them
         return Outcome(over)
     if all(word.coded for word in spoke.values()):
         return Outcome(replace(over, anchor=agreed.taken), protected=True)
@@ -122,19 +122,19 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
 
 
 def _blamed(group: tuple[int, ...], spoke: Mapping[int, Word]) -> int | None:
-    """The member that most of a parity group waited for; of several the highest. None if all of it is coded."""
+    """Return the member that most of a parity group waited for, the highest id on a tie; None if it waited for none."""
     failed = [spoke[member] for member in group if not spoke[member].coded]
     votes = Counter(group[word.waits_for] for word in failed if 0 <= word.waits_for < len(group))
     return max(votes, key=lambda member: (votes[member], member)) if votes else None
 
 
 def members_of(groups: Sequence[int], words: Mapping[int, Word], left_out: frozenset[int]) -> tuple[int, ...]:
-    """The groups that a snapshot is shared among: those that have spoken and can keep up; all, if none has."""
+    """Return the groups that share the next snapshot: those that sent a word and can keep up, or all if none can."""
     able = [group for group in groups if group in words and words[group].able and group not in left_out]
     return tuple(sorted(able or groups))
 
 
 def named(groups: Sequence[int]) -> str:
-    """Groups for a reader, the first eight by number."""
+    """Return these groups as text: up to eight ids, and how many more there are."""
     shown = ", ".join(map(str, sorted(groups)[:8])) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
     return f"group{'s' if len(groups) > 1 else ''} {shown}"

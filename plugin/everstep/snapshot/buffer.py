@@ -1,18 +1,18 @@
-"""A buffer: one file on tmpfs that holds one step's payload, or nothing a reader accepts.
+"""A buffer: one file on tmpfs that holds one step's payload, or nothing that a reader accepts.
 
     [0, 16 KiB)  header: magic, length and XXH3 of a JSON body, the body
     [16 KiB, …)  payload
     after it     table: the XXH3-64 of every MiB of the payload
 
-Publication order: the old header is wiped, then payload, table, and last the header with the table's own XXH3
-(`root`). So a header that is whole vouches for a table, and the table for every byte; a reader that finds the
-same header before and after it has read has read one step. Checksums decide, not the order in which memory
-becomes visible to other processes, so this also holds where stores are reordered.
+The writer wipes the old header, then writes the payload, the table, and last the header with the XXH3 of the table
+(`root`). So an intact header vouches for the table, and the table for every byte. If the header is the same before and
+after a read, all that was read belongs to one step. This relies on checksums and not on the order in which other
+processes see the writes, so it also holds on CPUs that reorder stores.
 
-Trainers write through a mapping. Readers use `pread` only: a file that is cut short under them is a short
-read, where a mapping would be SIGBUS.
+Trainers write through a memory mapping. Readers use only `pread`: if the file is truncated while they read, `pread`
+returns fewer bytes, where a mapping would raise SIGBUS.
 
-Host memory is not ours alone: what is left of it is looked at before more is taken.
+Other processes need host memory too, so a writer checks how much is free before it allocates more.
 """
 
 import contextlib
@@ -34,27 +34,27 @@ from everstep.run.regular import open_regular
 from everstep.snapshot.header import Header
 
 BUFFERS = 2
-"""Of a rank, and as many of parity: the newest coded snapshot, and the one that is being written."""
+"""Data buffers of a rank, and also its parity buffers: one for the newest coded snapshot, one for the next."""
 STEP_BYTES, POPULATE_BYTES = 64 << 20, 2 << 20
 ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
 class SnapshotError(RuntimeError):
-    """A buffer that cannot be made, written or believed, or a keeper that cannot be started; the message says which and
+    """A buffer cannot be allocated, written or trusted, or a keeper cannot be started. The message says which and
     why."""
 
 
 def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
-    """Give a file on tmpfs memory up to this size, step by step, and look before each whether there is room for what
-    is left. So processes that do so at the same moment take a step each too much at most, which the reserve has.
+    """Allocate memory for a file on tmpfs up to `size`, STEP_BYTES at a time, and check before each whether the rest
+    fits. So each of several processes that allocate at once takes at most STEP_BYTES too much, from the reserve.
 
-    Raises SnapshotError, with bytes needed and found, or OSError; the file is then as large as it was.
+    Raises SnapshotError, with bytes needed and found, or OSError; the file then has its previous size.
     """
     had, at = os.fstat(fd).st_size, 0
     try:
         for at in range(had, size, STEP_BYTES):
             check_room(path.parent, size - at, reserve_bytes)
-            # Without it a full tmpfs would be SIGBUS in the middle of a copy.
+            # Without this, a full tmpfs would raise SIGBUS in the middle of a copy.
             os.posix_fallocate(fd, at, min(STEP_BYTES, size - at))
     except BaseException as error:
         os.ftruncate(fd, had)
@@ -66,8 +66,8 @@ def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
 
 
 def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
-    """Raises SnapshotError, with bytes needed and found, when `bytes_needed` more in `directory` would not fit: in the
-    tmpfs, in the host's free memory or in this control group's limit, less what is to stay free."""
+    """Raise SnapshotError, with bytes needed and found, if `bytes_needed` more in `directory` would not fit into the
+    tmpfs, or would not leave `reserve_bytes` free on the host and under this control group's limit."""
     try:
         status = os.statvfs(directory)
     except OSError as error:
@@ -82,31 +82,31 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
 MAGIC = b"evsbuf01"
 HEADER_BYTES = 16 << 10
 CHUNK_BYTES = 1 << 20
-"""What one checksum is over, and what coding holds of each shard at a time."""
+"""Bytes under one checksum, and the part of each shard that coding holds at a time."""
 SPARE_BYTES = 16 << 10
-"""Of a file: what a snapshot carries beside tensors is a few bytes longer at one step than at another, and to make room
-anew costs as much as the copy."""
+"""Bytes by which a file is larger than its payload needs. What a snapshot holds beside tensors grows and shrinks by a
+few bytes from step to step, and reallocating the file costs as much as the copy."""
 _PREFIX = struct.Struct("<8sIQ")
 _MADV_POPULATE_WRITE = 23  # Linux >= 5.14, elsewhere an error; absent from Python's mmap
 
 
 def chunks(payload_bytes: int) -> list[tuple[int, int]]:
-    """Where the chunks of a payload begin and end: every MiB."""
+    """Return (begin, end) of each chunk of a payload: one MiB each, the last may be shorter."""
     return [(at, min(at + CHUNK_BYTES, payload_bytes)) for at in range(0, payload_bytes, CHUNK_BYTES)]
 
 
 def table_bytes(payload_bytes: int) -> int:
-    """Size of the chunk table of a payload."""
+    """Return the size of a payload's chunk table."""
     return -(-payload_bytes // CHUNK_BYTES) * 8
 
 
 def file_bytes(payload_bytes: int) -> int:
-    """Size that a file with this payload has at least."""
+    """Return the minimum size of a file with this payload."""
     return HEADER_BYTES + payload_bytes + table_bytes(payload_bytes)
 
 
 def chunk_digests(payload: memoryview) -> np.ndarray:
-    """The chunk table of a payload in memory: uint64, one per chunk."""
+    """Return the chunk table of a payload in memory: uint64, one per chunk."""
     return as_table([xxhash.xxh3_64_intdigest(payload[a:b]) for a, b in chunks(len(payload))])
 
 
@@ -115,7 +115,7 @@ def as_table(digests: Sequence[int]) -> np.ndarray:
 
 
 def root_of(table: np.ndarray) -> str:
-    """The digest that vouches for a chunk table."""
+    """Return the digest that vouches for a chunk table (`Header.root`)."""
     return xxhash.xxh3_64_hexdigest(table.astype("<u8", copy=False).tobytes())
 
 
@@ -140,19 +140,19 @@ def _unpack_header(area: bytes) -> Header | None:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(body: bytes) -> Header | None:
-    """Headers are read over and over, by those who wait for the next."""
+    """Parse a header. Cached, because a process that waits for the next snapshot reads the same header many times."""
     try:
         return Header.from_json(json.loads(body))
     except (ValueError, RecursionError):
-        return None  # of another schema, or a lie: nothing that this version may use
+        return None  # another schema version, or forged: this version may not use it
 
 
 class BufferReader:
     """Reads a buffer that another process may be overwriting or deleting."""
 
     def __init__(self, path: Path, payload_bytes: int = 0) -> None:
-        """`payload_bytes`: of what is to be served. Raises OSError: it is not there, not ours, or no file, such as a
-        pipe, which would be waited for."""
+        """`payload_bytes`: size of the payload to serve. Raises OSError if the file cannot be opened or is no regular
+        file, because a read from a pipe would block."""
         self.path, self.size = path, payload_bytes + table_bytes(payload_bytes)
         with open_regular(path) as file:
             self._fd = os.dup(file.fileno())
@@ -162,14 +162,14 @@ class BufferReader:
         os.close(self._fd)
 
     def header(self) -> Header | None:
-        """The header, or None when nothing is published: empty, being written, damaged or cut short."""
+        """Return the header; None if nothing is published: the file is empty, being written, damaged or truncated."""
         header = _unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
         short = header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes)
         return None if short else header
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Payload and table, end to end, from `offset` on. Raises SnapshotError when the file has become too
-        short."""
+        """Fill `view` from payload and table, end to end, from `offset` on. Raises SnapshotError if the file was
+        truncated."""
         got = 0
         while got < len(view):
             n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
@@ -178,15 +178,15 @@ class BufferReader:
             got += n
 
     def views(self, offset: int, length: int) -> list[memoryview]:
-        """`wire.Bytes`: a copy of that range, good until the next call."""
+        """Return a copy of that range, valid until the next call (see `wire.Bytes`)."""
         if len(self._buffer) < length:
             self._buffer = memoryview(bytearray(length))
         self.read_into(self._buffer[:length], offset)
         return [self._buffer[:length]]
 
     def damage(self, header: Header) -> str:
-        """Recompute every checksum: what is wrong, as a sentence; "" if every byte is the published one. Raises
-        SnapshotError when the file has become too short."""
+        """Recompute every checksum. Returns what is wrong as a sentence; "" if every byte is as published. Raises
+        SnapshotError if the file was truncated."""
         table = np.empty(table_bytes(header.payload_bytes) // 8, dtype="<u8")
         self.read_into(table.view(np.uint8).data, header.payload_bytes)
         if root_of(table) != header.root:
@@ -203,7 +203,7 @@ class BufferReader:
 
 
 class BufferWriter:
-    """Writes a buffer. One per file and process."""
+    """Writes a buffer. A process must use one writer per file."""
 
     def __init__(self, path: Path, reserve_bytes: int = 0) -> None:
         """`reserve_bytes`: host memory to leave free."""
@@ -212,13 +212,13 @@ class BufferWriter:
         self._map: mmap.mmap | None = None
 
     def reserve(self, payload_bytes: int) -> None:
-        """Make room for a payload, allocated and prefaulted. Wipes what the file held if it must grow or be reopened.
+        """Allocate and prefault room for a payload. Wipes what the file held if it must grow or be reopened.
 
-        Raises SnapshotError when there is no room or no permission; its size is then as before, its content maybe gone.
+        Raises SnapshotError without room or permission. The file then has its old size, but its content may be gone.
         """
         if self._map is not None and file_bytes(payload_bytes) <= len(self._map):
             mine = os.fstat(self._fd)
-            if mine.st_nlink > 0 and mine.st_size >= len(self._map):  # nobody has removed or cut it
+            if mine.st_nlink > 0 and mine.st_size >= len(self._map):  # not removed or truncated
                 return
         self.release()
         try:
@@ -229,8 +229,8 @@ class BufferWriter:
             allocate(self._fd, self.path, want, self._reserve_bytes)
             self._map = mmap.mmap(self._fd, max(size, want))
             with contextlib.suppress(OSError):
-                # First touch costs four times as much as a copy into memory that is there; it is paid here, once. In
-                # slices, as no other thread of the process runs during a call.
+                # The first touch of a page costs four times as much as a copy into it later. Pay it here, once, and in
+                # slices, because no other thread of this process runs during a call.
                 for at in range(0, len(self._map), POPULATE_BYTES):
                     self._map.madvise(_MADV_POPULATE_WRITE, at, min(POPULATE_BYTES, len(self._map) - at))
         except (OSError, SnapshotError) as error:
@@ -240,31 +240,31 @@ class BufferWriter:
             raise SnapshotError(f"{self.path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
 
     def begin(self) -> None:
-        """Wipe the header. From here to `publish` the buffer holds nothing."""
+        """Wipe the header. From now until `publish` the buffer holds nothing that a reader accepts."""
         assert self._map is not None
         self._map[: _PREFIX.size] = bytes(_PREFIX.size)
 
     def payload(self, payload_bytes: int) -> np.ndarray:
-        """The memory to write the payload into, between `begin` and `publish`: uint8 [payload_bytes]."""
+        """Return the memory to write the payload to, between `begin` and `publish`: uint8 [payload_bytes]."""
         assert self._map is not None
         return np.frombuffer(self._map, dtype=np.uint8, count=payload_bytes, offset=HEADER_BYTES)
 
     def publish(self, header: Header, table: np.ndarray) -> Header:
-        """Write table and header. `header` without its root, which is filled in; the whole one is
-        returned."""
+        """Write the table, then the header. Fills in the root, which `header` lacks, and returns the complete
+        header."""
         assert self._map is not None
         whole = replace(header, root=root_of(table))
         at = HEADER_BYTES + header.payload_bytes
         packed = _pack_header(whole)
         self._map[at : at + table.nbytes] = table.astype("<u8", copy=False).tobytes()
-        # The magic goes last: until then the header is nothing to any reader.
+        # The magic is written last: no reader accepts the header before that.
         self._map[len(MAGIC) : len(packed)] = packed[len(MAGIC) :]
         self._map[: len(MAGIC)] = packed[: len(MAGIC)]
         return whole
 
     def release(self) -> None:
         """Unmap and close. The file stays."""
-        self._map = None  # unmapped with the last view of it; close() would fail while there is one
+        self._map = None  # unmapped when its last view goes; close() would raise while there is one
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,10 +1,10 @@
-"""What a keeper does of one rank's snapshots: each is verified and coded, or given up, within one deadline.
+"""A keeper's work on one rank's snapshots: it verifies and codes each one, or gives it up at a deadline.
 
-With m members of a parity group that may be lost, a keeper makes m rows of parity over shards of the other members'
-payloads. It asks their keepers for the parts, block by block of all at once, verifies every block against its giver's
-checksums and combines it while more is on its way. The others verify its own part: each byte m times. Nobody chooses
-anything: the parity group stands in the header that the trainer wrote. Who is not there in time is named, and the
-trainers leave it out of the next snapshot.
+If m members of a parity group may be lost, a keeper makes m rows of parity over shards of the other members' payloads.
+It requests the shards from all their keepers at once and receives them block by block. It verifies every block against
+its giver's checksums, and combines blocks while more arrive. The other members' keepers verify this keeper's own part,
+each byte m times. The header that the trainer wrote names the parity group. If a member's part does not arrive in time,
+the notes name that member, and the trainers leave it out of the next snapshots.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Notes, Segment
 
 SLOWEST_BYTES_S = 200e6
-"""Of parts a host must code, so that large ones have more time than snapshot.coding_timeout_s."""
+"""Lowest rate, in bytes of parts a second, at which a host must code. Gives large parts more than coding_timeout_s."""
 NOBODY = -1
 ASK_AGAIN_S = 0.05
-"""Between two questions to a keeper whose trainer has not published yet."""
+"""Seconds between two requests to a keeper whose trainer has not published yet."""
 
 log = logging.getLogger("everstep.keeper")
 
 
 class CodingError(RuntimeError):
-    """Why a snapshot was not coded, and the group to blame, or NOBODY."""
+    """A snapshot could not be coded. `group` is the group to blame, or NOBODY."""
 
     def __init__(self, message: str, group: int) -> None:
         super().__init__(message)
@@ -56,14 +56,14 @@ class CodingError(RuntimeError):
 
 
 class Waits:
-    """What the time until a deadline was spent on: after it every wait fails, so the slowest is blamed."""
+    """How long each group was waited for, until a deadline. After it all waits fail, so the slowest group is blamed."""
 
     def __init__(self, deadline: float) -> None:
-        """`deadline`: of time.monotonic()."""
+        """`deadline`: a time of time.monotonic()."""
         self.deadline = deadline
         self._spent_s: dict[int, float] = defaultdict(float)
         self.why: dict[int, str] = {}
-        """What went wrong last with a group."""
+        """Group -> the last error with it."""
 
     @contextlib.contextmanager
     def on(self, *groups: int) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Waits:
                 self._spent_s[group] += time.monotonic() - began
 
     def failed(self, group: int) -> CodingError:
-        """Because of this group, or when the time is over because of the one that took most of it."""
+        """Return the error to raise. It blames this group, or after the deadline the one that took most of the time."""
         if time.monotonic() < self.deadline:
             return CodingError(f"the part of group {group} did not come: {self.why[group]}", group)
         slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
@@ -89,7 +89,7 @@ class Watch:
     def __init__(
         self, segment: Segment, rank: int, settings: Snapshot, neighbours: Neighbours, over: threading.Event
     ) -> None:
-        """`over`: whether the keeper ends."""
+        """`over`: set when the keeper ends."""
         self._segment, self.rank, self._settings = segment, rank, settings
         self._neighbours, self._over = neighbours, over
         self._lock = threading.Lock()
@@ -99,7 +99,7 @@ class Watch:
         self._dealt: Header | None = None
 
     def note(self, **changes: Any) -> None:
-        """Tell the trainer, by way of the notes file."""
+        """Write the notes for the trainer, with these fields changed and a new heartbeat."""
         with self._lock:
             self._notes = replace(self._notes, heartbeat=time.monotonic(), **changes)
             try:
@@ -108,7 +108,7 @@ class Watch:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
     def news(self) -> Header | None:
-        """What was published since the last was dealt with."""
+        """Return the header of the newest snapshot, if it was published after the one that was last dealt with."""
         try:
             newest = self._newest()
         except OSError as error:
@@ -117,11 +117,11 @@ class Watch:
         return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None
 
     def deal(self, newest: Header, waits: Waits) -> None:
-        """Verify and code it, or give it up at the deadline, which it may share with others."""
+        """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""
         self._dealt, reason, waits_for = newest, "", self._segment.group
         self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
         try:
-            if newest.parity:  # the others verify what they are given of it, which is all
+            if newest.parity:  # the other members verify the shards that they receive, together the whole part
                 self._code(newest, waits)
             else:
                 reason = self._damage(newest)
@@ -146,7 +146,7 @@ class Watch:
         return "it is not there any more"
 
     def _code(self, own: Header, waits: Waits) -> None:
-        """Make and publish this member's piece of the code. Raises CodingError or SnapshotError."""
+        """Compute and publish this member's parity. Raises CodingError or SnapshotError."""
         code = Code(own.parity_group, own.parity)
         for _, piece in self._segment.held("parity", self.rank):
             if piece.identity == own.identity and own.root in piece.roots:
@@ -179,7 +179,7 @@ class Watch:
         writer.publish(header, chunk_digests(payload.data))
 
     def _givers(self, own: Header, code: Code, waits: Waits, stack: contextlib.ExitStack) -> dict[int, "_Giver"]:
-        """Connections to the other members, as soon as their keepers serve their parts of the same snapshot."""
+        """Connect to the other members' keepers, once each serves its part of this snapshot. Raises CodingError."""
         found: dict[int, _Giver] = {}
         turn = code.members.index(own.group)
         others = code.members[turn + 1 :] + code.members[:turn]
@@ -200,8 +200,8 @@ class Watch:
         return found
 
     def _writer(self, own: Header, size: int) -> BufferWriter:
-        """The parity buffer that does not belong to the other snapshot that is held here, emptied, with room for `size`
-        bytes. Raises SnapshotError: there is no room."""
+        """Return a parity buffer that the other snapshot held here does not use, emptied, with room for `size` bytes.
+        Raises SnapshotError if there is no room."""
         held = self._segment.headers("parity", self.rank)
         data = {held.identity for _, held in self._segment.held("data", self.rank)} - {own.identity}
         free = [index for index, header in enumerate(held) if header is None or header.identity not in data]
@@ -212,7 +212,7 @@ class Watch:
 
 
 class _Giver:
-    """A connection on which a member's keeper serves its part."""
+    """A connection on which another member's keeper serves that member's part."""
 
     def __init__(self, channel: wire.Channel, header: Header, waits: Waits) -> None:
         self._channel, self.header, self._waits = channel, header, waits
@@ -221,7 +221,7 @@ class _Giver:
 
     @classmethod
     def open(cls, neighbours: Neighbours, own: Header, member: int, waits: Waits) -> "_Giver":
-        """Raises wire.WireError if the member's keeper does not serve its part of the same snapshot now."""
+        """Connect and fetch the checksum table. Raises wire.WireError if no keeper serves the member's part now."""
         channel, header = neighbours.open(member, own.rank, own.identity, waits.deadline)
         try:
             if (header.parity_group, header.parity) != (own.parity_group, own.parity):
@@ -238,7 +238,7 @@ class _Giver:
         return giver
 
     def ask(self, first: int, length: int) -> None:
-        """Ask for the shard that begins at this byte of the payload, as far as there is one."""
+        """Request the shard that begins at byte `first` of the payload, up to the payload's end. Raises CodingError."""
         count = min(length, self.header.payload_bytes - first)
         if count > 0:
             try:
@@ -248,7 +248,7 @@ class _Giver:
                 raise self._waits.failed(self.header.group) from error
 
     def take(self, at: int, block: np.ndarray) -> None:
-        """The next block of the shard, verified; zeros beyond the payload's end."""
+        """Receive and verify the next block of the shard. Bytes beyond the payload's end are 0. Raises CodingError."""
         count = max(0, min(CHUNK_BYTES, self.header.payload_bytes - at))
         block[count:] = 0
         if not count:
@@ -266,8 +266,8 @@ class _Giver:
 def _combine(
     shards: list[tuple[_Giver, int]], out: np.ndarray, row: int, at_work: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Row `row` of parity over shards that begin at these bytes of the givers' payloads. A block of each is combined
-    while more is on its way. `at_work`: notes the time as this keeper's own."""
+    """Fill `out` with parity row `row` over shards, each given by its giver and its first byte in the giver's payload.
+    Blocks are combined while more arrive. `at_work` makes a context whose time counts as this keeper's own."""
     blocks = [parity.aligned_bytes(min(CHUNK_BYTES, len(out))) for _ in shards]
     coefficients = parity.encoding_rows(len(shards), row + 1)[row:]
     for giver, first in shards:

@@ -1,8 +1,8 @@
-"""The copier: a trainer's part of its committed state into the segment, while the next step is computed.
+"""The copier: copies a trainer's part of its committed state to the segment, while the next step is computed.
 
-After a commit, `committed` returns at once; a thread of the snapshot copies, computes checksums and publishes.
+After a commit, `committed` returns at once; the copier's thread copies the part, computes checksums and publishes it.
 The state's tensors do not change until the next optimizer step, so the trainer has only to call `wait` before that.
-What the next forward may change already, persistent buffers, is set aside before `committed` returns.
+The next forward pass may change persistent buffers, so `committed` copies those before it returns.
 """
 
 import itertools
@@ -26,17 +26,17 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import KEEPER_SILENT_S, Segment
 
 RETRY_S = 30.0
-"""How long a group that could not keep up lets the others go on without it before it tries again."""
+"""Seconds that a group which could not keep up stays out of snapshots before it tries again."""
 POLL_S = 0.01
 Emit = Callable[..., Any]
 """`run.events.EventLog.emit`."""
 
 
 class Copier:
-    """One rank's snapshots. Not for use by two threads at once.
+    """Takes one rank's snapshots. Not thread-safe.
 
     Args:
-        emit: receives the events snapshot, snapshot_skipped, snapshot_failed and, of rank 0, snapshot_unprotected and
+        emit: receives the events snapshot, snapshot_skipped and snapshot_failed, and on rank 0 snapshot_unprotected and
             snapshot_protected.
         share: see `recovery.Share`.
     """
@@ -49,18 +49,18 @@ class Copier:
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._buffers = [BufferWriter(path, reserve_bytes) for path in segment.files("data", rank)]
         self.agreed = Agreed()
-        """What all groups know alike; a joiner's is replaced by that of the group it heals from."""
+        """What all groups know about the snapshots. A joiner copies it from the group that it heals from."""
         self._newest: Header | None = None
         self._published_at = 0.0
-        """When the last snapshot was published whose keeper was not known to be silent."""
+        """time.monotonic() of the last publication at which the keeper was not silent, or else of the first one."""
         self._unable_until = 0.0
         self._plan: Plan | None = None
         self._streams: Streams | None = None
         self._aside: dict[str, torch.Tensor] = {}
         self._job: _Job | None = None
-        """The last that was begun."""
+        """The last snapshot that was begun."""
         self._begun: SimpleQueue[_Job | None] = SimpleQueue()
-        # One thread for all: to start another, the trainer would wait until it runs.
+        # One thread for all snapshots: the trainer would have to wait for a new one to start.
         self._thread = threading.Thread(target=self._work, name="snapshot-copier", daemon=True)
         self._thread.start()
 
@@ -70,16 +70,16 @@ class Copier:
         return self._job is None or self._job.over.is_set()
 
     def word(self) -> Word:
-        """What this group says of the last snapshot, without its location; to be told to all groups before the
-        next commit."""
-        under_way = not self.idle  # first: what is over has set what the rest goes by
+        """Return what this group says about the last snapshot, without its location. It goes to all groups before
+        the next commit."""
+        under_way = not self.idle  # read first: a job that is over has set all that is read below
         taken, header = self.agreed.taken, self._newest
         able = time.monotonic() >= self._unable_until
         if taken is None or header is None or header.moment != taken or under_way:
             return Word(settled=not under_way, able=able)
         notes = self._segment.read_notes(self._rank)
         dealt = notes.sequence == header.sequence
-        # A keeper that has only now been started has said nothing yet.
+        # A keeper that has just been started has written no notes yet.
         silent = notes.is_silent and time.monotonic() - self._published_at > KEEPER_SILENT_S
         over = dealt and notes.settled
         coded = over and notes.coded
@@ -95,16 +95,16 @@ class Copier:
         words: Mapping[int, Word],
         state: Callable[[], State],
     ) -> bool:
-        """Tell that a step was committed; take a snapshot of it if it is due. Whether one was begun; a collective.
+        """Note a committed step, and begin a snapshot of it if one is due. Returns whether it began one. A collective.
 
-        One is due at every interval, and at once when other groups share it than the last, or none is coded.
+        A snapshot is due at every interval, and at once if its members change or no snapshot is coded.
 
         Args:
             step: the committed step.
-            history: of the state, 64 bits: the same in all groups which committed this step together, and another
-                when the step is committed again after the run went back.
-            groups: that committed and hold the state now; without this one while it catches up after a heal.
-            words: of the groups that spoke before the vote; the same mapping in all of them.
+            history: the state's history, 64 bits: equal in all groups that committed this step together, different
+                if the run went back and committed the step again.
+            groups: ids that committed and hold the state now; without this group while it catches up after a heal.
+            words: the words that groups sent before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
@@ -120,18 +120,18 @@ class Copier:
         return self._begin((step, history, ""), members, words, state)
 
     def restored(self, moment: Moment, groups: Sequence[int], words: Mapping[int, Word], state: State) -> None:
-        """Take a snapshot of a state that these groups have just restored, so that it is coded before they go on. What
-        was restored from stays until then."""
+        """Take a snapshot of the state that these groups have just restored, so that it is coded before they go on. The
+        snapshot that they restored stays until then."""
         self._begin(moment, members_of(groups, words, frozenset()), words, lambda: state)
 
     def await_settled(self, patience_s: float) -> None:
-        """Wait until nothing more will come here of the snapshot that was taken last, or for `patience_s`."""
+        """Wait until this host has coded or given up the last snapshot, at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while self.agreed.taken is not None and not self.word().settled and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def wait(self) -> None:
-        """Block until the state may change. Call it before each optimizer step."""
+        """Block until the state may change; report the last snapshot. Call this before each optimizer step."""
         job, began = self._job, time.perf_counter()
         if job is None:
             return
@@ -143,7 +143,7 @@ class Copier:
             self._emit("snapshot", job.moment[0], blocked_s=round(job.blocked_s, 6), **told)
 
     def close(self) -> None:
-        """Finish the snapshot under way and let go of the segment, which stays."""
+        """Finish the snapshot under way and close the segment's files, which stay."""
         self._begun.put(None)
         self._thread.join()
         self.wait()
@@ -151,14 +151,14 @@ class Copier:
             buffer.release()
 
     def _learn(self, words: Mapping[int, Word]) -> tuple[str, frozenset[int]]:
-        """Note what became of the last snapshot. Why there cannot be another now, and which groups are left out: in all
-        ranks alike. A collective of the group if the last snapshot was given up."""
+        """Note what became of the last snapshot. Returns why there cannot be another now, and which groups are left
+        out, equal in all ranks of the group. A collective of the group if the last snapshot was given up."""
         before, size, parity = self.agreed, self._settings.parity_group, self._settings.parity
         found = learn(before, words, size, parity)
         self.agreed = found.agreed
         over = before.taken if self.agreed.taken is None else None
         if over is not None and not found.protected:
-            # The ranks of each number are coded apart, and have heard of their own failures only.
+            # Each rank column is coded separately, so a rank knows only the failures of its own column.
             of_ranks = self._share(sorted(found.left_out))
             found = replace(found, left_out=frozenset(itertools.chain(*of_ranks)))
         if self._segment.group in found.left_out:
@@ -194,7 +194,7 @@ class Copier:
         return True
 
     def _set_aside(self, state: State) -> State:
-        """The state with copies of what the next forward may change."""
+        """Return the state with copies of the tensors that the next forward pass may change."""
         fresh = {name: tensor for name, tensor in state.tensors.items() if name.startswith(VOLATILE)}
         for name, tensor in fresh.items():
             old = self._aside.get(name)
@@ -248,7 +248,7 @@ class Copier:
         end = part_bytes + len(own)
         size = end + len(plan.layout_json)
         header = replace(header, last_section=end, payload_bytes=size)
-        self._segment.create()  # it is there, unless somebody removed it
+        self._segment.create()  # does nothing unless the directory was removed
         buffer = self._buffers[target(job.agreed.anchor, self._segment.headers("data", self._rank))]
         buffer.reserve(size)
         buffer.begin()
@@ -262,14 +262,14 @@ class Copier:
             self._published_at = time.monotonic()
 
     def _next_sequence(self) -> int:
-        # By the clock, so that no number comes again after a publication that was broken off: the keeper goes
-        # by it.
+        # From the clock, so that no number is used twice, even after an interrupted publication: the keeper tells
+        # publications apart by it.
         held = (*self._segment.headers("data", self._rank), self._newest)
         return max(time.time_ns(), *(header.sequence + 1 for header in held if header), 0)
 
 
 def target(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
-    """The buffer to write: one that holds nothing or is damaged first, else the older of those that are not the
+    """Return the index of the buffer to write: an empty or damaged one if there is one, else the oldest that is not the
     anchor."""
 
     def order(index: int) -> tuple[bool, bool, int]:
@@ -283,14 +283,14 @@ def target(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
 class _Job:
     moment: Moment
     agreed: Agreed
-    """When it was begun."""
+    """What was agreed when the snapshot began."""
     state: State
     ready: Event | None
-    """Recorded on the compute stream at the commit: what the copy must come after."""
+    """Recorded on the compute stream at the commit; the copy from a device must come after it."""
     copied: threading.Event = field(default_factory=threading.Event)
-    """The state may change."""
+    """Set once the state may change."""
     over: threading.Event = field(default_factory=threading.Event)
-    """It is published, or has failed."""
+    """Set once the snapshot is published or has failed."""
     blocked_s: float = 0.0
     told: dict[str, Any] | None = None
-    """Fields of the event that says that it is published."""
+    """Fields of the event `snapshot`, from the publication until the event is written."""

@@ -1,7 +1,7 @@
-"""A buffer's header: what its file is for, and what vouches for its bytes.
+"""A buffer's header: what its file holds, and the digest that vouches for its bytes.
 
-A reader believes nothing of a file's name. It demands the run, kind, group, rank, step, history and layout that it
-looks for, and a header that is consistent in itself; `checked` refuses every other before it is used.
+A reader does not trust a file's name. It demands the run, kind, group, rank, step, history and layout that it looks
+for, and a header whose fields are consistent; `Header.checked` rejects any other before it is used.
 """
 
 import functools
@@ -19,7 +19,7 @@ from everstep.run.typed import Count
 SCHEMA_VERSION = 9
 Kind = Literal["data", "parity"]
 Moment = tuple[int, int, str]
-"""Step, history and start of a snapshot: the same in all groups that took it together."""
+"""Step, history and start of a snapshot: equal in all groups that took it together."""
 KINDS: tuple[Kind, ...] = ("data", "parity")
 
 
@@ -28,54 +28,54 @@ class Header:
     """What a buffer says about itself."""
 
     run: str
-    """The run's id; a buffer of another run is never used."""
+    """The run's id (`segment.run_id`); a buffer of another run is never used."""
     kind: Kind
-    """`data`: a part of a rank's state. `parity`: shards coded over the parts of a parity group."""
+    """`data`: a part of a rank's state. `parity`: parity shards over the parts of a parity group."""
     group: Count
     rank: Count
     ranks: Count
     """Ranks per group when the snapshot was taken."""
     step: Count
-    """Committed step."""
+    """The committed step whose state this is."""
     history: Count
-    """Hash chain over the run's commits up to this step, 64 bits: equal in the groups that committed together, and
-    another when the step is committed again after the run went back."""
+    """Hash chain over the run's commits up to this step, 64 bits: equal in groups that committed together, different if
+    the run went back and committed the step again."""
     start: str = ""
-    """Of a snapshot that was taken of a restored state: names the start that restored it. "": of a commit."""
+    """Id of the start that restored this state, if the snapshot is of a restored state; "" if it is of a commit."""
     shared_by: tuple[tuple[Count, Count], ...]
-    """The groups that share this snapshot, in ascending order: first and last of those that follow each other, so that
-    a thousand are one pair."""
+    """The groups that share this snapshot, ascending, as (first, last) of each run of consecutive ids. So a thousand
+    groups take one pair."""
     parity: Count
-    """Parity shards per stripe: members of the parity group that may be lost. 0 for a snapshot that is not coded."""
+    """Parity shards per stripe, which is how many members of the parity group may be lost; 0 if it is not coded."""
     parity_group: tuple[int, ...]
-    """The members whose parts are coded together with this one's, in ascending order."""
+    """The members whose parts are coded together, this one included, in ascending order."""
     topology: str
     """Digest of the layout of the rank's state and of ranks per group."""
     state_bytes: Count
     """Size of the rank's whole state, of which each member holds a part."""
     part: tuple[int, int]
-    """Where this member's part of the state begins and ends. (0, 0) in parity."""
+    """First and last + 1 byte of this member's part of the state; (0, 0) in parity."""
     last_section: Count
-    """Where in the payload that begins which is the same in all members: of data, which are the part, the rank's and
-    group's own, and that, the layout; of parity, which is shards and that, the headers that it covers."""
+    """Offset in the payload of its last section, which is equal in all members. A data payload is the part, what only
+    this rank and group has, and the layout. A parity payload is shards and the headers of the payloads they cover."""
     sequence: Count
-    """The file's generation: counts a rank's publications, by the clock; of two buffers the higher is the younger."""
+    """Generation of the file, from the clock: each publication of a rank has a higher number than the one before."""
     payload_bytes: Count = 0
     root: str = ""
-    """XXH3-64 of the chunk table, hexadecimal. The chunks' digests are of the bytes in the trainer's memory."""
+    """XXH3-64 of the chunk table, hexadecimal. The digests in a data table are of the bytes in the trainer's memory."""
     roots: tuple[str, ...] = ()
-    """Of parity: the roots of the payloads that it is over, by member of the parity group."""
+    """In parity: the roots of the payloads that it covers, in the order of `parity_group`."""
     schema: int = SCHEMA_VERSION
 
     @functools.cached_property
     def identity(self) -> str:
-        """What parts of one state of one rank column share, and no other two states."""
+        """Digest that is equal in all parts of one state of one rank column, and in no other state."""
         named = (self.run, self.step, self.history, self.start, self.shared_by, self.rank, self.ranks)
         return _digest(*named, self.topology, self.state_bytes)
 
     @property
     def name(self) -> str:
-        """Tells this buffer's bytes from all others'."""
+        """A name that no buffer with other bytes has."""
         return f"{self.kind} {self.group} {self.rank} {self.root}"
 
     @property
@@ -85,22 +85,22 @@ class Header:
 
     @property
     def moment(self) -> "Moment":
-        """What state of the run this is of."""
+        """Step, history and start: which state of the run this snapshot holds."""
         return self.step, self.history, self.start
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FIELDS}  # not `asdict`: a start writes many thousand
+        return {name: getattr(self, name) for name in _FIELDS}  # `asdict` is slower, and a start writes many thousands
 
     @classmethod
     def from_json(cls, body: Any) -> "Header":
-        """Raises ValueError for anything that is not, type by type and number by number, a header of this version."""
+        """The inverse of `to_json`. Raises ValueError if the version, a field's type or a field's value is wrong."""
         version = body.get("schema") if isinstance(body, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"a header of schema version {version}, not {SCHEMA_VERSION}")
         return typed.parse(cls, body, "a header").checked()
 
     def checked(self) -> "Header":
-        """This header, if it can be true. Raises ValueError otherwise."""
+        """Return this header if its fields are consistent. Raises ValueError otherwise."""
         members = _members(self.shared_by)
         if self.schema != SCHEMA_VERSION or not self.rank < self.ranks or self.group not in members:
             raise ValueError(f"rank {self.rank} of {self.ranks}, group {self.group} of {len(members)} members")
@@ -120,7 +120,7 @@ _FIELDS = tuple(field.name for field in fields(Header))
 
 
 def listed(headers: Sequence[Header]) -> list[dict[str, Any]]:
-    """Headers as JSON: the first, and of each other what is not as in the one before."""
+    """Return headers as JSON: the first in full, of each later one the fields that differ from the one before."""
     found = [header.to_json() for header in headers]
     later = [{k: v for k, v in body.items() if v != before[k]} for before, body in itertools.pairwise(found)]
     return found[:1] + later
@@ -140,7 +140,7 @@ def _digest(*named: Any) -> str:
 
 
 def pairs_of(members: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as `Header.shared_by`."""
+    """Return ascending numbers as (first, last) of each consecutive run, as in `Header.shared_by`."""
     found: list[tuple[int, int]] = []
     for member in members:
         first = found.pop()[0] if found and found[-1][1] == member - 1 else member
@@ -153,8 +153,8 @@ MEMBERS_LIMIT = 100_000
 
 @functools.lru_cache(maxsize=4096)
 def _members(pairs: tuple[tuple[int, int], ...]) -> frozenset[int]:
-    """The inverse of `pairs_of`. Raises ValueError, also for what that never makes. A start of a thousand groups reads
-    many thousand headers, most of the same members."""
+    """The inverse of `pairs_of`. Raises ValueError for pairs that it never returns. Cached, because a start of a
+    thousand groups reads many thousands of headers, most with the same members."""
     members: list[int] = []
     for first, last in pairs:
         if not first <= last < MEMBERS_LIMIT or (members and first <= members[-1] + 1):
@@ -164,7 +164,7 @@ def _members(pairs: tuple[tuple[int, int], ...]) -> frozenset[int]:
 
 
 def coverage_error(headers: Sequence[Header]) -> str:
-    """Why these members' parts are not [0, state_bytes) exactly once; "" if they are."""
+    """Return why these members' parts do not cover [0, state_bytes) exactly once; "" if they do."""
     sizes = {header.state_bytes for header in headers}
     if len(sizes) != 1:
         return f"its parts are of states of {sorted(sizes)} bytes"

@@ -1,13 +1,12 @@
-"""The keeper: the process that outlives its trainers and holds their snapshots (REFT's snapshot management
-process).
+"""The keeper: a process that holds a host's snapshots and outlives the trainers (REFT's snapshot management process).
 
-One per run and host: a session of its own, so that no signal to a process group reaches it; a lock, so that there is
-only one. It serves every buffer of its run that lies in its segment, whichever groups run here now. It verifies what
-trainers publish, codes parity with the keepers of other hosts, answers questions over TCP to holders of the run's
-token, and ends, removing its segment, when it is told that the run is over, when the run directory has gone, or when
-nobody has spoken for it for `keeper_ttl_s`.
+Each run has one keeper per host. It runs in a separate session, so that no signal to a process group reaches it, and
+holds a lock, so that it is the only one. It verifies what trainers publish, codes parity with the keepers of other
+hosts, and answers requests over TCP from processes that have the run's token. It serves every buffer of its run in its
+segment, whichever groups run on the host now. It removes its segment and ends if it is told that the run is over, if
+the run directory is gone, or if nobody has used it for `keeper_ttl_s`.
 
-A keeper that is killed leaves its segment behind; the next one started for the same run adopts it.
+A keeper that is killed leaves its segment behind. The next keeper of the same run on this host adopts the segment.
 """
 
 import argparse
@@ -42,16 +41,16 @@ GONE_S = 20.0
 HEARTBEAT_S = 0.5
 POLL_S = 0.05
 JOIN_S = 15.0
-"""How long an ending keeper waits for the coding."""
+"""Seconds that an ending keeper waits for its coding thread."""
 
 log = logging.getLogger("everstep.keeper")
 
 
 class Keeper:
-    """The process's parts: segment, server, a watch for each rank, and a thread that deals with what they see."""
+    """The parts of the process: segment, server, a watch per rank, and a thread that codes what the watches find."""
 
     def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot) -> None:
-        """`segment`: of any group."""
+        """`segment`: the segment of any group in the keeper's directory. `host`: the address to listen on."""
         self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
         self.over = threading.Event()
@@ -68,11 +67,11 @@ class Keeper:
         return Place(group, socket.gethostname(), address, os.getpid(), path, self.started_at)
 
     def spoken(self) -> None:
-        """Postpones the end that keeper_ttl_s sets."""
+        """Note that the keeper is in use: the time until it ends (keeper_ttl_s) starts again."""
         self._spoken_at = time.monotonic()
 
     def run(self) -> str:
-        """Until the keeper is to end. Returns why it does; the segment has been removed then."""
+        """Run until the keeper has to end, then remove the segment. Returns why the keeper ended."""
         why = ""
         bell = self.segment.bell()
         coding = threading.Thread(target=self._code, args=(bell,), name="coding", daemon=True)
@@ -87,16 +86,16 @@ class Keeper:
         self.over.set()
         self._server.close()
         self.segment.ring()
-        coding.join(JOIN_S)  # it would make files anew in a segment that is being removed
+        coding.join(JOIN_S)  # it could create files again in the segment that is being removed
         self.segment.remove()
         for group in {group for group, _ in self._watches}:
-            with contextlib.suppress(OSError):  # the run directory may be gone, which is why we end
+            with contextlib.suppress(OSError):  # the run directory may be gone, which may be why the keeper ends
                 peers.place_file(self.run_dir, group).unlink()
         return why or "the run is over"
 
     def _code(self, bell: int) -> None:
-        """Verify and code what trainers publish, one rank's after the other's, so that the memory and connections of
-        one are enough. All that is there at a time has one deadline."""
+        """Verify and code what trainers publish, one rank after the other, so that memory and connections for one rank
+        are enough. All snapshots found at the same time share one deadline."""
         while not self.over.is_set():
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
@@ -112,7 +111,7 @@ class Keeper:
     def _watch_new_ranks(self) -> None:
         try:
             columns = self.segment.columns()
-        except OSError as error:  # no descriptor to spare: there may be one later, and what is held is of use till then
+        except OSError as error:  # such as no free file descriptor: try again later, what is held remains of use
             log.warning("%s cannot be looked at: %s", self.segment.path, error)
             return
         for group, rank in columns:
@@ -120,11 +119,11 @@ class Keeper:
                 continue
             known = {watched for watched, _ in self._watches}
             try:
-                if group not in known:  # first: what no start can find must not be called coded
+                if group not in known:  # first: a snapshot that no start can find must not count as coded
                     peers.write_place(self.run_dir, self.place(group))
                 segment = self.segment.beside(group)
                 self._watches[group, rank] = Watch(segment, rank, self.settings, self._neighbours, self.over)
-            except OSError as error:  # no run directory, or no room in it: that may change
+            except OSError as error:  # no run directory, or no room in it: try again later
                 why = f"rank {rank} of group {group} is not looked after yet: {error}"
                 if why not in self._warned:
                     self._warned.add(why)
@@ -136,7 +135,7 @@ class Keeper:
             if read_token(self.run_dir) != self.token:
                 return f"{self.run_dir} belongs to another run"
             self._seen_at = now
-        except (FileNotFoundError, ValueError):  # a shared file system may hide it for a moment
+        except (FileNotFoundError, ValueError):  # a shared file system may not show it for a moment
             if now - self._seen_at > GONE_S:
                 return f"{self.run_dir} has gone"
         except OSError as error:
@@ -151,7 +150,7 @@ class Keeper:
         while message is not None:
             operation = str(message.get("op"))
             if operation == "open":
-                # Not `spoken`: keepers that only code do not keep each other alive.
+                # No `spoken` here: keepers that read from each other to code must not keep each other alive.
                 message = self._serve_buffer(channel, message)
                 continue
             if operation == "worker":
@@ -174,13 +173,13 @@ class Keeper:
             message = channel.receive_frame()
 
     def _inventory(self) -> list[dict[str, Any]]:
-        """The header of every buffer that is published here."""
+        """Return the header of every buffer that is published here."""
         columns = [(self.segment.beside(group), rank) for group, rank in self.segment.columns()]
         held = [segment.held(kind, rank) for kind in KINDS for segment, rank in columns]
         return listed([header for _, header in itertools.chain(*held)])
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
-        """The newest buffer of the snapshot that is asked for, if it is held here."""
+        """Return the newest buffer of the snapshot that the message names, and its header; None if none is held."""
         kind, group, rank, identity = (message.get(key) for key in ("kind", "group", "rank", "identity"))
         if kind not in KINDS or type(rank) is not int or type(group) is not int:
             raise wire.RefusedError(f"there is no buffer of kind '{kind}', group '{group}' and rank '{rank}'")
@@ -192,13 +191,13 @@ class Keeper:
         return None
 
     def _serve_buffer(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Serve one buffer's bytes. Returns the first message that is about something else, None at the end."""
+        """Serve one buffer's bytes. Returns the first message that is not about them; None when the peer leaves."""
         found = self._find(message)
         if found is None:
             channel.send_frame({"header": None})
             return channel.receive_frame()
         reader, header = found
-        # Who codes takes all members' blocks in turn, and so at the pace of the slowest.
+        # A keeper that codes reads one block of each member in turn, so it reads at the pace of the slowest member.
         patience_s = self.settings.coding_timeout_s + header.payload_bytes / SLOWEST_BYTES_S
         channel.set_timeout(timedelta(seconds=patience_s))
         with contextlib.closing(reader):
@@ -209,18 +208,19 @@ class Keeper:
                 raise wire.WireError(str(error)) from error
 
     def _serve_worker(self, channel: wire.Channel, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Serve a worker's own state. Returns the first message that is about something else, None at the end."""
+        """Serve a worker's own state. Returns the first message that is not about it; None when the peer leaves."""
         with opened(self.segment.path, str(message.get("name"))) as held:
             channel.send_frame({"size": held and held.size})
             return wire.serve_ranges(channel, held or wire.Pieces([]))
 
 
 OOM_SCORE_ADJ = -500
-"""When memory runs out, what took it goes before a keeper, which holds what a start needs. Only root may lower it."""
+"""oom_score_adj: if memory runs out, the kernel kills other processes before a keeper, which holds what a start needs.
+Only root may lower it."""
 
 
 def _settle_in() -> None:
-    """Low priority, few claims: what a process beside a training run should be."""
+    """Lower this process's priority, because it runs beside training, and its chance to be killed for memory."""
     with contextlib.suppress(OSError):  # already lower, or not allowed here
         os.nice(10)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -229,13 +229,13 @@ def _settle_in() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The keeper process."""
+    """Run a keeper. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by the agent, not by hand.")
     parser.add_argument("order", help="JSON: run_dir, group, host, settings")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     _settle_in()
-    # Ctrl-C and the end of a terminal are meant for the run, which tells its keepers itself.
+    # Ctrl-C and the end of a terminal are meant for the run, which itself tells its keepers to end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])

@@ -1,8 +1,8 @@
-"""Starting, finding and ending keepers, for trainers, which they outlive; and giving back what is left behind.
+"""Starting, finding and ending keepers, and removing segments that killed keepers left behind.
 
-A keeper removes its segment when it ends. One that was killed cannot; then the segment stays for the next start of its
-run. If there never is one, `everstep snapshots --sweep` removes it, or the next keeper of another run on the host, once
-nobody has touched it for longer than `keeper_ttl_s`.
+A keeper removes its segment when it ends. A killed keeper cannot, so its segment stays for the next start of its run.
+If that never comes, `everstep snapshots --sweep` removes the segment. So does the next keeper of another run on the
+host, once nobody has touched the segment for `keeper_ttl_s`.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from everstep.snapshot.segment import KEEPER_SILENT_S, Segment, run_id
 
 START_TIMEOUT_S = 30.0
 LOCKED_EXIT = 3
-"""Status of a keeper that found another of its run, group and host."""
+"""Exit status of a keeper that found another keeper of its segment."""
 
 
 def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> Place:
-    """Start this host's keeper, or find the one that is already there, and have it look after a group.
+    """Start this host's keeper, or find the one that already runs, and have it look after a group.
 
-    `rank`: one of the group that runs here. `host`: address to listen on and advertise (fault_tolerance.bind_host).
+    `rank`: a rank of the group on this host. `host`: address to listen on and advertise (fault_tolerance.bind_host).
 
     Raises:
-        SnapshotError: it did not come up; the message has its last words.
+        SnapshotError: the keeper did not come up; the message has the last line of its log.
     """
     run_dir = run_dir.resolve()
     place = find_keeper(run_dir, group, settings)
@@ -55,7 +55,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     log_file = run_dir / "logs" / f"keeper-{group}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
-    # The keeper must find this package the way we did, also where that was the working directory.
+    # The keeper must find this package even if this process imported it from the working directory.
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log_file.open("ab") as output:
         process = subprocess.Popen(
@@ -67,7 +67,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
-    # One that ends while we live is reaped when the next is started (`subprocess` does so); else it is init's.
+    # If the keeper ends before this process, `subprocess` reaps it when it starts the next one; otherwise init does.
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         place = find_keeper(run_dir, group, settings)
@@ -81,12 +81,12 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
 
 
 class KeeperWatch(threading.Thread):
-    """Has this host's keeper look after a group, from now until `end`. Training goes on without a keeper.
+    """Keeps a keeper running for a group on this host, from now until `end`. Without a keeper, training goes on.
 
     Args:
-        host: what the keeper listens on.
-        segment: of the group.
-        failed: is told why there is none.
+        host: address that the keeper listens on.
+        segment: the group's segment.
+        failed: called with the reason if the keeper cannot be started.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class KeeperWatch(threading.Thread):
         self._segment, self._events, self._failed = segment, events, failed
         self._rank = int(os.environ["RANK"])
         self.looked = threading.Event()
-        """Set once it is there, or could not be started."""
+        """Set once the keeper is there or could not be started."""
         self._over = threading.Event()
         self.start()
 
     @classmethod
     def of_first(cls, *args: Any) -> "KeeperWatch | None":
-        """That of the first rank of a group on this host; the others have none."""
+        """Return a watch on the first rank of a group on this host (LOCAL_RANK 0), None on the other ranks."""
         return cls(*args) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
 
     def run(self) -> None:
@@ -118,7 +118,7 @@ class KeeperWatch(threading.Thread):
                 self._start_keeper()
                 self.looked.set()
                 while not self._over.wait(KEEPER_SILENT_S) and not self._segment.read_notes(self._rank).is_silent:
-                    self._segment.ring()  # there is a use for it, also where nothing is published
+                    self._segment.ring()  # the keeper is still needed, even if nothing is published
         finally:
             self.looked.set()
 
@@ -130,13 +130,13 @@ class KeeperWatch(threading.Thread):
             self._failed(str(error))
 
     def end(self) -> None:
-        """No keeper is started from now on, but for one that has not come up in 10 s."""
+        """Start no more keepers, and wait up to 10 s for one that is being started."""
         self._over.set()
         self.join(10.0)
 
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
-    """This host's keeper of a group, if it is alive and answers."""
+    """Return this host's keeper of a group if it is alive and answers; else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
         token = read_token(run_dir)
         place = peers.read_place(peers.place_file(run_dir, group))
@@ -150,8 +150,8 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
 
 
 def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> None:
-    """The run is over: tell every keeper to remove its segment and end. One that cannot be told ends by itself after
-    keeper_ttl_s."""
+    """Tell every keeper of a run that is over to remove its segment and end. A keeper that cannot be reached ends by
+    itself after keeper_ttl_s."""
     token = read_token(run_dir)
     for address in {place.address for place in peers.read_places(run_dir)}:
         with contextlib.suppress(wire.WireError):
@@ -159,13 +159,13 @@ def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> Non
 
 
 ALIVE_S = 60.0
-"""A segment that a trainer has touched this recently belongs to a run that goes on, though its keeper died."""
+"""Seconds. A segment that a trainer has touched this recently belongs to a live run, even if its keeper died."""
 _SEGMENT = re.compile(r"everstep-([0-9a-f]{16})(-group-\d+)?")
 
 
 def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[str]:
-    """Remove this user's segments that no living keeper has and nobody has touched for `spared_s`, but for those of the
-    run `spare`. Returns a sentence for each that was removed."""
+    """Remove this user's segments that have no living keeper and were not touched for `spared_s` seconds, except those
+    of the run `spare`. Returns a sentence for each removed segment."""
     said = []
     for path in sorted(directory.glob("everstep-*")):
         match = _SEGMENT.fullmatch(path.name)
@@ -184,8 +184,8 @@ def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[s
 
 
 def take_lock(segment: Path) -> int:
-    """Hold a segment's lock, as its keeper does, until what is returned is closed. Raises BlockingIOError if another
-    process does, or OSError."""
+    """Lock a segment, as its keeper does, until the returned file descriptor is closed. Raises BlockingIOError if
+    another process holds the lock, or OSError."""
     fd = os.open(segment / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
