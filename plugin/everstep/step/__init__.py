@@ -1,4 +1,4 @@
-"""The step protocol and nothing else: protocol, driver, ledger, gradient sums.
+"""The step protocol: how the groups of a run make each optimizer step together.
 
-What a slot, a sum, a quorum or a state is comes in through interfaces (`everstep.step.interfaces`).
+It reaches the trainer and the run directory through `everstep.step.interfaces`, other groups through `everstep.quorum`.
 """

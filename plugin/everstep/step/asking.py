@@ -1,4 +1,4 @@
-"""How a group asks for its next quorum: rank 0 asks the lighthouse, and all ranks learn the same from it."""
+"""Asks for a group's next quorum: rank 0 asks the lighthouse and tells the other ranks of the group."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from everstep.step.decisions import Decisions
 
 
 class Answer(NamedTuple):
-    """What rank 0 tells the others: see `Asker.over`; why there is no quorum, empty if there is one; its id and members
-    (`request.encode`)."""
+    """What rank 0 tells the others: `over` (see `Asker.over`); the reason why there is no quorum, empty if there is
+    one; the quorum's id and encoded members (`request.encode`)."""
 
     over: str
     reason: str
@@ -19,33 +19,24 @@ class Answer(NamedTuple):
 
 
 class Asker:
-    """One rank's part in it.
-
-    Args:
-        group: this rank's.
-        decisions: of the group.
-        host: of this rank.
-        rules: of the run.
-    """
+    """Asks for quorums, as one rank of a group."""
 
     def __init__(self, group: Group, decisions: Decisions, host: Host, rules: Rules) -> None:
         self._group, self._decisions, self._host = group, decisions, host
         self._rules, self._finished_before = rules, host.files.finished_step()
         self._met: tuple[Request, ...] = ()
-        """All that asked for the last quorum."""
+        """Requests of all groups that asked for the last quorum."""
         self._makers: tuple[Request, ...] = ()
-        """Those that make its steps."""
+        """Requests of those groups that make the last quorum's steps."""
         self._left_out: tuple[int, ...] = ()
         self._asked = 0
 
     def ask(self, state: State, follows: State, *, finishing: bool, connected: str) -> Quorum | Turn | None:
-        """The next quorum, the same on all ranks of the group; None when there is none now; FENCED or TOO_LATE if this
-        start of the group is not to go on. Decisions of the group.
+        """Return the next quorum, the same on all ranks of the group; None if there is none now; FENCED or TOO_LATE if
+        this start of the group must not go on. Takes decisions of the group.
 
         Args:
-            state, follows: what the group has, and what it will have once it has caught up.
-            finishing: see `Request`.
-            connected: key of the quorum whose process group it is connected in; empty for none.
+            state, follows, finishing, connected: see `Request`.
         """
         self._asked += 1
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reach.missing()
@@ -83,7 +74,7 @@ class Asker:
         return quorum
 
     def _ask_lighthouse(self, request: Request) -> Answer | None:
-        """Rank 0's question and its answer."""
+        """Ask the lighthouse and return the answer; None on other ranks than rank 0."""
         membership = self._group.membership
         if membership is None:
             return None
@@ -93,15 +84,15 @@ class Asker:
             members = [encode(member) for member in found]
         except QuorumUnavailable as error:
             reason = str(error)
-        # Meanwhile another rank may have stood still for longer than the run went on.
+        # Checked again: the run may have ended while another rank of this group stood still.
         return Answer(self.over(request.state.step), reason, quorum_id, members)
 
     def over(self, step: int) -> str:
-        """The name of the turn that ends this start of the group with the state after `step`, on rank 0, which speaks
-        for all; empty if it goes on.
+        """Return the name of the turn that ends this start of the group, which has the state after `step`; empty if it
+        goes on. Only rank 0 decides; the other ranks return an empty name.
 
-        It is too late if the others ended the run, while this group was busy, with a later state. A group that left
-        alone has ended nothing for those that were not asked to.
+        TOO_LATE: the other groups ended the run with a later state while this group was busy. If they ended only
+        because they were asked to leave, that holds only for a group that was asked to leave as well.
         """
         files = self._host.files
         if self._decisions.rank:
@@ -114,7 +105,7 @@ class Asker:
         return Turn.TOO_LATE.name if files.asked_to_leave() or files.ended_for_all() else ""
 
     def _tell_left_out(self, quorum: Quorum) -> None:
-        """When others are left out than before, the first of those that are not says so."""
+        """Emit an event if other groups are left out than before, on rank 0 of the first group that is not."""
         if quorum.left_out != self._left_out and (self._group.id, self._decisions.rank) == (quorum.groups[0], 0):
             told = {"groups": list(quorum.left_out), "cut": [list(pair) for pair in quorum.cut]}
             self._host.events.emit("left_out", quorum.state.step + 1, **told, reason=differing_settings(self._met))

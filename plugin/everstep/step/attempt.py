@@ -1,4 +1,4 @@
-"""What the parts of an attempt pass to each other."""
+"""Values that the parts of an attempt pass to each other."""
 
 import enum
 from dataclasses import asdict, dataclass, field, replace
@@ -17,16 +17,16 @@ from everstep.step.reduction import GradientReducer
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A start of a replica group, as one of its ranks knows it.
+    """One start of a replica group, as one of its ranks knows it.
 
     Attributes:
-        id: of the group.
-        life: differs after every start of the group; the same on all its ranks.
-        store: `host:port` of a TCPStore of this group that other groups reach.
-        ranks: the group's own collectives.
-        membership: rank 0's voice at the lighthouse; None on the other ranks.
-        sums: collectives over the rank column.
-        door: where joiners heal from.
+        id: group id.
+        life: name of this start: another one after every restart, the same on all ranks.
+        store: `host:port` of a TCPStore of this group that other groups can connect to.
+        ranks: collectives between the ranks of the group.
+        membership: rank 0's connection to the lighthouse; None on the other ranks.
+        sums: collectives between the ranks of this rank column.
+        door: serves this rank's state to joiners, and fetches another group's.
     """
 
     id: int
@@ -40,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a rank has around it."""
+    """Clock, run directory and event log of a rank."""
 
     clock: Clock
     files: RunFiles
@@ -49,14 +49,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What all groups of a run have alike.
+    """Settings that all groups of a run share.
 
     Attributes:
         slots: S.
         dealing: see `ledger.Dealing`.
-        timeouts: the protocol's waits.
+        timeouts: timeouts of the protocol.
         audit_slots, seed: see `ledger.audited_slots`.
-        more: `name = value` of what else is to be alike, such as how the parameters are laid out over ranks.
+        more: `name = value` of what else must be equal on all groups, such as how parameters are sharded over ranks.
     """
 
     slots: int
@@ -68,14 +68,15 @@ class Rules:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """`name = value` of what decides who computes what and what is summed. Timeouts may differ."""
+        """`name = value` of each setting that must be equal on all groups, as it decides what is computed and summed.
+        Timeouts may differ."""
         dealt = replace(self.dealing, groups=self.dealing.groups if self.dealing.spares else 0)
         named = asdict(dealt) | {"slots": self.slots, "audit_slots": self.audit_slots, "seed": self.seed}
         return (*(f"{name} = {value}" for name, value in named.items()), *self.more)
 
 
 class Turn(enum.Enum):
-    """What an attempt came to, besides a commit, and so a run; the same on all ranks of the group."""
+    """Outcome of an attempt without a commit to apply, or of a run; the same on all ranks of the group."""
 
     RETRY = "the step is tried again"
     CAUGHT_UP = "this group has taken over a state"
@@ -88,8 +89,8 @@ class Turn(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What one rank brings to an attempt. `over`: see `Asker.over`; `heal_failed`: why, or empty; `slot_us`: see
-    `ledger.Row`."""
+    """What one rank tells the others of its group when an attempt begins. `over`: see `Asker.over`. `heal_failed`: why
+    healing failed, or empty. `slot_us`: see `ledger.Row`."""
 
     step: int
     history: int
@@ -104,8 +105,8 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True)
 class Healing:
-    """A state on its way here, from groups `sources`, and the commits made since. `full`: a commit could not be
-    kept."""
+    """A state that is being fetched from the groups `sources`, and the commits made since that state. `full`: whether
+    there was no memory to keep a commit."""
 
     sources: tuple[int, ...]
     state: State
@@ -114,7 +115,8 @@ class Healing:
     full: bool = False
 
     def keep(self, commit: Commit, reducer: GradientReducer) -> None:
-        """Keep a commit with a copy of its sums, unless this host has no memory for that: then this healing is over."""
+        """Keep a commit with a copy of its summed gradients. If this host has no memory for that, healing has
+        failed."""
         with self.fetch.room(reducer.nbytes) as has_room:
             self.full = self.full or not has_room
             if not self.full:
@@ -122,18 +124,18 @@ class Healing:
 
     @property
     def error(self) -> str:
-        """Why it failed for good; empty while it has not."""
+        """Why healing has failed for good; empty if it has not."""
         return "no memory on this host for the sums of another step" if self.full else self.fetch.error
 
     @property
     def follows(self) -> State:
-        """What this group will have once it has caught up."""
+        """The state that this group will have once it has caught up."""
         return State(self.commits[-1][0].step, self.commits[-1][0].history) if self.commits else self.state
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt: what was found out in it so far."""
+    """What is known of an attempt so far."""
 
     number: int
     begun: float
@@ -147,7 +149,7 @@ class Attempt:
     refused: bool = False
     """Whether this group refused a slot that it computed."""
     wanted: bool = False
-    """Whether somebody wants a quorum before the next step."""
+    """Whether a rank wants a new quorum before the next step."""
     compute_s: float = 0.0
     reduce_s: float = 0.0
 

@@ -1,8 +1,8 @@
-"""Group-wide decisions: what one rank saw becomes what all ranks of the group know.
+"""Group-wide decisions, in which each rank of a group tells all others what it saw.
 
 The rule of the ranks: an attempt is a fixed sequence of such decisions, and between two of them no rank may branch on
-what only it saw. Each decision is one collective of the group, carries its place in the sequence, and is checked for
-it: ranks that are not at the same decision end the group instead of pairing what does not belong together.
+what only it saw. Each decision is one collective of the group and carries its number and name. If the ranks are at
+different decisions, the group ends, instead of mixing the values of two decisions.
 """
 
 import json
@@ -20,10 +20,10 @@ class Decisions:
         self._taken = 0
 
     def gather(self, point: str, mine: Any) -> list[Any]:
-        """What each rank said at `point`, by rank: anything JSON can carry.
+        """Return what each rank gave as `mine` at `point`, by rank: anything that JSON can represent.
 
         Raises:
-            GroupBroken: a rank is gone, or at another decision.
+            GroupBroken: a rank is gone, or is at another decision.
         """
         self._taken += 1
         here = [self._taken, point]
@@ -34,9 +34,9 @@ class Decisions:
         return [word for _, word in said]
 
     def all_true(self, point: str, flag: bool) -> bool:
-        """Whether the flag holds on all ranks."""
+        """Whether `flag` is true on all ranks."""
         return all(self.gather(point, flag))
 
     def first(self, point: str, mine: Any) -> Any:
-        """What rank 0 said."""
+        """Return what rank 0 gave as `mine`."""
         return self.gather(point, mine)[0]

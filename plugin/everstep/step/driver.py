@@ -1,7 +1,8 @@
-"""Drives a group's steps from the start of its workers to their end.
+"""Runs a group's steps from the start of its workers to the end of the run.
 
-Applies commits, brings a state where no group has one, waits for one that may come back, and ends the run: one group
-writes the last checkpoint and the others stand by until it is there. All of it in decisions of the whole group.
+The driver applies commits. If no group has a state, it restores one, or waits for a group that may come back with one.
+At the end of the run one group writes the last checkpoint, and the others wait until it is there. Each of these is a
+decision of the whole group.
 """
 
 from datetime import timedelta
@@ -12,21 +13,14 @@ from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
 
 STATE_POLL_S = 1.0
-"""Between two looks whether a group that has a state comes back."""
+"""Seconds between two checks whether a group that has a state has come back."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
-"""After a retry; each one in a row waits twice as long as the one before: what fails at once every time, such as a
-backend that does not know the device, would be tried fifty times a second, and what each leaves behind adds up."""
+"""Seconds before a retry, doubled with each retry in a row. Without this backoff, what fails at once every time, such
+as a backend that does not know the device, is tried fifty times a second, and what each try leaves behind adds up."""
 
 
 class Driver:
-    """Runs a group to its end.
-
-    Args:
-        protocol: makes the steps.
-        work: the trainer.
-        host: of this rank.
-        give_up: longest wait for the other groups at the end of the run.
-    """
+    """Runs a group's steps, as one of its ranks. `give_up`: longest wait for other groups at the end of the run."""
 
     def __init__(self, protocol: StepProtocol, work: Work, host: Host, give_up: timedelta) -> None:
         self._protocol, self._work, self._give_up = protocol, work, give_up
@@ -34,11 +28,11 @@ class Driver:
         self._decisions = protocol.decisions
 
     def run(self) -> Turn:
-        """Steps until the run is over or this group leaves. Which it was: OVER, TOO_LATE, LEFT or FENCED.
+        """Make steps until the run is over or this group leaves; return OVER, TOO_LATE, LEFT or FENCED.
 
         Raises:
-            GroupBroken, GaveUp: this group has to start again.
-            TimeoutError: the others neither finished the last step nor left.
+            GroupBroken, GaveUp: this group has to restart.
+            TimeoutError: the other groups neither finished the last step nor left.
         """
         turn: Commit | Turn | Quorum | None = None
         pause_s = SHORTEST_PAUSE_S
@@ -69,8 +63,9 @@ class Driver:
         return self._finish(saved=not unsaved, met=met) if unsaved or met else Turn.OVER
 
     def _find_state(self, quorum: Quorum) -> Turn | None:
-        """No group of the quorum has a state; but one that is in no quorum may: it hangs or is busy, and its watchdog
-        decides. Going back to the disk now would undo its steps."""
+        """Restore a state, as no group of the quorum has one. If a group outside of it may have one, wait instead: it
+        hangs or is busy, its watchdog decides about it, and restoring now would undo its steps. Return a turn if this
+        group's run ends here."""
         others = sorted(self._files.groups_with_state())
         said = self._decisions.gather("blank", [self._files.is_over(), not others])
         if all(over for over, _ in said):
@@ -88,14 +83,14 @@ class Driver:
     def _finish(self, *, saved: bool, met: bool) -> Turn:
         """Return once the state after the last step is saved, by this group or another.
 
-        The groups keep meeting in quorums. The first of those that have the newest state writes; should it die in the
-        middle, the next quorum lacks it and another one writes. A small marker in the run directory says that the
-        state of a step is saved, so a group that comes too late does not start the run over. Whoever was in a quorum
-        in which one was to write asks once more, since that one does and would wait for it.
+        The groups keep asking for quorums. The first group of a quorum that has the newest state saves it. If it dies
+        meanwhile, the next quorum lacks it and another group saves. A marker in the run directory tells that the state
+        of a step is saved, so a group that comes too late does not start the run over. A group that was in a quorum
+        with a group that saves asks once more, because that group asks again and would wait for it.
 
         Args:
             saved: whether the marker is there.
-            met: whether this group was in a quorum with one that has made the last step.
+            met: whether this group was in a quorum with a group that has made the last step.
         """
         step, begun = self._protocol.state.step, self._clock.now()
         while True:
@@ -106,14 +101,14 @@ class Driver:
             quorum = self._protocol.meet(finishing=True)
             if isinstance(quorum, Turn):
                 return quorum
-            # One rank may see the marker that another group writes just now, and another rank not yet.
+            # If another group writes the marker just now, one rank may see it and another one not.
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):
                 return Turn.OVER
             if quorum is None or not quorum.able:
                 continue
             if self._protocol.group not in quorum.able:
-                return Turn.OVER  # others went on, and have a newer state to save
+                return Turn.OVER  # other groups have a newer state and save that
             met = True
             if quorum.able[0] == self._protocol.group and not saved:
                 self._files.beat("checkpoint", step)

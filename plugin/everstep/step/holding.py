@@ -1,13 +1,13 @@
-"""What a group computes of the step in progress, holds for a retry, and refuses.
+"""The slots of the step in progress that a group computes, holds for a retry, and refuses.
 
-A group holds one sum of gradients: it keeps all of it or drops all of it. What is wrong with it is known in three ways:
-this rank's checks found it, the gradients are not finite, or the sums over the groups are not. Each is a decision of
-the whole group, and ends in `_refuse`: the refused slots are counted, and everything that is held is computed again, as
-after a death. Who computes what was refused is in `ledger.plan`.
+A group holds one sum of gradients, so it keeps or drops all of it. It refuses slots if a rank's checks found an error
+in them, or if its gradients are not finite. Either is a decision of the whole group and ends in `_refuse`: the refusals
+are counted, and every slot that was held is computed again, as after a death. `ledger.plan` says which group computes a
+refused slot.
 
-Some slots are audited: another group computes them too, and the bits are compared (`ledger.audited_slots`). Where they
-differ, the owner drops what it holds, and the slot is computed again and audited by a third group. Whose bits two
-others do not have is outvoted: it computes this slot no more.
+Some slots are audited: a second group computes them too, and the bits are compared (`ledger.audited_slots`). If the
+bits differ, the owner drops what it holds; the slot is computed again, and a third group audits it. Once two groups
+have the same bits, a group with other bits is outvoted: it does not compute this slot again in this step.
 """
 
 from collections import Counter, defaultdict
@@ -30,20 +30,20 @@ NOT_FINITE = "a gradient is not finite, or its norm is not"
 
 @dataclass(slots=True)
 class Held:
-    """What a group's gradients contain of the step in progress, and what it refused of that step.
+    """The slots of the step in progress that a group's gradients contain, and those that it refused.
 
     Attributes:
-        slots: what they contain.
-        lost: slots that they contained and that were given up.
+        slots: slots whose gradients are in `param.grad`.
+        lost: slots that were held in this step and dropped.
         computed: slots computed since the last event `attempt`, in order.
-        recomputed: those of them that were in `lost`.
-        refused: how often this group refused a slot.
-        refused_here: slots that this rank refused, or that were not finite on it.
-        not_finite: how often a slot was not finite when it was judged alone.
-        accepted: refused slots that are held all the same.
-        asked: the group that was asked for a refused slot last, unless it was to accept it.
-        bits: of audited slots that this group computed.
-        told: of audited slots, all groups and their bits that were compared, in order.
+        recomputed: those of `computed` that were in `lost`.
+        refused: slot → how often this group refused it.
+        refused_here: slots that this rank refused, or whose gradients were not finite on it.
+        not_finite: slot → how often its gradients alone were not finite.
+        accepted: slots that this group holds although its checks refuse them (`ledger.Plan.accepted`).
+        asked: refused slot → the group that was last asked to compute it, unless that group had to accept it.
+        bits: audited slot → the bits that this group computed.
+        told: audited slot → pairs (group, its bits) that were compared, in order.
     """
 
     slots: set[int] = field(default_factory=set)
@@ -60,8 +60,8 @@ class Held:
 
 
 class Judged(NamedTuple):
-    """What one rank says of its sums: that it has them, that they are finite, that this group's part of them is, and
-    that the trainer holds what the ledger says; and which slots its checks refuse."""
+    """One rank's judgement of its sums: whether it has them, whether they are finite, whether this group's own part is
+    finite, and whether the trainer holds the slots that the ledger says. `found`: slots that its checks refuse."""
 
     summed: bool
     finite: bool
@@ -71,14 +71,7 @@ class Judged(NamedTuple):
 
 
 class Holding:
-    """One rank's part in what its group holds.
-
-    Args:
-        work, reducer: the trainer's side.
-        decisions: of the group.
-        host: of this rank.
-        group: this group's id.
-    """
+    """Computes, holds, judges and refuses slots, as one rank of the group with id `group`."""
 
     def __init__(self, work: Work, reducer: GradientReducer, decisions: Decisions, host: Host, group: int) -> None:
         self._work, self._reducer, self._decisions, self._group = work, reducer, decisions, group
@@ -87,12 +80,12 @@ class Holding:
         self.pace = Pace()
 
     def start(self) -> None:
-        """Another step comes: nothing of it is held."""
+        """Begin another step, of which nothing is held."""
         self.held = Held()
         self._forget()
 
     def drop(self) -> None:
-        """Give up what is held; what was refused of the step is remembered."""
+        """Drop all slots that are held. What was refused in this step is remembered."""
         self.held.lost |= self.held.slots
         self.held.slots.clear()
         self.held.accepted.clear()
@@ -103,7 +96,7 @@ class Holding:
         self._reducer.forget()
 
     def heed(self, plan: ledger.Plan, step: int) -> None:
-        """Remember who is asked for refused slots, and say which of them nobody can compute."""
+        """Remember which group is asked for each refused slot. Tell the trainer which slots no group can compute."""
         for group, share in plan.shares.items():
             self.held.asked |= dict.fromkeys(plan.doubted.intersection(share), group)
         for slot in plan.accepted:
@@ -112,7 +105,7 @@ class Holding:
             self._work.not_finite(step, sorted(plan.not_finite))
 
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
-        """Compute and hold slots. Sums start in the last one."""
+        """Audit the slots that the plan says, then compute and hold `share`. Sums start during its last slot."""
         held, step = self.held, attempt.step
         if not self._audit(attempt):
             return
@@ -138,7 +131,8 @@ class Holding:
             self.pace.take(self._clock.now() - begun, len(share))
 
     def _audit(self, attempt: Attempt) -> bool:
-        """Compute the slots that this group audits, unless it has; whether there was data for them."""
+        """Compute the slots that this group audits and has no bits of, or is asked for again. Return whether there was
+        data for all of them."""
         for slot, auditor in attempt.plan.auditors.items():
             again = slot in attempt.plan.doubted
             if auditor == self._group and (again or slot not in self.held.bits):
@@ -152,7 +146,8 @@ class Holding:
         return True
 
     def bits(self, plan: ledger.Plan) -> list[int]:
-        """For a tally: of each audited slot what this group has as its owner, and what as its auditor."""
+        """Return, for a tally, two numbers per audited slot: the bits that this group has as the slot's owner, and
+        those it has as its auditor; 0 if it is not the owner, or not the auditor."""
         held, said = self.held, []
         for slot in plan.audited:
             for has in (slot in held.slots, plan.auditors.get(slot) == self._group):
@@ -160,8 +155,8 @@ class Holding:
         return said
 
     def heed_bits(self, attempt: Attempt, tally: ledger.Tally) -> None:
-        """Draw conclusions from bits that all ranks of the group have seen: drop what differs, and once two groups have
-        the same, name the others."""
+        """Act on bits that all ranks of the group have seen: drop what is held if they differ; once two groups have the
+        same bits, emit which groups had other bits."""
         held, differing = self.held, ledger.differing_bits(tally, attempt.plan)
         for slot, *bits in zip(attempt.plan.audited, tally.bits[::2], tally.bits[1::2], strict=True):
             if not all(bits):
@@ -179,7 +174,8 @@ class Holding:
                 self._events.emit("slot_wrong", attempt.step, slot=slot, groups=wrong, reason=OTHER_BITS)
 
     def _differs(self, attempt: Attempt, slot: int, pair: tuple[int, int]) -> None:
-        """Owner and auditor have other bits: both refuse the slot, until more groups have the same than any others."""
+        """Refuse a slot whose owner and auditor (`pair`) have different bits. Both refuse it, unless two or more groups
+        have the same bits and no others are as common: then only the groups with other bits dispute it."""
         held, said = self.held, dict(self.held.told[slot])
         (common, times), *others = Counter(said.values()).most_common(2)
         if times > 1 and all(times > fewer for _, fewer in others):
@@ -195,8 +191,8 @@ class Holding:
             self.drop()
 
     def _judge_slot(self, attempt: Attempt, slot: int) -> None:
-        """What becomes of a slot that some group has refused, now that this one has computed it. A decision of the
-        group; what it held before is finite."""
+        """Hold or refuse a slot that some group had refused and this group has just computed. A decision of the group.
+        What the group held before is finite, so only this slot can make its gradients not finite."""
         held = self.held
         finite, passed = self._reducer.own_finite(), slot not in self._work.refused()
         if not finite or not passed:
@@ -214,19 +210,19 @@ class Holding:
             self._refuse(attempt, [slot], FINDINGS)
 
     def judge_sums(self, attempt: Attempt, computed: frozenset[int], error: str) -> tuple[bool, str]:
-        """Look at what is held and at its sums. It is refused and dropped if some rank's checks say so or this group's
-        own part is not finite. A decision of the group.
+        """Judge what is held, and its sums. Refuse and drop it if a rank's checks found an error in it, or if this
+        group's own part is not finite. A decision of the group.
 
         Args:
-            computed: what the trainer says that it holds.
-            error: why this rank has no sums; empty if it has.
+            computed: the slots that the trainer says it holds.
+            error: why this rank has no sums; empty if it has them.
 
         Returns:
-            whether all ranks have their sums, and why they are not to be committed, which all groups know then; empty
-            if they are, or if some group refuses its part.
+            whether all ranks have their sums; and why these must not be committed, empty if they are finite. All groups
+            have the same sums, so all find the same. That a group refused its part is in the tally.
 
         Raises:
-            GroupBroken: what a rank holds is not what the ledger says.
+            GroupBroken: a rank's trainer holds other slots than the ledger says.
         """
         held = self.held
         finite = error == "" and self._reducer.finite()

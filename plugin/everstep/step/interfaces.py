@@ -1,8 +1,8 @@
-"""What the step protocol needs from the world, and the values that pass between the two.
+"""The interfaces of what the step protocol is given, and the values that it exchanges with them.
 
-The protocol has no clock, thread, socket, process or file of its own: what acts is given to it, by `everstep.quorum`
-(how it reaches other groups and ranks) and by `everstep.titan` (Work, RunFiles). A simulation stands in for the trainer
-and the files, and runs the rest as it is, over a network and clocks of its own.
+The protocol itself has no clock, thread, socket, process or file. `everstep.quorum` gives it connections to other
+groups and ranks, `everstep.titan` the trainer (`Work`) and the run directory (`RunFiles`). The simulation replaces the
+trainer, the files, the network and the clocks, and runs everything else as it is.
 """
 
 from collections.abc import Collection
@@ -16,20 +16,20 @@ from everstep.quorum.request import Quorum
 
 
 class OutOfData(Exception):
-    """The data ended before this step: the run is over for all groups."""
+    """The data ended before this step, so the run is over for all groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Named waits of the protocol.
+    """Timeouts of the protocol.
 
     Attributes:
-        quorum: for one quorum.
-        reduce: for one sum over the groups, once all of them have computed their share.
-        compute: longest that a group with nothing to compute waits for the others' share.
-        join: for how long a quorum waits for a group that lives and does not ask.
-        pause: longest that a process stands still on a busy host.
-        give_up: without a commit for this long the group ends.
+        quorum: of one request for a quorum.
+        reduce: of one sum over the groups, counted from when all of them have computed their share.
+        compute: longest that a group without slots to compute waits for the others to compute theirs.
+        join: how long a quorum waits for a group that is alive and does not ask for one.
+        pause: longest that a busy host is expected to stop a process.
+        give_up: how long a group goes on without a commit before it ends with an error.
     """
 
     quorum: timedelta
@@ -42,13 +42,13 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class SlotSums:
-    """What a group's held slots add to the step, besides gradients.
+    """What the slots that a group holds add to the step, besides gradients.
 
     Attributes:
-        tokens: valid tokens by slot, float64 [S] on CPU, 0 where the slot is not held.
-        loss: sum of their losses by slot, the same form.
-        extra: float64 [n] on CPU, n fixed: further sums that the optimizer step needs, such as expert loads.
-        slots: which slots they are of; empty in a sum over groups.
+        tokens: number of valid tokens by slot, float64 [S] on the CPU; 0 for a slot that is not held.
+        loss: sum of the tokens' losses by slot, float64 [S] on the CPU.
+        extra: further sums that the optimizer step needs, such as expert loads, float64 [n] on the CPU, n fixed.
+        slots: the slots that the group holds; empty in a sum over groups.
     """
 
     tokens: torch.Tensor
@@ -59,24 +59,24 @@ class SlotSums:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A step that all its slots agree on, ready for the optimizer.
+    """A step that the groups have summed completely and voted for; ready for the optimizer.
 
     Attributes:
         step: number of the step, from 1.
-        history: of the state after this step; see `ledger.extend`.
-        parent: history of the state before it.
-        tokens: valid tokens by slot, float64 [S].
-        loss: sum of their losses by slot, the same form.
-        extra: `SlotSums.extra` over all groups.
-        owners: for each slot the group that computed it, -1 if none did, under `shrink`.
-        groups: groups taking part, in rank order.
-        able: those of them that have the state before this step, in order; the others heal. The first writes what a run
-            writes once.
-        all_leave: every group asked to stop after this step.
-        unfit: slots that this rank refused and that another group could compute: this rank is at fault.
+        history: history of the state after this step; see `ledger.extend`.
+        parent: history of the state before this step.
+        tokens: number of valid tokens by slot, float64 [S].
+        loss: sum of the tokens' losses by slot, float64 [S].
+        extra: sum of `SlotSums.extra` over all groups.
+        owners: by slot, the group that computed it; -1 if none did, which happens only under `shrink`.
+        groups: ids of the groups that took part, ascending.
+        able: those of them that had the state before this step, ascending; the others heal. The first one writes what
+            is written once for the whole run.
+        all_leave: whether every group was asked to stop after this step.
+        unfit: slots that this rank refused and another group computed without refusing them: this rank is at fault.
         quorum_id: torchft's id of the quorum, for logs.
-        attempts: how many this group needed.
-        compute_s, reduce_s, took_s: of the attempt that committed; reduce_s is what compute did not hide.
+        attempts: number of attempts that this group needed.
+        compute_s, reduce_s, took_s: durations in the attempt that committed; reduce_s is the wait after computing.
     """
 
     step: int
@@ -99,100 +99,103 @@ class Commit:
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return seconds on a clock that never goes back."""
 
     def sleep(self, seconds: float) -> None: ...
 
 
 class Work(Protocol):
-    """The trainer. Every call but `serve` is taken by all ranks of the group."""
+    """The trainer. All ranks of the group make the same calls, except for `serve` and `notes`."""
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        """Forward and backward of one slot of `step`; the gradient is added to `param.grad`. `whole`: with every check.
+        """Run forward and backward of one slot of `step`, and add its gradient to `param.grad`.
+
+        Args:
+            whole: whether to run every check.
 
         Raises:
-            OutOfData: there is none for this slot; on all ranks of the group. Nothing was added.
+            OutOfData: there is no data for this slot. Raised on all ranks of the group; nothing was added.
         """
 
     def bits(self, slot: int) -> int:
-        """Of the gradient that `compute` made of a slot, of all ranks of the group: 1 to 2^52, equal where all bits
-        are. Only with exact sums."""
+        """Return a digest of the gradient of a computed slot over all ranks of the group, 1 to 2^52: equal if all bits
+        of the gradients are. Only with exact sums."""
         ...
 
     def audit(self, step: int, slot: int) -> int:
-        """The bits of a slot that another group computes; it is added to nothing. Raises OutOfData."""
+        """Compute a slot that another group computes too, and return its `bits`. Adds to nothing. Raises OutOfData."""
         ...
 
     def refused(self) -> frozenset[int]:
-        """Slots computed since `discard` whose computation this rank's checks found wrong and could not repair: what
-        is in `param.grad` must not be used. Other ranks of the group may have found others."""
+        """Return the slots computed since `discard` in which this rank's checks found an error that they could not
+        repair: `param.grad` must not be used then. Other ranks of the group may have found other slots."""
         ...
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
-        """Gradients of these slots are not finite on any group that was asked: either ends the run, or `compute` holds
-        them from now on with nothing in them. The same on all groups."""
+        """End the run, or from now on let `compute` hold these slots with nothing in them: no group that was asked
+        computes a finite gradient of them. Called on all groups alike."""
 
     def results(self) -> SlotSums:
-        """Of all slots computed since `discard`, summed over the group's ranks."""
+        """Return the sums of all slots computed since `discard`, over the group's ranks."""
 
     def discard(self) -> None:
         """Forget all gradients and sums of the step in progress."""
 
     def notes(self, step: int) -> bytes | None:
-        """What the other groups should know after `step`, or None when none of them sends anything now. Not on all
-        ranks of the group, if the tally of one failed."""
+        """Return what the other groups should know after `step`; None if no group sends notes now. A rank whose tally
+        failed does not call this."""
 
     def noted(self, notes: list[bytes]) -> None:
-        """What each group's `notes` said."""
+        """Take in the `notes` of every group."""
 
     def settle(self) -> None:
-        """Wait until this rank's snapshots hold the state that it restored."""
+        """If a state was restored, wait until this rank's snapshots hold it, or for a timeout."""
 
     def serve(self) -> Any:
-        """This rank's state, by reference."""
+        """Return this rank's state, by reference."""
 
     def heal(self, state: Any) -> None:
-        """Take over another group's state."""
+        """Load another group's state."""
 
     def apply(self, commit: Commit) -> None:
-        """The optimizer step of a commit, from the reducer's finished sums, and all that comes with it."""
+        """Make the optimizer step of a commit from the reducer's finished sums, and all that belongs to a step."""
 
     def checksum(self) -> int | None:
-        """Of the group's parameters after the last step, 62 bits, when an audit is due; else None."""
+        """Return the checksum of the group's parameters after the last step, 62 bits; None if no audit is due."""
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """No group has a state: take the newest from memory or disk, or start, as all members of the quorum do. Its
-        step and history."""
+        """Load the newest state from memory or disk, or start from scratch; return its step and history. Called if no
+        group has a state, by all members of the quorum."""
 
     def goes_on(self) -> bool:
         """Whether the run has steps left to make; the same on all ranks and groups at one step."""
 
     def save_last(self) -> None:
-        """Write the last checkpoint of this run, or of this part of it."""
+        """Write the checkpoint with which this run, or this part of it, ends."""
 
 
 class RunFiles(Protocol):
-    """What the run directory says to a rank."""
+    """The run directory, as one rank reads and writes it."""
 
     def beat(self, phase: str, step: int) -> None:
-        """A sign of life."""
+        """Give a sign of life: this rank is in `phase` of `step`."""
 
     def fenced(self) -> bool:
-        """Whether another start of this group counts now."""
+        """Whether another start of this group has replaced this one."""
 
     def asked_to_leave(self) -> bool:
-        """Whether this rank is to stop after the next commit. Once true it stays true."""
+        """Whether this rank is to stop after the next commit. Once true, it stays true."""
 
     def groups_with_state(self) -> list[int]:
-        """Other groups that were heard of lately and have a state."""
+        """Return the other groups that have a state and gave a sign of life lately."""
 
     def finished_step(self) -> int:
-        """The step at which this run last ended with its state saved; -1 if it never did."""
+        """Return the step at which this run last ended with its state saved; -1 if it never did."""
 
     def ended_for_all(self) -> bool:
-        """Whether the run ended there for every group, and not because some were asked to leave."""
+        """Whether the run ended at `finished_step` for every group, not only for those that were asked to leave."""
 
     def mark_finished(self, step: int, *, for_all: bool) -> None: ...
 
     def is_over(self) -> bool:
-        """Whether the run has done all its steps already."""
+        """Whether the run has made all its steps."""

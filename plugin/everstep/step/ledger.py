@@ -1,9 +1,9 @@
-"""Who holds which slots of a step: pure decisions, no processes.
+"""Which group computes and holds which slots of a step. Pure functions of what the groups exchange.
 
-A step is S slots. Every attempt begins with one exchange, in which each group of the quorum tells the others a `Row`:
-the state it has, whether it computes, and the slots whose gradients it still holds from an earlier attempt at the
-same step. From the same rows every group makes the same `Plan`. The attempt ends with a sum of `Tally`s, in which the
-number of groups that put each slot into the sum is counted; `verdict` says whether that sum is the step.
+A step is S slots. At the beginning of every attempt each group of the quorum sends the others a `Row`: the state it
+has, whether it computes, and the slots whose gradients it still holds from an earlier attempt at the same step. From
+the same rows every group makes the same `Plan`. At the end of the attempt the groups sum their `Tally`s, which count
+how many groups added each slot to the sum; `verdict` decides whether that sum is the step.
 """
 
 import hashlib
@@ -19,43 +19,43 @@ from everstep.quorum.request import Quorum
 from everstep.run import typed
 from everstep.step.interfaces import SlotSums
 
-FLAGS = 4  # of a tally
+FLAGS = 4  # of a tally: leaving, exhausted, refused, wanting
 
 ASK_AFTER = 2
-"""Refusals of a slot by one group in one step after which another group computes it."""
+"""Refusals of a slot by one group in one step, after which another group is asked to compute it."""
 
 ENOUGH = 3
-"""Groups that refuse a slot after which it is the data or the bound: two that are sick cannot be so many."""
+"""Groups that must refuse a slot before its data or the check's bound is blamed. Two faulty groups are not enough."""
 
 SLOWER = 1.4
-"""A group is slow if a slot takes it so many times as long as the fastest. Slots differ by less anyway."""
+"""A group is slow if a slot takes it so many times as long as the fastest group. Slots differ by less in any case."""
 
 OnLoss = Literal["redistribute", "shrink"]
 
 
 def extend(history: int, step: int, key: str) -> int:
-    """The history after a commit of `step` in the quorum with this key, 62 bits: a hash chain over the commits behind
-    a state. Two groups have the same history only if they committed the same steps in the same quorums."""
+    """Return the history after a commit of `step` in the quorum with this key, 62 bits: a hash chain over all commits
+    behind a state. Two groups have the same history only if they committed the same steps in the same quorums."""
     text = f"{history}/{step}/{key}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one group says at the beginning of an attempt.
+    """What one group tells the others at the beginning of an attempt.
 
     Attributes:
         group: its group id.
         quorum: key of the quorum that it is in.
-        step, history: of the state it computes on; of no meaning in a group that does not compute.
+        step, history: the state that it computes on; without meaning if it does not compute.
         computes: whether it can compute slots now. False for a group that heals.
-        checksum: of its parameters after `step`, 62 bits, or None when no audit is due.
-        proven: whether an audit has agreed with it since it last took over a state.
-        slot_us: microseconds that a slot has taken it lately; 0 while it does not know.
+        checksum: checksum of its parameters after `step`, 62 bits; None if no audit is due.
+        proven: whether an audit has confirmed its parameters since it last took over a state.
+        slot_us: microseconds that it lately took per slot; 0 if it does not know yet.
         held: slots of step + 1 whose gradients it holds.
         refused: slots of step + 1 that it refused.
-        disputed: those of them that it refused ASK_AFTER times.
-        not_finite: those of them whose gradients were not finite when it computed them alone.
+        disputed: those of `refused` that it refused at least ASK_AFTER times.
+        not_finite: those of `refused` whose gradients, judged alone, were not finite.
     """
 
     group: int
@@ -83,9 +83,9 @@ class Row:
 
 
 def objection(rows: Sequence[Row], quorum: Quorum) -> str:
-    """Why these rows must not be summed over in this quorum; empty if they may.
+    """Return why the groups with these rows must not sum in this quorum; empty if they may.
 
-    Groups of another quorum, at another step or of another history are told apart here, before any sum.
+    This excludes groups of another quorum, at another step or of another history before any sum.
     """
     if tuple(row.group for row in rows) != quorum.groups or any(row.quorum != quorum.key for row in rows):
         return "some group is in another quorum"
@@ -100,19 +100,20 @@ def objection(rows: Sequence[Row], quorum: Quorum) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an attempt does, the same on every group.
+    """Which group does what in an attempt; the same on every group.
 
     Attributes:
-        shares: group id → slots it computes, in order, those of `doubted` first; every group that computes has an
-            entry, perhaps an empty one.
-        drops: groups that let go of what they hold, since another group holds one of their slots as well.
-        owners: by slot the group that holds or computes it then.
-        doubted: slots computed in this attempt that some group refused: with every check, and judged one by one.
-        accepted: those of them that enough groups refused: it is the data or the bound, and they pass.
-        not_finite: those of them whose gradients are not finite on any group that was asked.
-        audited: slots whose bits are compared.
-        auditors: by such a slot the group that computes it too, and adds it to nothing; none where there is no other.
-        paces: by each group that computes, how many times as long as the fastest a slot takes it (`paces`).
+        shares: group id → slots that it computes, in order, those of `doubted` first. Every group that computes has an
+            entry, which may be empty.
+        drops: groups that drop what they hold, since another group holds one of their slots as well.
+        owners: slot → the group that holds it, or computes it in this attempt.
+        doubted: refused slots that are computed in this attempt. They run with every check and are judged one by one.
+        accepted: those of `doubted` that enough groups refused. Their data or the check's bound is blamed: they pass.
+        not_finite: those of `accepted` whose gradients were not finite on any group that was asked.
+        audited: slots whose bits two groups compare.
+        auditors: audited slot → the group that computes it besides its owner, without adding it to anything. Has no
+            entry for a slot if no other group can.
+        paces: group that computes → its time per slot, as a multiple of the fastest group's (`paces`).
     """
 
     shares: dict[int, tuple[int, ...]]
@@ -127,7 +128,7 @@ class Plan:
 
     @property
     def loads(self) -> dict[int, float]:
-        """How long each group computes, its share and what it audits, in slots of the fastest group."""
+        """Group id → how long it computes its share and its audits, in slots of the fastest group."""
         audits = Counter(self.auditors.values())
         return {group: self.paces[group] * (len(share) + audits[group]) for group, share in self.shares.items()}
 
@@ -137,15 +138,15 @@ NO_PLAN = Plan({}, frozenset(), {})
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """To whom slots are dealt; the same on all groups.
+    """Settings of how slots are dealt to groups; the same on all groups.
 
     Attributes:
-        on_loss: `shrink` computes nothing for lost slots as long as some group still holds one; a slot that was refused
-            is not lost.
-        homes: if not 0, slot s is dealt to group s mod `homes` where that computes, so that it moves only when groups
+        on_loss: with `shrink`, lost slots are not computed again while some group still holds a slot of the step. A
+            refused slot is not a lost one.
+        homes: if not 0, slot s is dealt to group s mod `homes` if that group computes. So a slot moves only when groups
             are lost or come back.
-        groups, spares: of so many groups, and of more, `spares` stand by: no slot is dealt to them while the others
-            are there.
+        groups, spares: of `groups` groups, or of all that compute if they are more, `spares` stand by: they get no
+            slots while all others are there.
     """
 
     on_loss: OnLoss = "redistribute"
@@ -154,8 +155,8 @@ class Dealing:
     spares: int = 0
 
     def at_work(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
-        """Those of the groups that have the state to which slots are dealt. A group that is slow, or has just come
-        back, stands by while there is another one."""
+        """Return the rows of those groups in `able` that get slots. Slow groups stand by first, then groups that have
+        just come back."""
         most = max(self.groups, len(able)) - self.spares
         return sorted(able, key=lambda row: (pace[row.group] > 1.0, row.slot_us == 0, row.group))[:most]
 
@@ -164,16 +165,17 @@ EVENLY = Dealing()
 
 
 def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tuple[int, ...] = ()) -> Plan:
-    """Split the slots that nobody holds among the groups that compute, so that all are done as early as can be.
+    """Split the slots that no group holds among the groups that compute, so that all of them are done as early as
+    possible.
 
     Args:
         rows: one per group in the quorum, in any order.
         slots: S.
-        dealing: of the run.
-        audited: slots that two groups compute, in order.
+        dealing: how the run deals slots.
+        audited: slots that two groups compute, ascending.
 
     Returns:
-        the plan; `shares` and what is held after `drops` cover each slot exactly once under `redistribute`.
+        the plan. Under `redistribute`, its `shares` and what is held after its `drops` cover each slot exactly once.
     """
     able = sorted((row for row in rows if row.computes), key=lambda row: row.group)
     drops = _conflicting(able)
@@ -206,7 +208,7 @@ def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tu
 
 
 def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, ...]:
-    """Which slots of a step are audited: each with this probability, drawn by the seed."""
+    """Return the slots of a step that are audited: each with probability `share`, drawn from the seed."""
 
     def drawn(slot: int) -> float:
         text = f"audit/{seed}/{step}/{slot}".encode()
@@ -216,8 +218,8 @@ def audited_slots(seed: int, step: int, slots: int, share: float) -> tuple[int, 
 
 
 def _auditors(audited: Sequence[int], owners: Mapping[int, int], able: Sequence[Row]) -> dict[int, int]:
-    """Who computes audited slots besides their owners: one that has not given its bits yet comes first, then who audits
-    the fewest. None where there is no other group but those that dispute what the owner stands by."""
+    """Choose the auditor of each audited slot: preferably a group that has not refused it, then the one with the fewest
+    audits. A slot has no auditor if all other groups dispute it and its owner has not refused it."""
     found: dict[int, int] = {}
     for slot in audited:
         owner = owners.get(slot)
@@ -230,16 +232,17 @@ def _auditors(audited: Sequence[int], owners: Mapping[int, int], able: Sequence[
 
 
 def _passes(slot: int, able: Sequence[Row]) -> bool:
-    """Whether a refused slot is computed with what checks find in it: it was asked of other groups, and ENOUGH of them
-    refused it, or all that there are."""
+    """Whether a refused slot is to be held in spite of what checks find in it: other groups were asked for it, and
+    ENOUGH groups, or all that there are, refused it."""
     refused = sum(slot in row.refused for row in able)
     return refused >= min(ENOUGH, len(able)) and any(slot in row.disputed for row in able)
 
 
 def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> int:
-    """The group that computes a refused slot: the one that refused it, as a transient error does not come twice; once
-    that disputes it, one that has not refused it; if it is to pass, one for which it was finite, and that does not
-    dispute it. Of several the one that refused the fewest slots, then the one with the smallest share."""
+    """Choose the group that computes a refused slot. At first that is the group that refused it, since a transient
+    error does not come twice. Once it disputes the slot, choose one that has not refused it. If the slot is to pass,
+    choose one on which it was finite, preferably one that does not dispute it. Of several, choose the one that refused
+    the fewest slots, then the one with the smallest share."""
     same_group_again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
     def turn(row: Row) -> tuple[bool, bool, int, int, int]:
@@ -250,13 +253,13 @@ def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> in
 
 
 def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: Sequence[int]) -> frozenset[int]:
-    """Slots that say that a group computes wrongly: it disputes them, and they are in the commit from another group
-    that was asked for them and did not refuse them.
+    """Return the slots that show that `group` computes wrongly: it disputes them, and the commit has them from another
+    group, which was asked for them and did not refuse them.
 
     Args:
-        rows: of the attempt that committed.
-        asked: the group that was asked for a refused slot last, as far as `group` knows, unless it was to accept it.
-        owners: by slot the group that computed it; -1 for none.
+        rows: rows of the attempt that committed.
+        asked: refused slot → the group that was last asked for it, as far as `group` knows; without slots to accept.
+        owners: by slot, the group that computed it; -1 for none.
     """
     by_group = {row.group: row for row in rows if row.computes}
     passed = {slot for slot, other in asked.items() if owners[slot] == other and slot not in by_group[other].refused}
@@ -264,8 +267,8 @@ def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: 
 
 
 def paces(rows: Sequence[Row]) -> dict[int, float]:
-    """How many times as long as the fastest group a slot takes each, in quarters; 1.0 for one that is not slow by
-    `SLOWER`, or does not know yet."""
+    """Return each group's time per slot as a multiple of the fastest group's, rounded to quarters; 1.0 if it is less
+    than `SLOWER`, or the group does not know its time yet."""
     fastest = min((row.slot_us for row in rows if row.slot_us), default=1)
     ratios = {row.group: row.slot_us / fastest for row in rows}
     return {group: round(4 * ratio) / 4 if ratio >= SLOWER else 1.0 for group, ratio in ratios.items()}
@@ -274,13 +277,14 @@ def paces(rows: Sequence[Row]) -> dict[int, float]:
 def _deal(
     slots: Sequence[int], at: Mapping[int, Sequence[int]], pace: Mapping[int, float], *, each: bool
 ) -> dict[int, tuple[int, ...]]:
-    """Each slot to the group that will have computed it first, besides those `at` it already; the lower group id in a
-    tie. All that is at a group then, in order.
+    """Deal each slot to the group that would be done with it first; ties go to the lower group id. Return the slots of
+    each group, ascending, with those that it had before.
 
     Args:
-        pace: how long a slot takes each group.
-        each: begin with one slot for each group that has none: only a group that computes can say that it became
-            faster.
+        at: group id → slots that it has already. No other group gets slots.
+        pace: group id → its time per slot.
+        each: whether to begin with one slot for each group that has none: only a group that computes learns that it has
+            become faster.
     """
     shares = {group: list(own) for group, own in at.items()}
     idle = [group for group in sorted(shares) if each and not shares[group]]
@@ -296,10 +300,11 @@ def _deal(
 
 
 def _conflicting(rows: Sequence[Row]) -> frozenset[int]:
-    """Groups to drop so that no slot is held twice: a group holds one sum, so it drops all of it or nothing.
+    """Return the groups that must drop what they hold, so that no slot is held twice. A group holds one sum, so it
+    drops all of it or nothing.
 
-    A group that was wrongly taken for dead comes back holding slots that others computed again meanwhile. Those
-    that hold most keep theirs; the lower group id wins a tie.
+    A group that was wrongly taken for dead comes back with slots that others computed again meanwhile. Groups that hold
+    more slots keep theirs; ties go to the lower group id.
     """
     taken: set[int] = set()
     drops = set()
@@ -312,11 +317,11 @@ def _conflicting(rows: Sequence[Row]) -> frozenset[int]:
 
 
 def differing_groups(rows: Sequence[Row]) -> frozenset[int]:
-    """Groups whose checksum differs from the one that most groups have.
+    """Return the groups whose checksum differs from the one that most groups have.
 
-    Groups that took over their state since the last audit that agreed do not count, where there are others: they have
-    what their source had. Where two checksums are equally common, they do count; then the one that the lowest group id
-    has is kept: some state has to go on, and every group must pick the same.
+    A group that took over its state since an audit last confirmed it has what its source had. It has a vote only if
+    there are no other groups, or to decide between checksums that are equally common. If that leaves a tie, the
+    checksum of the lowest group id wins: some state has to go on, and every group must pick the same.
     """
     audited = sorted((row for row in rows if row.checksum is not None and row.computes), key=lambda row: row.group)
     if not audited:
@@ -329,16 +334,16 @@ def differing_groups(rows: Sequence[Row]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What is summed beside the gradients: of one group, or over all of them.
+    """What is summed beside the gradients: the part of one group, or the sum over all groups.
 
     Attributes:
-        coverage: for each slot the number of groups that put it into the sum.
+        coverage: by slot, the number of groups that added it to the sum.
         sums: tokens, losses and further sums of the slots.
-        leaving: groups that stop after this step.
-        exhausted: groups that found no more data.
-        refused: groups whose checks refused what is in the sum of the gradients.
-        wanting: ranks of this column that want a quorum before the next step. Each column has others.
-        bits: for each audited slot those that its owner has and those that its auditor has, 0 for none.
+        leaving: number of groups that stop after this step.
+        exhausted: number of groups that found no more data.
+        refused: number of groups that refused a slot which is in the sum of the gradients.
+        wanting: number of ranks that want a new quorum before the next step. Differs between rank columns.
+        bits: for each audited slot, the bits that its owner computed and those that its auditor computed; 0 for none.
     """
 
     coverage: tuple[int, ...]
@@ -350,14 +355,14 @@ class Tally:
     bits: tuple[int, ...] = ()
 
     def encode(self) -> torch.Tensor:
-        """As a float64 vector; sums of such vectors are tallies again."""
+        """Return the tally as a float64 vector. The sum of such vectors is the vector of the summed tally."""
         flags = [self.leaving, self.exhausted, self.refused, self.wanting, *self.bits]
         counts = torch.tensor([*self.coverage, *flags], dtype=torch.float64)
         return torch.cat([counts, self.sums.tokens, self.sums.loss, self.sums.extra])
 
     @staticmethod
     def decode(vector: torch.Tensor, slots: int, audited: int = 0) -> "Tally":
-        """The inverse of `encode`, for S = `slots`, so many of which are audited."""
+        """Read what `encode` returned, with S = `slots`, `audited` of which are audited."""
         size = slots + FLAGS + 2 * audited
         counts, tokens, loss, extra = vector.split([size, slots, slots, len(vector) - size - 2 * slots])
         coverage, flags, bits = (
@@ -368,19 +373,20 @@ class Tally:
         return Tally(coverage, sums, leaving, exhausted, refused, wanting, bits)
 
     def digest(self) -> int:
-        """62 bits over what decides about the step; equal on all ranks of a group that saw the same sums."""
+        """Return a 62-bit hash of what decides about the step: equal on all ranks of a group that saw the same sums."""
         whole = (self.coverage, self.leaving, self.exhausted, self.refused, self.bits, self.sums.tokens.tolist())
         return int.from_bytes(hashlib.blake2b(repr(whole).encode(), digest_size=8).digest(), "little") >> 2
 
 
 def differing_bits(tally: Tally, plan: Plan) -> frozenset[int]:
-    """Audited slots of which owner and auditor have different bits; not those that pass, as nobody is left to ask."""
+    """Return the audited slots of which owner and auditor have different bits, without those that pass
+    (`Plan.accepted`), as no group is left to ask."""
     pairs = zip(plan.audited, tally.bits[::2], tally.bits[1::2], strict=True)
     return frozenset(slot for slot, own, other in pairs if own and other and own != other) - plan.accepted
 
 
 def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:
-    """Why a sum with this tally is not the step; empty if it is."""
+    """Return why a sum with this tally is not the step; empty if it is."""
     coverage = tally.coverage
     if tally.refused:
         return "a slot in the sum was refused"

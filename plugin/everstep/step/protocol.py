@@ -1,23 +1,22 @@
-"""The step protocol: one rank's way from a committed step to the next, whatever happens to the other groups.
+"""The step protocol: takes one rank from a committed step to the next, whatever happens to the other groups.
 
 An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whole group (`everstep.step.decisions`):
 
-1. begin: all ranks are at the same step of the same history; who is asked to leave; whether the healed state is here.
-2. quorum: that of the last attempt, if it committed and nobody wants another one. Else rank 0 asks the lighthouse, the
-   others learn from it who the members are. From that alone follows who has the state that counts, and who takes it
-   over from whom (`everstep.quorum.request`).
-3. connect: a process group between the members, built anew if they changed or the last one broke.
-4. rows: who holds and refused what, in which quorum, at which step of which history. Then the plan (`ledger.plan`).
-5. compute the own share; gradients accumulate in `param.grad`, losses as sums; then the sums of the gradients
-   (`everstep.step.holding`).
-6. tally: how often each slot is in the sum, tokens, losses, who wants a quorum. All ranks that saw the same tally, with
-   every slot in it exactly once and none refused, commit; if not, the next attempt keeps what is held: a retry.
+1. begin: the ranks check that they have the same step and history, and settle whether the group leaves or has healed.
+2. quorum: the group reuses the last quorum if its last attempt committed and no rank asked for a new one. Otherwise
+   rank 0 asks the lighthouse and tells the other ranks. From the members alone, each group computes which state counts,
+   and which groups copy it from which (`everstep.quorum.request`).
+3. connect: the members build a new process group if they have changed or the last one broke.
+4. rows: each group tells which slots it holds and refused, and its quorum, step and history. From equal rows each group
+   makes the same plan (`ledger.plan`).
+5. compute: the group computes its share. Gradients accumulate in `param.grad`, losses as sums. Then the gradients are
+   summed over the groups (`everstep.step.holding`).
+6. tally: the groups sum how often each slot was added, tokens, losses, and requests for a new quorum. If all ranks saw
+   the same tally, with every slot exactly once and none refused, they commit. Otherwise the next attempt, a retry,
+   keeps what the group holds.
 
-A group that has no state yet never makes others wait: it takes part in the sums with zeros and keeps the summed
-gradients of each step, until the state is there that the first of them belongs to; then it applies them one after the
-other. A group keeps its old state until the new one is here.
-
-Nothing here knows torchtitan or torchft; see `everstep.step.interfaces`.
+A group that has no state yet never makes the others wait. It adds zeros to the sums and keeps the summed gradients of
+each step. Once its state has arrived, it applies them in order. Until then it keeps the state it had.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,27 +37,27 @@ from everstep.step.pace import Pace
 from everstep.step.reduction import GradientReducer
 
 USUAL = 3
-"""How many times as long as usual sums may take after the last gradient before a group is late."""
+"""The sums of a first attempt may take this multiple of their usual wait, plus `Timeouts.pause`."""
 
 T = TypeVar("T")
 
 
 class GaveUp(RuntimeError):
-    """No step could be committed for `Timeouts.give_up`."""
+    """No step was committed for `Timeouts.give_up`."""
 
 
 class AttemptFailed(Exception):
-    """All ranks of the group know that this attempt commits nothing; says why, as far as this rank does."""
+    """The attempt commits nothing, and all ranks of the group know that. The message is the reason this rank knows."""
 
 
 class StepProtocol:
-    """Runs attempts at steps for one rank of a group.
+    """Makes one rank's attempts at steps.
 
     Args:
-        group: this rank's.
-        rules: of the run.
-        work, reducer: the trainer's side.
-        host: of this rank.
+        group: the group of this rank.
+        rules: settings that all groups of the run share.
+        work, reducer: the trainer, and what sums its gradients.
+        host: clock, run directory and event log of this rank.
     """
 
     def __init__(self, *, group: Group, rules: Rules, work: Work, reducer: GradientReducer, host: Host) -> None:
@@ -70,35 +69,35 @@ class StepProtocol:
         self._holding = Holding(work, reducer, self.decisions, host, group.id)
         self.state = NOTHING
         self.leaving = False
-        """Whether this group stops after the next commit; settled anew in each attempt."""
+        """Whether this group stops after the next commit. Each attempt decides this anew."""
         self._checksum: int | None = None
-        """Of the state, while an audit of it is due."""
+        """Checksum of the state's parameters, if an audit of it is due."""
         self._proven = False
-        """Whether an audit has agreed with the state since it was last taken over."""
+        """Whether an audit has confirmed this group's parameters since it last took over a state."""
         self._healing: Healing | None = None
         self._connected: Quorum | None = None
-        """The quorum of the process group that this rank is in."""
+        """Quorum of the process group that this rank is connected in."""
         self._next: Quorum | None = None
-        """The quorum of the next attempt, for which nobody is asked: that of the last one, moved on by its commit."""
+        """The last attempt's quorum, moved on by its commit, if the next attempt reuses it instead of asking."""
         self._most = rules.dealing.groups
-        """Groups of the run: the number at its start, or the most members since, less those that have left."""
+        """How many groups the run has: as many as at its start or in the largest quorum since, less those that left."""
         self._tries = 0
         self._slot_us = 0
-        """What a slot takes the slowest rank of this group (`ledger.Row.slot_us`)."""
+        """Microseconds per slot on the slowest rank of this group (`ledger.Row.slot_us`)."""
         self._is_slow = False
         self._waits = Pace()
-        """How long sums take beyond compute."""
+        """How long this rank usually waits for sums after it has computed its share."""
         self._progress = host.clock.now()
 
     # The state
 
     def restored(self, step: int, history: int) -> None:
-        """The caller loaded the state after `step` (0: a fresh start)."""
+        """Go on from the state after `step` (0: a fresh start), which the caller has loaded."""
         self._give_up_healing()
         self._have(State(step, history), self._work.checksum())
 
     def apply(self, commit: Commit) -> None:
-        """The optimizer step of a commit, on all ranks of the group."""
+        """Make the optimizer step of a commit. All ranks of the group call this."""
         self._door.close()
         self._work.apply(commit)
         self._have(State(commit.step, commit.history), self._work.checksum())
@@ -109,7 +108,7 @@ class StepProtocol:
         self._tries, self._progress = 0, self._clock.now()
 
     def _take_over(self, healing: Healing) -> None:
-        """Take the healed state and apply what was committed since."""
+        """Load the healed state, then apply the commits that were made since it."""
         self._door.close()
         self._healing = None
         self._work.heal(healing.fetch.state)
@@ -131,11 +130,14 @@ class StepProtocol:
     # An attempt
 
     def attempt(self) -> Commit | Turn | Quorum:
-        """One attempt at the next step. The caller applies a commit (`apply`) before the next one. A quorum is one in
-        which nobody has a state: it has to come from somewhere else, and its members restore one, each for itself.
+        """Make one attempt at the next step.
+
+        Returns:
+            a commit, which the caller has to `apply` before the next attempt; or a quorum in which no group has a
+            state, so that each member has to restore one (`restored`); else a turn.
 
         Raises:
-            GroupBroken: this group has to start again.
+            GroupBroken: this group has to restart.
             GaveUp: see `Timeouts.give_up`.
         """
         self._tries += 1
@@ -152,7 +154,7 @@ class StepProtocol:
             return Turn.OVER if self.group in met.able else Turn.RETRY
         if self.group in met.left_out:
             self._disconnect()
-            self._progress = self._clock.now()  # the others go on, and have named this group
+            self._progress = self._clock.now()  # no reason to give up: the others go on, and report this group
             return Turn.LEFT if self.leaving else Turn.RETRY
         if met.state == NOTHING:
             return met
@@ -181,7 +183,7 @@ class StepProtocol:
         return outcome
 
     def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
-        """What the attempt came to, and why if it failed."""
+        """Make the attempt; return its outcome and, if it failed, the reason."""
         try:
             self._connect(attempt.quorum)
             self._exchange_rows(attempt)
@@ -195,11 +197,11 @@ class StepProtocol:
         return self._commit(attempt, tally), ""
 
     def _begin(self) -> Turn | None:
-        """Settle what all ranks begin with; what the attempt came to where it ends here.
+        """Let the ranks agree on what each of them knows. Return the outcome if the attempt ends here, else None.
 
         Raises:
             GroupBroken: the ranks have different states.
-            GaveUp: no commit for too long.
+            GaveUp: see `Timeouts.give_up`.
         """
         self._files.beat("quorum", self.state.step + 1)
         healing = self._healing
@@ -236,16 +238,16 @@ class StepProtocol:
         return None
 
     def meet(self, *, finishing: bool = False) -> Quorum | Turn | None:
-        """See `Asker.ask`. `finishing`: this group makes no more steps, and says so."""
+        """Ask for a new quorum; see `Asker.ask`. `finishing`: whether this group makes no more steps."""
         if self._next is not None and len(self._next.able) < len(self._next.members):
-            self._disconnect()  # those that follow do not know that it was the last step
+            self._disconnect()  # joiners do not know that this was the last step: this ends their wait for rows
         self._next = None
         connected = self._connected.key if self._connected is not None else ""
         follows = self._healing.follows if self._healing is not None else NOTHING
         return self._asker.ask(self.state, follows, finishing=finishing, connected=connected)
 
     def _take_sides(self, attempt: Attempt) -> None:
-        """Compute on, or begin to heal; and open the state to those who heal from here."""
+        """Start or stop healing as the quorum says. Open this group's state to joiners that heal from it."""
         quorum = attempt.quorum
         if attempt.computes:
             self._give_up_healing()
@@ -278,7 +280,7 @@ class StepProtocol:
             self._healing = None
 
     def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
-        """What `meet` returned, on ranks of this group that all met their peers of the other groups."""
+        """Return the result of `meet`, a collective over groups. Raises AttemptFailed if it failed on any rank."""
         met: list[T] = []
         reason = "another rank of this group could not reach its peers"
         try:
@@ -291,21 +293,21 @@ class StepProtocol:
         return met[0]
 
     def _connect(self, quorum: Quorum) -> None:
-        """Build the process group anew if need be."""
+        """Build the process group of a quorum, unless its members are already connected in one."""
         known = self._connected
         stays = known is not None and quorum.connected_in() == known.key and quorum.groups == known.groups
         if known is quorum or stays:
             return
         self._disconnect()
         self._files.beat("connect", quorum.state.step + 1)
-        host, place_of = quorum.member(quorum.able[0]), quorum.groups.index  # joiners, which have no state, may go
+        host, place_of = quorum.member(quorum.able[0]), quorum.groups.index  # not a joiner's store: joiners may leave
         peers = tuple(member.watches[self.decisions.rank] for member in quorum.members)
         place = Place(quorum.key, host.store, place_of(host.group), place_of(self.group), peers)
         self._with_peers("connect", lambda: self._sums.connect(place))
         self._connected = quorum
 
     def _exchange_rows(self, attempt: Attempt) -> None:
-        """Learn what the groups hold and plan."""
+        """Learn what each group holds and plan the attempt."""
         quorum, rules = attempt.quorum, self._rules
         mine = self._row(attempt)
         attempt.rows = rows = self._with_peers("rows", lambda: self._gather_rows(mine, attempt))
@@ -329,7 +331,7 @@ class StepProtocol:
 
     def _row(self, attempt: Attempt) -> ledger.Row:
         quorum, computes, held = attempt.quorum, attempt.computes, self._holding.held
-        # A group that nobody else can confirm looks twice: the first error may have been transient.
+        # If no other group can confirm a non-finite gradient, compute it twice: the first error may be transient.
         looks = 1 if len(quorum.able) > 1 else ledger.ASK_AFTER
         return ledger.Row(
             group=self.group,
@@ -347,7 +349,7 @@ class StepProtocol:
         )
 
     def _gather_rows(self, mine: ledger.Row, attempt: Attempt) -> list[ledger.Row]:
-        # Where nobody was asked, one that is busy is waited for here, and as long as in a quorum.
+        # If the quorum was reused, this is where a busy group is waited for, and for as long as in a new quorum.
         late = min(self._rules.timeouts.reduce, self._rules.timeouts.join)
         try:
             rows = list(map(ledger.Row.decode, self._sums.gather(mine.encode(), late)))
@@ -358,7 +360,7 @@ class StepProtocol:
         return rows
 
     def _heed_audit(self, attempt: Attempt) -> None:
-        """Draw this group's conclusions from the checksums in the rows. Raises GroupBroken: most groups have others."""
+        """Act on the checksums in the rows. Raises GroupBroken if this group's differs from that of most groups."""
         differing = ledger.differing_groups(attempt.rows)
         if self._checksum is not None and attempt.computes:
             self._proven = self.group not in differing
@@ -370,22 +372,22 @@ class StepProtocol:
             self._give_up_healing()
 
     def _tell_pace(self, attempt: Attempt) -> None:
-        """Say when this group has become slow, and when it is not any more."""
+        """Emit an event when this group has become slow, and when it is not slow any more."""
         pace = attempt.plan.paces.get(self.group, 1.0)
         if (pace > 1.0) != self._is_slow:
             self._is_slow = pace > 1.0
             self._events.emit("straggler", attempt.step, pace=pace)
 
     def _compute(self, attempt: Attempt) -> None:
-        """Compute the share; what comes of it is held."""
+        """Compute and hold this group's share."""
         share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
         self._reducer.begin(self._sums, self._patience(attempt, share), attempt.step)
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
 
     def _patience(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
-        """For the gradients' sums: groups with a smaller share than others are there earlier. Never so long that this
-        group's own watchdog would take it for stalled."""
+        """Return the timeout of a gradient sum. A group with a smaller share than others is done earlier and so waits
+        longer, but never so long that its own watchdog takes it for stalled."""
         timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.pace.slot_s
         most = max(plan.loads.values(), default=0)
         ahead, longest = most - plan.loads.get(self.group, 0), max(timeouts.compute, timeouts.reduce)
@@ -397,15 +399,15 @@ class StepProtocol:
         return min(patience, self._late(attempt) + most * of_fastest) if known else patience
 
     def _late(self, attempt: Attempt) -> timedelta:
-        """After how long a sum is late for which all have computed what they had to: longer than usual, and than a busy
-        host pauses. Then all hold what they have, and the next quorum does without a group that is silent. A retry is
-        as patient as its timeouts, and so is a round, which is computed anew if it is given up."""
+        """Return how long a sum may take once all groups have computed: more than usual, and than a busy host pauses.
+        After that the attempt fails, all keep what they hold, and the next quorum leaves out a silent group. A retry
+        waits for all of `Timeouts.reduce`. So does a semi-synchronous round, as what is given up is computed anew."""
         timeouts, usual = self._rules.timeouts, timedelta(microseconds=self._waits.slot_us)
         first = attempt.number == 1 and usual and not self._rules.dealing.homes
         return min(timeouts.reduce, timeouts.pause + USUAL * usual) if first else timeouts.reduce
 
     def _sum(self, attempt: Attempt) -> ledger.Tally:
-        """Sum gradients and tally over the groups; the tally of the step, if it is to be committed."""
+        """Sum gradients and tally over the groups; return the tally. Raises AttemptFailed if that is not the step."""
         begun, step = self._clock.now(), attempt.step
         results = self._work.results()
         self._work.settle()
@@ -430,14 +432,14 @@ class StepProtocol:
         )
         tally: ledger.Tally | None = None
         reason = unsound
-        self._files.beat("reduce", step)  # `_patience` is that of the sums alone
+        self._files.beat("reduce", step)  # `_patience` is for the gradients' sums alone
         try:
             tally = self._tally(mine, attempt)
         except SumsBroken as error:
             reason = str(error)
             self._sums.abort()
         else:
-            # Where a slot is missing because the data ended, that is what there is to say.
+            # If the data ended, slots are missing for that reason: no other is given.
             if not tally.exhausted:
                 reason = ledger.verdict(tally, self._rules.dealing.on_loss) or unsound
             if ledger.differing_bits(tally, attempt.plan):
@@ -452,21 +454,22 @@ class StepProtocol:
         if tally is not None and same:
             self._holding.heed_bits(attempt, tally)
         if tally is None or not same or not all(yes for yes, _, _ in votes):
-            if not same or reason != OTHER_BITS:  # else all groups know it, and nothing is wrong between them
+            if not same or reason != OTHER_BITS:  # else all groups fail the attempt alike: their connections stay
                 self._disconnect()
             raise AttemptFailed(reason or "another rank of this group did not see the same sum")
         return tally
 
     def _wants_quorum(self, attempt: Attempt) -> bool:
-        """Whether this rank wants one before the next step: somebody waits for it, it has no source to heal from, it
-        has healed and the gate is to know that, or at least half are away, and may make these steps too."""
+        """Whether this rank wants a new quorum before the next step: another group waits for one; this group has no
+        source to heal from, or has healed, which the gate must learn; or half the groups or more are away, and might
+        make the same steps apart from these."""
         healing, told = self._healing, self._membership is not None and self._membership.wanted
         heals = healing is not None and not healing.error
         stays = self.group in attempt.quorum.able if attempt.computes else heals
         return told or not stays or 2 * len(attempt.quorum.members) <= self._most
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
-        """The sum of the groups' tallies, after which they tell each other notes if any are due. Raises SumsBroken."""
+        """Return the sum of the groups' tallies, and exchange notes if any are due. Raises SumsBroken."""
         total = self._sums.total(mine.encode(), self._late(attempt))
         notes = self._work.notes(attempt.step)
         if notes is not None:
@@ -503,7 +506,7 @@ class StepProtocol:
         )
 
     def _follow(self, commit: Commit) -> None:
-        """Keep a commit for when the state is here that it is to be applied to."""
+        """Keep a commit until the state that it applies to has arrived."""
         if self._healing is not None:
             self._healing.keep(commit, self._reducer)
         self._holding.start()

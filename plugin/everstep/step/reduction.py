@@ -1,21 +1,21 @@
-"""Gradient sums over groups, begun while the last backward still runs.
+"""Gradient sums over groups, started while the last backward still runs.
 
-The sums are taken over copies, so that `param.grad` keeps this group's own part for a retry. Parameters are laid
-into flat buckets in the order in which backward reaches them, last layer first; the sum of a bucket starts when the
-last of its gradients is there and every bucket before it has started, so all groups start them in the same order,
-those that compute nothing in this attempt as well.
+Copies of the gradients are summed, so that `param.grad` keeps this group's own part for a retry. The copies lie in flat
+buckets in the order in which backward reaches the parameters, last layer first. The sum of a bucket starts when all its
+gradients are complete and every bucket before it has started. So all groups, also those that compute nothing in this
+attempt, start the sums in the same order.
 
-With exact sums (`everstep.step.exact`) what the group holds is an exact sum. In each slot gradients are added to it,
-and leave `param.grad`, as soon as they are there: they are in the processor's cache then, and the next ones take their
-memory.
+With exact sums (`everstep.step.exact`), the group holds an exact sum instead. In each slot, a gradient is added to it
+and removed from `param.grad` as soon as it is complete: it is still in the processor's cache, and its memory is free
+for the next one.
 
-A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once a chunk.
-How often is counted in each slot, and a gradient is taken to be there when it was added to as often as in any slot
-before, or the slot ends.
+A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once per chunk.
+So the additions are counted in each slot. A gradient counts as complete when it was added to as often as in any slot
+before, or when the slot ends.
 
-On a device the hooks run on whatever stream the gradient was accumulated on (FSDP2 has one for its reduce-scatters), so
-a bucket may be filled from several: its sum begins after all of them. The memory of a sum that was given up is kept
-until the sum has ended, as a kernel may still write to it.
+On a device, a hook runs on the stream on which its gradient was accumulated (FSDP2 has one for its reduce-scatters), so
+a bucket may be filled on several streams. Its sum starts after all of them. The memory of a sum that was given up is
+kept until the sum has ended, as a kernel may still write to it.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -32,26 +32,25 @@ from everstep.step import exact
 from everstep.step.private import local
 
 LARGEST = 1e10
-"""Of an element of a sum, as ATTNChecker (arXiv 2410.11720) has it for near-INF. The squares of 10^12 such elements
-have a sum in float32, also if the step has few valid tokens and they are scaled by 1,000: their norm is finite."""
+"""Largest absolute value that an element of a sum may have: ATTNChecker's bound of near-INF (arXiv 2410.11720). The
+norm of 10^12 such elements is finite in float32, even if a step has few valid tokens and they are scaled by 1,000."""
 
 BUCKET_BYTES = 32 << 20
-"""Of the pieces in which gradients are summed across groups while the last backward still runs."""
+"""Bytes of gradients that are summed over the groups in one piece."""
 
 LARGEST_PART = LARGEST / 1000
-"""Of an element of one group's part: a sum over up to 1,000 groups that is beyond LARGEST has a part beyond this."""
-
+"""The same for one group's part: if a sum over up to 1,000 groups is beyond LARGEST, a part of it is beyond this."""
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]
-"""What is told of a slot's gradients: a parameter, and this rank's part of its gradient."""
+"""Is called with a parameter and this rank's part of its gradient."""
 
 
 class _Memory:
-    """Flat memory, with a piece for each of some parameters of one dtype and device; zero.
+    """One flat tensor of zeros on the parameters' device, with a view in the shape of each parameter.
 
     Args:
-        params: see above.
-        dtype: of the memory.
+        params: parameters of one dtype and device.
+        dtype: dtype of the flat tensor.
     """
 
     def __init__(self, params: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -61,47 +60,47 @@ class _Memory:
 
 
 class _Bucket:
-    """The gradients of some parameters of one dtype and device.
+    """The gradients of some parameters, which are summed in one piece.
 
     Args:
-        params: see above.
-        most: of an element of a slot's gradient, where sums are exact; else None.
-        in_place: whether gradients of the next slot are added to zeros in the same memory, where sums are exact.
+        params: parameters of one dtype and device.
+        most: with exact sums, the largest element that a slot's gradient may have; else None.
+        in_place: with exact sums, whether backward adds the next slot's gradients to zeros in the same memory.
     """
 
     def __init__(self, params: list[torch.Tensor], most: float | None, *, in_place: bool) -> None:
         self.params, self._most, self._in_place = params, most, in_place
         self.memory = self._new_memory()
         self.held = None if most is None else self._new_memory()
-        """Where sums are exact: of the gradients that were taken, with the offset of `exact`."""
+        """With exact sums: the sums of the gradients that this group holds, with the offset of `exact`."""
         self._empty = [True] * len(params)
-        """Of which of them nothing is added up: what the memory has is of an earlier step."""
+        """By parameter, whether nothing is held: then `held` has values of an earlier step there."""
         self._waiting: list[list[torch.Tensor]] = [[] for _ in params]
-        """Gradients of one slot that are added up together with those of the next one: the sum is read and written half
-        as often."""
+        """By parameter, a slot's gradient that is added together with the next slot's: this halves the passes over
+        `held`."""
         first = local(params[0])
         self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
-        """Where sums are exact: the least and the largest element of each gradient that was taken last."""
+        """With exact sums: the least and the largest element of the last gradient of each parameter."""
         self.wrong = torch.zeros((), dtype=torch.float64, device=first.device)
-        """Where sums are exact: NaN if a gradient that is held has no place in them, else 0."""
+        """With exact sums: NaN if a gradient that is held is too large for them or incomplete, else 0."""
         self.filled = [False] * len(params)
-        """Which gradients were taken in this attempt; with exact sums, in the slot in progress."""
+        """By parameter, whether its gradient was taken in this attempt; with exact sums, in the slot in progress."""
         self.additions = [0] * len(params)
-        """How often each gradient was added to in the slot in progress."""
+        """By parameter, how often its gradient was added to in the slot in progress."""
         self.most_additions = [0] * len(params)
-        """The same of the slot in which it was most often."""
+        """By parameter, the most additions in any slot so far."""
         self.sum: Any = None
         self.filled_on: dict[Hashable, Event | None] = {}
-        """The streams it was filled from in this attempt, and where in their work."""
+        """Stream that filled the bucket in this attempt or slot → the point in its work after that."""
 
     def begin(self) -> None:
-        """An attempt begins. With exact sums all is taken already."""
+        """Begin an attempt. With exact sums, every gradient was taken when its slot was computed."""
         self.filled = [self.held is not None] * len(self.params)
         self.filled_on.clear()
         self.sum = None
 
     def begin_slot(self) -> None:
-        """The gradients of a slot come next."""
+        """Begin a slot, of which no gradient is there yet."""
         self.filled = [False] * len(self.params)
         self.additions = [0] * len(self.params)
         self.filled_on.clear()
@@ -110,8 +109,7 @@ class _Bucket:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
     def fill(self, index: int, see: Seen) -> None:
-        """Take what is held of a gradient into the memory that is summed; with exact sums, what a slot made of it into
-        what is held."""
+        """Copy a gradient to the memory that is summed. With exact sums, move a slot's gradient to what is held."""
         param = self.params[index]
         grad = None if param.grad is None else local(param.grad)
         if self.held is not None:
@@ -143,13 +141,16 @@ class _Bucket:
         self._waiting[index].clear()
 
     def judge(self, *, partly: bool = False) -> None:
-        """All gradients of a slot were taken. If one has no place in an exact sum, or is there `partly`, a sum becomes
-        NaN."""
+        """Judge a slot whose gradients were all taken: with exact sums, set `wrong` to NaN if one of them is too large.
+
+        Args:
+            partly: whether a gradient was taken before it was complete, which sets `wrong` to NaN too.
+        """
         if self._most is not None:
             self.wrong.add_(torch.nan if partly else exact.nan_beyond(self._most, self._extremes))
 
     def complete(self) -> None:
-        """All gradients were taken: the memory that is summed is."""
+        """Finish the memory that is to be summed, now that all gradients were taken."""
         if self.held is None:
             return
         self.judge()
@@ -157,24 +158,24 @@ class _Bucket:
             if empty or self._waiting[index]:
                 self._add_up(index)
         torch.sub(self.held.flat, exact.OFFSET, out=self.memory.flat)
-        self.memory.flat[:1].add_(self.wrong)  # this rank may have no part of these parameters
+        self.memory.flat[:1].add_(self.wrong)  # a slice, not [0]: on this rank the shards may be empty
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """Forget what is held."""
         self._empty = [True] * len(self.params)
         self._waiting = [[] for _ in self.params]
         self._extremes.zero_()
         self.wrong.zero_()
 
     def give(self, scale: float) -> None:
-        """Make the sums, times `scale`, the parameters' gradients."""
+        """Set the parameters' gradients to the sums, times `scale`."""
         for param, view in zip(self.params, self.memory.views, strict=True):
             if param.grad is None:
                 param.grad = torch.empty_like(param)
             torch.mul(view, scale, out=local(param.grad))
 
     def give_up(self) -> torch.Tensor:
-        """Go on in other memory, as a sum may still write to this one."""
+        """Replace the memory, to which a sum that was given up may still write, and return it."""
         given_up, self.memory = self.memory.flat, self._new_memory()
         return given_up
 
@@ -184,14 +185,14 @@ class GradientReducer:
 
     Args:
         params: trainable parameters, DTensor or plain, in the model's order.
-        bucket_bytes: size a bucket grows to.
-        streams: of the parameters' device.
+        bucket_bytes: largest size of a bucket, unless a single parameter is larger.
+        streams: streams of the parameters' device.
         hooks: whether backward runs hooks of parameters, and makes new memory for the gradients of each slot. Without
             hooks, all sums start after an attempt's last slot.
-        exact_slots: make sums that have the same bits in every order, of up to so many slots; 0: ordinary sums.
-        fragments: places of parameters among `params`; in turn each step sums those of one fragment. Empty: each sums
-            all.
-        see: with exact sums, is called once in a slot for each gradient.
+        exact_slots: slots of a step, for exact sums, which have the same bits in every order; 0 for ordinary sums.
+        fragments: parameters of each fragment, as indices into `params`. Each step sums one fragment, in turn. Empty if
+            each step sums all parameters.
+        see: with exact sums, called once per slot for each gradient.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class GradientReducer:
             [_Bucket(part, most, in_place=not hooks) for part in _split(some, bucket_bytes, as_sums)] for some in parts
         ]
         self._now = 0
-        """Which of them is summed."""
+        """Index of the fragment that this step sums."""
         self._given_up: list[tuple[Any, torch.Tensor]] = []
         self._began_on: Hashable = None
         self._began: Event | None = None
@@ -234,7 +235,7 @@ class GradientReducer:
         return self._fragments[self._now]
 
     def begin(self, sums: RankColumn, timeout: timedelta, step: int = 0) -> None:
-        """Start an attempt at `step` over the groups of `sums`, whose sums may each take `timeout`."""
+        """Begin an attempt at `step` over the groups of `sums`. Each sum may take `timeout`."""
         self._sums, self._started, self._armed, self._error = sums, 0, False, None
         self._now = (step - 1) % len(self._fragments)
         self._timeout = timeout
@@ -244,9 +245,9 @@ class GradientReducer:
             bucket.begin()
 
     def begin_slot(self, *, last: bool) -> None:
-        """The gradients of a slot come next. They are taken as soon as they are there, if an earlier slot has told how
-        often each is added to: with exact sums in each slot, else in an attempt's `last`. There each bucket's sum
-        starts once its gradients are."""
+        """Begin a slot. Its gradients are taken as soon as they are complete if an earlier slot has shown how often
+        each is added to: with exact sums in every slot, else in the `last` one of an attempt. In the last one, each
+        bucket's sum starts as soon as all its gradients are taken."""
         self._last = last
         self._armed = self._counted and (last or self._is_exact)
         for bucket in self._buckets:
@@ -254,17 +255,17 @@ class GradientReducer:
         self._began_on, self._began = self._streams.current(), self._streams.record()
 
     def begin_audit(self) -> None:
-        """The gradients that come next are nobody's: nothing is taken."""
+        """Begin a slot that this group only audits: none of its gradients is taken."""
         self._last = self._armed = False
 
     def start(self) -> None:
-        """The attempt's gradients are all there, though its last slot is not done: begin to sum them. Does nothing in
-        an earlier slot."""
+        """Start all sums, as the attempt's gradients are complete though its last slot is not done. Does nothing in an
+        earlier slot."""
         if self._last:
             self._start_rest()
 
     def end_slot(self) -> None:
-        """All gradients of the slot are there."""
+        """End a slot: all its gradients are complete."""
         for bucket in self._buckets:
             early = any(
                 filled and now > before
@@ -280,12 +281,12 @@ class GradientReducer:
         self._counted, self._armed = True, False
 
     def forget(self) -> None:
-        """Forget what was taken from `param.grad` when slots ended; what is there still is the trainer's."""
+        """Forget the exact sums that are held. What is in `param.grad` is the trainer's to discard."""
         for bucket in self._buckets:
             bucket.forget()
 
     def finish(self) -> None:
-        """Sum what is not summed yet and wait for all of it. Raises SumsBroken."""
+        """Start the sums that have not started, and wait for all of them. Raises SumsBroken."""
         assert self._sums is not None, "begin() comes first"
         self._start_rest()
         error = self._error
@@ -302,12 +303,14 @@ class GradientReducer:
             raise error
 
     def finite(self) -> bool:
-        """Whether the finished sums are: no NaN, INF, and nothing whose norm may overflow. A host synchronisation."""
+        """Whether the finished sums are finite: no NaN or INF, and nothing whose norm may overflow. A host
+        synchronisation."""
         most = exact.MOST if self._is_exact else LARGEST
         return all_within(most, (bucket.memory.flat for bucket in self._buckets))
 
     def own_finite(self) -> bool:
-        """Whether this group's own part is, by so much that sums of such parts are `finite`. A host synchronisation."""
+        """Whether this group's own part is finite, and small enough that sums of such parts are `finite`. A host
+        synchronisation."""
         if self._is_exact:
             return all_within(0.0, (bucket.wrong for bucket in self._buckets))
         own = (local(p.grad) for bucket in self._buckets for p in bucket.params if p.grad is not None)
@@ -315,22 +318,22 @@ class GradientReducer:
 
     @property
     def nbytes(self) -> int:
-        """Of the sums."""
+        """Bytes of the sums."""
         return sum(bucket.memory.flat.nbytes for bucket in self._buckets)
 
     def stash(self) -> tuple[int, list[torch.Tensor]]:
-        """A copy of the finished sums, in host memory, and which fragment they are of."""
+        """Return the fragment that was summed, and a copy of its finished sums in host memory."""
         return self._now, [bucket.memory.flat.to("cpu", copy=True) for bucket in self._buckets]
 
     def unstash(self, stashed: tuple[int, list[torch.Tensor]]) -> None:
-        """Make a copy the finished sums again."""
+        """Restore the finished sums from a copy (`stash`)."""
         self._now, sums = stashed
         with torch.no_grad():
             for bucket, flat in zip(self._buckets, sums, strict=True):
                 bucket.memory.flat.copy_(flat)
 
     def assign(self, scale: float) -> None:
-        """Make the sums, times `scale`, the parameters' gradients. Only after `finish`."""
+        """Set the parameters' gradients to the sums, times `scale`. Only after `finish`."""
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.give(scale)
@@ -342,8 +345,8 @@ class GradientReducer:
             self._start_ready()
 
     def _fill(self, bucket: _Bucket, index: int) -> None:
-        """Take a gradient into its bucket, on the current stream: not before what the attempt's own stream did with
-        the bucket's memory before the attempt."""
+        """Take a gradient into its bucket, on the current stream, after what the attempt's own stream did with the
+        bucket's memory before the attempt."""
         stream = self._streams.current()
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
@@ -374,12 +377,12 @@ class GradientReducer:
             try:
                 bucket.sum = self._sums.start(bucket.memory.flat, self._timeout)
             except SumsBroken as error:
-                # Backward goes on: what it computes is held for the next attempt.
+                # Not raised: backward goes on, and what it computes is held for the next attempt.
                 self._error = error
             self._started += 1
 
     def _wait_for_fills(self, bucket: _Bucket) -> None:
-        """What the current stream does next comes after all that filled the bucket."""
+        """Let the current stream wait for the other streams that filled the bucket."""
         current = self._streams.current()
         for stream, filled in bucket.filled_on.items():
             if stream != current:
@@ -387,20 +390,20 @@ class GradientReducer:
 
 
 def all_within(most: float, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no element is larger, nor NaN, with one host synchronisation for all of one device."""
+    """Whether no element has an absolute value above `most` or is NaN. One host synchronisation per device."""
     found: dict[torch.device, torch.Tensor] = {}
     for tensor in tensors:
         if not tensor.numel():
             continue
-        # NaN is the least and the most of whatever it is among; to look at each number takes ten times as long.
+        # `aminmax` returns NaN if any element is. To look at each element instead takes ten times as long.
         within = (torch.stack(torch.aminmax(tensor)).abs() <= most).all()
         found[tensor.device] = found[tensor.device] & within if tensor.device in found else within
     return all(bool(flag) for flag in found.values())
 
 
 def _split(params: list[torch.Tensor], bucket_bytes: int, dtype: torch.dtype | None) -> list[list[torch.Tensor]]:
-    """Parameters in backward order, cut where a bucket is full or the dtype or device changes. `dtype`: of the sums, if
-    it is not that of the parameters."""
+    """Split parameters, in backward order, where a bucket is full or the dtype or device changes. `dtype`: dtype of the
+    sums, if it is not that of the parameters."""
     buckets: list[list[torch.Tensor]] = []
     size = 0
     for param in reversed(params):
