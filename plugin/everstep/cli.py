@@ -1,7 +1,7 @@
-"""The command line: `everstep COMMAND …`. It dispatches, nothing more.
+"""The command line: dispatches `everstep COMMAND …`, nothing more.
 
-Each command is a function in `commands`, whose parameters tyro parses. It is imported when the command is given, so
-`everstep --help` answers at once.
+Each command is a function whose parameters tyro parses, most of them in `commands`. Its module is imported only when
+the command is given, so `everstep --help` answers at once.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ import everstep
 from everstep.run.directory import LaunchError
 
 BROKEN_PIPE_EXIT = 141
-"""What a shell gives for a command that died of SIGPIPE."""
+"""Exit status that a shell reports for a command that died of SIGPIPE."""
 INTERRUPTED_EXIT = 130
 STACK = ("torch", "torchtitan", "torchft", "numpy", "tyro")
 
 
 @dataclass(frozen=True)
 class Command:
-    """`place`: the module of its function, which has its name."""
+    """A command: its line in the usage, and the module of its function, which has the command's name."""
 
     what: str
     place: str
     rest: str = "none"
-    """Whose the arguments are that it does not know: nobody's, "torchtitan"'s or "sbatch"'s."""
+    """Who gets the arguments that it does not know: nobody ("none": they are errors), "torchtitan" or "sbatch"."""
 
 
 COMMANDS = {
@@ -99,7 +99,7 @@ def _run(name: str, command: Command, args: Sequence[str]) -> int:
 
 
 def _arguments_of(function: Callable[..., int]) -> Callable[..., dict[str, Any]]:
-    """What takes the arguments of a command's function, all but `flags`, and returns them by name."""
+    """Return a function with a command's parameters, all but `flags`, that returns its arguments by name."""
 
     @functools.wraps(function)
     def arguments(**values: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _arguments_of(function: Callable[..., int]) -> Callable[..., dict[str, Any]]
 
 
 def _refuse_strangers(command: Command, names: Iterable[str], flags: Sequence[str]) -> None:
-    """Raises LaunchError for arguments that are nobody's. torchtitan's have a section, sbatch's cannot be told."""
+    """Raise LaunchError for arguments that nobody takes: torchtitan's flags have a section; sbatch's pass unchecked."""
     if command.rest == "sbatch":
         return
     from everstep.config.grammar import ROOT_KEYS, is_flag
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = INTERRUPTED_EXIT
     except BrokenPipeError:
-        # Whoever read us has seen enough. Nothing is left to flush at exit.
+        # The reader has closed the pipe. Flush what is left to /dev/null at exit, as the pipe would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE_EXIT
     except OSError as error:
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"everstep: {error.filename}: {error.strerror}", file=sys.stderr)
         status = 2
     if argv is None and "triton" in sys.modules:
-        # Its bindings tell of leaks on stderr, thirty lines, where an interpreter ends that has imported them.
+        # An interpreter that imported triton prints thirty lines about leaks on stderr when it ends in the usual way.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

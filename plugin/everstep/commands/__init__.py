@@ -1,6 +1,6 @@
-"""What `everstep COMMAND` does: a function a command, whose parameters are the command's arguments and whose docstring
-is its `--help`. It returns the exit status.
+"""The functions behind `everstep COMMAND`. A function's parameters are the command's arguments, its docstring is the
+text of `--help`, and it returns the exit status.
 
-There are as many parameters as the command has arguments. `flags` are those that it does not know: torchtitan's, or
-sbatch's.
+A function has as many parameters as its command has arguments. `flags` holds the arguments that the command does not
+know, which are torchtitan's or sbatch's.
 """

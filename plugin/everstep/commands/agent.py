@@ -1,4 +1,4 @@
-"""`everstep agent`: one replica group's workers on one machine."""
+"""`everstep agent`: run one replica group's workers on one machine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,20 +21,19 @@ def agent(
     host: str = "",
     flags: Sequence[str] = (),
 ) -> int:
-    """Run one replica group's workers on this machine and restart them when they die: what a batch job starts.
+    """Run one replica group's workers on this machine, and restart them when they die. Batch jobs start this command.
 
     Flags that are not listed here are torchtitan's and go to every worker.
 
     Args:
         config: The run's TOML file.
         run_dir: The run directory, shared by all groups.
-        group: This group's id, from 0, the same after every restart. In a Slurm array job: the task's index.
-        ranks: Ranks (processes, GPUs) of the group on this machine.
-        nodes: Machines of the group; each runs an agent. Slurm says it in its jobs.
-        node_rank: Which of them this is, from 0. Slurm says it in its jobs.
-        restart: How often this group was started before: the highest one counts. Slurm says it in its jobs.
-        host: Address that this group's servers listen on and advertise. Default: the file's fault_tolerance.bind_host,
-            or the host name.
+        group: This group's id, from 0, the same after every restart. Default: the task's index in a Slurm array job.
+        ranks: Number of the group's ranks (processes, GPUs) on this machine.
+        nodes: Number of machines of the group; each runs an agent. Without --group, Slurm sets it.
+        node_rank: Index of this machine among those of the group, from 0. Without --group, Slurm sets it.
+        restart: Number of earlier starts of this group; the highest number wins. Without --group, Slurm sets it.
+        host: Address of this group's servers. Default: the file's fault_tolerance.bind_host, or this machine's address.
     """
     from everstep.launch.agent import run_agent
     from everstep.launch.prepare import settled

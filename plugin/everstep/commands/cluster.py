@@ -1,4 +1,4 @@
-"""The commands of a cluster: `everstep lighthouse`, `submit` and `stop`."""
+"""The commands for a cluster: `everstep lighthouse`, `submit` and `stop`."""
 
 import re
 import shlex
@@ -27,14 +27,14 @@ def lighthouse(
     page: bool = False,
     flags: Sequence[str] = (),
 ) -> int:
-    """Run a run's lighthouse on this machine until the run is over, and start it again when it dies: what a batch job
-    starts. Its address is published in the run directory.
+    """Run a run's lighthouse on this machine until the run is over, and restart it when it dies. Batch jobs start this
+    command. Its address is published in the run directory.
 
     Args:
         config: The run's TOML file.
         run_dir: The run directory, shared by all groups.
         host: Address to listen on and to tell the groups. Default: the host name.
-        page: Serve report.html while the run goes, on this machine's loopback.
+        page: Serve report.html on this machine's loopback while the run goes.
     """
     run_dir = run_dir.resolve()
     found = settled(config, run_dir, flags, 0)
@@ -54,19 +54,19 @@ def submit(
 ) -> int:
     """Submit a run to Slurm: an array job with one task per replica group, and a small job for the lighthouse.
 
-    Flags with a section, like --training.steps 1000, are torchtitan's; all others go to sbatch for the groups' job,
-    like --partition gpu --gpus-per-node 8 --time 24:00:00. Exit status 0: both jobs are queued.
+    Flags with a section, such as --training.steps 1000, are torchtitan's. All others go to sbatch for the groups' job,
+    such as --partition gpu --gpus-per-node 8 --time 24:00:00. Exit status: 0 if both jobs are queued.
 
     Args:
         config: The run's TOML file.
-        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
-        nodes_per_group: Nodes of each group.
-        ranks_per_node: Ranks (processes, GPUs) on each node.
-        run_dir: On a file system that all nodes share. Default: runs/<config>-<timestamp>.
-        lighthouse_flags: sbatch flags of the lighthouse's job, as one word with an equals sign, for instance
+        groups: Number of replica groups. Default: fault_tolerance.groups of the file.
+        nodes_per_group: Number of nodes in each group.
+        ranks_per_node: Number of ranks (processes, GPUs) on each node.
+        run_dir: The run directory, on a file system that all nodes share. Default: runs/<config>-<timestamp>.
+        lighthouse_flags: sbatch flags for the lighthouse's job, as one argument with an equals sign, for instance
             --lighthouse-flags="--partition=cpu".
-        page: Serve report.html while the run goes, on the loopback of the lighthouse's node; its job's log says where.
-        dry_run: Print the sbatch commands and do nothing.
+        page: Serve report.html on the lighthouse node's loopback; the log of the lighthouse's job names the address.
+        dry_run: Print the sbatch commands, and run nothing.
     """
     sbatch_flags, titan_flags = _split(flags)
     if (groups or 1) < 1 or nodes_per_group < 1 or ranks_per_node < 1:
@@ -117,7 +117,7 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
-    """What to do next, for the person who submitted."""
+    """Return what the person who submitted can do next."""
     run_dir = submission.run_dir
     return "\n".join(
         [
@@ -132,10 +132,10 @@ def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
 
 
 def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
-    """Make the run directory, with the config in it. Raises LaunchError."""
+    """Make the run directory with the config in it. Raises LaunchError."""
     if run_dir.is_dir():
         require_own(run_dir)
-    slurm.alive_jobs(run_dir)  # who submits twice is told at once
+    slurm.alive_jobs(run_dir)  # raises if the run is submitted already
     with leaves_nothing(run_dir):
         make_run_dir(run_dir)
         found = prepared(replace(order, run_dir=str(run_dir)))
@@ -146,7 +146,7 @@ def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
 
 
 def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
-    """Say what `everstep doctor` has to say on a login node. Raises LaunchError for what cannot work."""
+    """Print what `everstep doctor` finds on a login node. Raises LaunchError if the run cannot work."""
     lines = [line for line in examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
     if broken(lines):
         raise LaunchError("this run is not submitted:\n" + show(lines))
@@ -155,7 +155,7 @@ def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
 
 
 def stop(run_dir: tyro.conf.Positional[Path]) -> int:
-    """Stop a run cleanly: every group finishes its step, one writes the last checkpoint. Returns at once.
+    """Stop a run cleanly: every group finishes its step, and one writes the final checkpoint. Does not wait for this.
 
     Args:
         run_dir: The run directory.

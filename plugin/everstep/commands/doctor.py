@@ -1,7 +1,7 @@
-"""`everstep doctor`: will this config run here, and survive what it should? Each check is a line that says so.
+"""`everstep doctor`: whether a config can run here, and would survive failures.
 
-A check is a function of values that gives lines; `examine` runs them. Nothing is changed but a small probe file in the
-run directory.
+Each check is a function of values that returns a Line; `examine` runs them. Only the run directory is changed: it is
+made if it is missing, and a small probe file is written.
 """
 
 import os
@@ -32,18 +32,18 @@ def doctor(
     json: bool = False,
     flags: Sequence[str] = (),
 ) -> int:
-    """Look whether a config can run on this machine and survive what it should. Every line says ok, warning or error,
-    and what to do. On a cluster run it on each node: srun everstep doctor CONFIG.toml --run-dir DIR.
+    """Check whether a config can run on this machine, and whether the run would survive failures. Each line says ok,
+    warning or error, and what to do. On a cluster run it on each node: srun everstep doctor CONFIG.toml --run-dir DIR.
 
-    Flags that are not listed here are torchtitan's. Exit status 1: something is an error.
+    Flags that are not listed here are torchtitan's. Exit status: 1 if a check found an error, else 0.
 
     Args:
         config: The run's TOML file.
-        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
-        nodes_per_group: Nodes of each group.
-        ranks_per_group: Ranks (processes, GPUs) in each group.
-        run_dir: The run directory that the nodes will share: whether it can be written, and is nobody else's.
-        json: Print one JSON object, and nothing else, to stdout.
+        groups: Number of replica groups. Default: fault_tolerance.groups of the file.
+        nodes_per_group: Number of nodes in each group.
+        ranks_per_group: Number of ranks (processes, GPUs) in each group.
+        run_dir: The run directory, to check that it can be written to and that no other user can write to it.
+        json: Print one JSON object to stdout, and nothing else.
     """
     run_dir = None if run_dir is None else run_dir.resolve()
     order = Order(
@@ -51,7 +51,7 @@ def doctor(
         flags=list(flags),
         groups=groups,
         ranks=ranks_per_group,
-        # Unless a batch system spreads the groups, or one takes several nodes.
+        # All groups are on this machine, unless a batch system spreads them or a group takes several nodes.
         together=nodes_per_group == 1 and "SLURM_JOB_ID" not in os.environ,
         model=True,
     )
@@ -67,10 +67,10 @@ def doctor(
 
 
 def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: str) -> Iterator[Line]:
-    """All lines.
+    """Yield all lines.
 
-    host: this machine's address, if it is one that trains; "" on a login node, whose network, memory and GPUs are not
-    looked at.
+    host: This machine's address if it will train, or "" on a login node, whose network, memory and GPUs are not
+    checked.
     """
     ft = config.fault_tolerance
     if not ft.enable:
@@ -88,7 +88,7 @@ def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: 
 
 
 def group_count(ft: FaultTolerance, groups: int) -> Line:
-    """What the number of groups lets the run survive."""
+    """Return what the number of groups lets the run survive."""
     if groups == 1:
         return Line("groups", "warning", "1: nobody holds the state while it restarts", "use 2, better 3 or more")
     if ft.min_groups == groups:
@@ -104,7 +104,7 @@ def group_count(ft: FaultTolerance, groups: int) -> Line:
 
 
 def run_directory(run_dir: Path) -> Line:
-    """Whether it can be made, takes writes, and belongs to nobody else."""
+    """Return whether the directory can be made and written to, and no other user can write to it."""
     try:
         make_run_dir(run_dir)
         require_own(run_dir)
@@ -119,7 +119,7 @@ def run_directory(run_dir: Path) -> Line:
 
 
 def network(host: str, nodes: int) -> Line:
-    """Whether `host`, which sums, heals and stores use, is an address of this machine with ports to spare."""
+    """Return whether `host`, which sums, heals and stores use, is an address of this machine with free ports."""
     advice = "set [fault_tolerance] bind_host, or --host, to an address that the other nodes reach"
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
@@ -139,7 +139,7 @@ def network(host: str, nodes: int) -> Line:
 
 
 def show(lines: Sequence[Line]) -> str:
-    """One line each, with what to do below."""
+    """Format one line for each check, with what to do below it."""
     text = []
     for line in lines:
         text.append(f"{line.verdict:<8} {line.check}: {line.found}")
@@ -149,5 +149,5 @@ def show(lines: Sequence[Line]) -> str:
 
 
 def broken(lines: Sequence[Line]) -> bool:
-    """Whether the run should not be started like this."""
+    """Whether a check found an error, so that the run should not be started."""
     return any(line.verdict == "error" for line in lines)

@@ -1,4 +1,4 @@
-"""`everstep init`: a commented file to start from, written where you are."""
+"""`everstep init`: write a commented file to start from."""
 
 from pathlib import Path
 from typing import Literal
@@ -15,19 +15,19 @@ SOURCES = {
     "qwen3_0.6b": ("configs", "qwen3_0.6b.toml"),
     "slurm": ("slurm", "submit.sh"),
 }
-"""By name: where its file is among those that come with Everstep."""
+"""Name -> folder and name of its file among those that come with Everstep."""
 
 
 def init(
     what: tyro.conf.Positional[Literal["demo", "llama3_1b", "llama3_8b", "qwen3_0.6b", "slurm"]],
     out: Path | None = None,
 ) -> int:
-    """Write a commented file to start from: a run's config, or for a cluster a script that submits one.
+    """Write a commented file to start from: the config of a run, or a script that submits a run to Slurm.
 
     Args:
-        what: demo: a small model on any machine, three minutes. llama3_1b, llama3_8b, qwen3_0.6b: for GPUs. slurm:
-            submit.sh, which submits one.
-        out: Where to write it. Default: its own name, in this folder.
+        what: demo: a config of a small model, which trains on any machine in three minutes.
+            llama3_1b, llama3_8b, qwen3_0.6b: configs for GPUs. slurm: submit.sh, a script that submits a run.
+        out: The file to write. Default: a file of the same name in the current folder.
     """
     kind, name = SOURCES[what]
     source, target = files.folder(kind) / name, out or Path(name)

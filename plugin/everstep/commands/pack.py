@@ -1,4 +1,4 @@
-"""`everstep pack`: a token file from text."""
+"""`everstep pack`: make a token file from text."""
 
 from pathlib import Path
 
@@ -18,16 +18,15 @@ def pack(
     text_key: str = "text",
     verify: bool = False,
 ) -> int:
-    """Make a token file from text. Interrupted, the same command goes on where it was. Exit status 2: something that
-    you can put right; 1: something that the system refused; 130: Ctrl-C.
+    """Make a token file from text. If it is interrupted, the same command continues where it stopped. Exit status: 2
+    for a mistake in the arguments or the input, 1 for an error of the system (a full disk), 130 after Ctrl-C.
 
     Args:
-        inputs: Text files (a document each), .jsonl and .parquet files (a document a line or row; .gz too), or
-            directories of them.
+        inputs: Text files (a document each), .jsonl and .parquet files (one per line or row), .gz too, or folders.
         out: The token file to make, or to check with --verify.
         tokenizer: A directory with a Hugging Face tokenizer.json (a model's hf_assets_path), or `bytes`.
-        text_key: The key or column that holds the text, in JSONL and parquet.
-        verify: Make nothing; compare all of --out with its checksums.
+        text_key: The key or column of the text in JSONL and parquet.
+        verify: Make nothing. Compare all of --out with its checksums.
     """
     console = Console(stderr=True)
 

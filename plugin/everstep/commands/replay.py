@@ -1,4 +1,4 @@
-"""`everstep replay`: compute a step of a run again, and compare its bits with those that were committed."""
+"""`everstep replay`: compute a step of a run again, and compare its bits with the committed ones."""
 
 import shutil
 import subprocess
@@ -19,18 +19,18 @@ from everstep.run.files import read_json
 from everstep.run.token import require_run
 
 FOLDER = "replay"
-"""Below the run directory: the run that computes the step again."""
+"""Folder in the run directory for the run that computes the step again."""
 NEVER = 1 << 40
 
 
 @dataclass
 class Told:
-    """What the events of a run tell of one step.
+    """What the events of a run say of one step.
 
     Attributes:
-        sums: losses and gradient norms, by what was committed; one, unless groups or attempts differ.
-        checksums: of the parameters after the step.
-        bits: by slot and rank the checksum of the gradient, and by checksum the groups that have it.
+        sums: Pairs of loss and gradient norm that were committed: one, unless groups or attempts differ.
+        checksums: Checksums of the parameters after the step.
+        bits: (slot, rank) -> checksum of the gradient -> the groups that computed it.
     """
 
     sums: set[tuple[Any, Any]] = field(default_factory=set)
@@ -39,15 +39,15 @@ class Told:
 
 
 def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = None) -> int:
-    """Compute a step of a run again, in one group on this machine, from the newest checkpoint before it, and say of
-    each slot whether the bits of its gradient are those that were committed. The run needs [fault_tolerance]
-    exact = true; it may be finished or dead. RUN_DIR/replay keeps what was computed, until the next replay. Exit
-    status 0: all that was recorded of the step has the bits that it has now.
+    """Compute a step of a run again, in one group on this machine, from the newest checkpoint before it. Say for each
+    slot whether its gradient has the bits that were committed. The run needs [fault_tolerance] exact = true; it may
+    have ended or died. RUN_DIR/replay keeps what was computed, until the next replay. Exit status: 0 if all bits that
+    were recorded, from the checkpoint to this step, are the same now, else 1.
 
     Args:
         run_dir: The run directory.
-        step: The step.
-        slot: Say this of one slot only. The whole step is computed all the same.
+        step: Number of the step.
+        slot: Compare this slot only. The whole step is computed nevertheless.
     """
     run_dir = run_dir.resolve()
     require_run(run_dir)
@@ -72,7 +72,7 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
 
 
 def _compute_again(run_dir: Path, step: int) -> int:
-    """Train one group up to a step, in `FOLDER`; the step of the checkpoint that it begins from, 0 for none."""
+    """Train one group up to a step, in `FOLDER`. Return the step of the checkpoint that it starts from, 0 for none."""
     from everstep.titan.same import checkpoints
 
     config, prepared = config_file(run_dir), take_answer(run_dir)
@@ -81,11 +81,11 @@ def _compute_again(run_dir: Path, step: int) -> int:
     settings = read_source(config).table
     steps = settings["training"]["steps"]
     schedule = settings.get("lr_scheduler", {}).get("total_steps")
-    a_commit = steps // prepared.steps  # a round's steps, in semi-synchronous training
+    a_commit = steps // prepared.steps  # inner steps of a round if semi-synchronous, else 1
     again, log = run_dir / FOLDER, run_dir / f"{FOLDER}.log"
     shutil.rmtree(again, ignore_errors=True)
     (again / "state").mkdir(parents=True)
-    shutil.copy(run_dir / "state" / "exact.json", again / "state")  # the machine has to compute as the run's did
+    shutil.copy(run_dir / "state" / "exact.json", again / "state")  # a machine that computes other bits is refused
     start = max((found for found in checkpoints(run_dir) if found < step * a_commit), default=0)
     if start:
         (again / "checkpoint").mkdir()
@@ -105,7 +105,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
 
 
 def _told(run_dir: Path) -> dict[int, Told]:
-    """By step what the events say."""
+    """Return step -> what the events say of it."""
     found: dict[int, Told] = {}
     for event in read_events(run_dir, {"commit", "slot_bits"}):
         told = found.setdefault(event["step"], Told())
@@ -119,7 +119,7 @@ def _told(run_dir: Path) -> dict[int, Told]:
 
 
 def _compared(then: Told, now: Told, slot: int | None) -> Iterator[tuple[str, bool]]:
-    """Sentences on one step, each with whether what it tells of is as it was."""
+    """Yield sentences on one step, each with whether the bits that it is about are the same."""
     if slot is None:
         yield _sentence("loss and gradient norm", then.sums, now.sums)
     for key in sorted(now.bits):

@@ -1,4 +1,4 @@
-"""`everstep report`: what a run did, from its events."""
+"""`everstep report`: compute what a run did from its events."""
 
 import sys
 from json import dumps
@@ -13,15 +13,15 @@ def report(
     json: bool = False,
     check: bool = False,
 ) -> int:
-    """Compute what a run did from its events: report.json and report.html, a page for a browser, in the run directory,
-    and a summary.
+    """Compute what a run did from its events. Writes report.json and report.html (a page for a browser) into the run
+    directory, and prints a summary.
 
     Args:
         run_dir: The run directory.
-        against: Another run directory to compare losses with.
-        json: Print report.json and nothing else to stdout.
-        check: End with status 1 if the run did not keep its promise. The sentences that say how are in the summary;
-            with --json they go to stderr.
+        against: The directory of another run of the same config, to compare losses with.
+        json: Print report.json to stdout, and nothing else.
+        check: End with exit status 1 if the run did not keep its promise. The summary says why; with --json, stderr
+            does.
     """
     from everstep.report.page import write_report
     from everstep.report.score import summary, verdict

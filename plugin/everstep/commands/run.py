@@ -1,4 +1,4 @@
-"""`everstep run`: one run on this machine."""
+"""`everstep run`: start a run on this machine."""
 
 import time
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ def run(
     run_dir: Path | None = None,
     flags: Sequence[str] = (),
 ) -> int:
-    """Start a run on this machine: lighthouse, its replica groups, and a view.
+    """Start a run on this machine: the lighthouse, the replica groups, and a view on this console.
 
-    Flags that are not listed here are torchtitan's and go to every worker, for instance
-    `--training.local_batch_size 2`. Ctrl-C once ends the run cleanly with a final checkpoint, twice at once.
+    Flags that are not listed here are torchtitan's and go to every worker, for instance --training.local_batch_size 2.
+    The first Ctrl-C ends the run cleanly, with a final checkpoint; the second one ends it at once.
 
     Args:
         config: The run's TOML file.
-        groups: Number of replica groups; the file's fault_tolerance.groups if not given.
-        ranks_per_group: Ranks (processes, GPUs) in each group.
-        steps: Last step; the file's training.steps if not given.
-        chaos_every: Kill the workers of a random group every so many seconds.
-        page: Serve report.html while the run goes, on loopback; its address is shown.
-        run_dir: Where everything of the run is kept; an existing one of the same config is continued. Default:
-            runs/<config>-<timestamp>.
+        groups: Number of replica groups. Default: fault_tolerance.groups of the file.
+        ranks_per_group: Number of ranks (processes, GPUs) in each group.
+        steps: Number of the last step. Default: training.steps of the file.
+        chaos_every: Kill all workers of a random group every so many seconds.
+        page: Serve report.html on loopback while the run goes. The console shows its address.
+        run_dir: The run directory, for everything that the run writes. A run of the same config in it is continued.
+            Default: runs/<config>-<timestamp>.
     """
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Order, Prepared, take_answer

@@ -1,4 +1,4 @@
-"""`everstep same`: whether two runs have the same bits, and where they diverge."""
+"""`everstep same`: whether two runs have the same bits, and where they differ first."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from everstep.run.token import require_run
 
 
 def same(run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path]) -> int:
-    """Compare two runs to the bit: losses, gradient norms and checksums by step, and all tensors of the newest
-    checkpoint that both have. With [fault_tolerance] exact = true two runs of one config are the same, whatever failed.
-    Exit status 0: all that both runs have is the same, and a step is among it.
+    """Compare two runs bit by bit: the losses, gradient norms and checksums of each step, and all tensors of the newest
+    checkpoint that both have. With [fault_tolerance] exact = true two runs of one config have the same bits, whatever
+    failed. Exit status: 0 if they have a step in common and all that both have is the same, else 1.
 
     Args:
-        run_a: A run directory.
-        run_b: Another one.
+        run_a: The directory of a run.
+        run_b: The directory of the other run.
     """
     from everstep.titan.same import compare
 

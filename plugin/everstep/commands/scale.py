@@ -1,4 +1,4 @@
-"""`everstep scale`: another number of groups for a run that goes on."""
+"""`everstep scale`: change the number of groups of a live run."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from everstep.run.token import require_run
 
 
 def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
-    """Give a live run more or fewer replica groups. New ones heal from the others and take part in a step once they
-    have the state; of too many the last ones finish their step and leave. The losses stay what they are.
+    """Change the number of groups of a live run. New groups heal from the others, and take part in steps once they hold
+    the state. If there are too many groups, the highest ids finish their step and leave. The losses stay the same.
 
     Args:
         run_dir: The run directory.
-        groups: How many replica groups the run is to have.
+        groups: The new number of replica groups.
     """
     run_dir = run_dir.resolve()
     require_run(run_dir)

@@ -1,4 +1,4 @@
-"""`everstep snapshots`: what a run has in host memory."""
+"""`everstep snapshots`: what a start of a run would restore from host memory."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -9,18 +9,18 @@ from everstep.run.directory import LaunchError
 from everstep.run.token import read_token, require_run
 
 TIMEOUT = timedelta(seconds=10)
-"""The longest silence of a keeper."""
+"""How long to wait for a keeper's answer."""
 
 
 def snapshots(
     run_dir: tyro.conf.Positional[Path | None] = None, sweep: bool = False, segment_dir: Path = Path("/dev/shm")
 ) -> int:
-    """Show what a start of a run would restore from memory. Exit status 0: there is a state that can be restored.
+    """Show what a start of a run would restore from host memory. Exit status: 0 if it would find a snapshot, else 1.
 
     Args:
         run_dir: The run directory.
-        sweep: Remove the snapshots in this machine's memory that no live run owns, instead.
-        segment_dir: Where to sweep: the runs' snapshot.segment_dir.
+        sweep: Instead, remove the snapshots in this machine's memory that belong to no live run.
+        segment_dir: The folder to sweep: snapshot.segment_dir of the runs.
     """
     if sweep:
         from everstep.snapshot import keepers

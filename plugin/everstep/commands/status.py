@@ -1,4 +1,4 @@
-"""`everstep status`: where a run is, as its events tell; on Slurm beside its groups as Slurm sees them."""
+"""`everstep status`: where a run is, from its events; for a run on Slurm also what Slurm says of its groups."""
 
 import errno
 import os
@@ -19,11 +19,11 @@ from everstep.run.events import read_events
 from everstep.run.files import read_typed
 
 NO_ROOM = 1 << 16
-"""Bytes that are left on a full disk: events say nothing of it."""
+"""Free bytes below which a disk counts as full. No event reports a full disk, as none can be written."""
 
 
 def status(run_dir: tyro.conf.Positional[Path]) -> int:
-    """Show where a run is: its step, its groups, its last faults; on Slurm also as Slurm sees them.
+    """Show where a run is: its step, its groups and what happened last; for a run on Slurm also the state of its jobs.
 
     Args:
         run_dir: The run directory.
@@ -33,7 +33,7 @@ def status(run_dir: tyro.conf.Positional[Path]) -> int:
 
 
 def status_of(run_dir: Path) -> str:
-    """Some lines: running or how it ended, step, groups, what happened last.
+    """Return the text of `everstep status`: running or how it ended, step, groups, troubles, what happened last.
 
     Raises:
         LaunchError: the folder holds no run.
@@ -58,7 +58,7 @@ def status_of(run_dir: Path) -> str:
 
 
 def _takes_no_events(run_dir: Path) -> int:
-    """The number of the error that writing there ends in now; 0 for none."""
+    """Return the errno that a write to the run directory would fail with now; 0 if it would not fail."""
     disk = os.statvfs(run_dir)
     if disk.f_flag & os.ST_RDONLY:
         return errno.EROFS
@@ -67,7 +67,7 @@ def _takes_no_events(run_dir: Path) -> int:
 
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
-    """What to say first, and of each group, of a run on one machine."""
+    """Return the first lines, and the lines on each group, for a run on this machine."""
     holder = holder_of(run_dir)
     if holder is None:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
@@ -82,7 +82,7 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
 
 
 def _on_slurm(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
-    """The same of a run on Slurm. Raises LaunchError when its groups were not submitted."""
+    """Return the same for a run on Slurm. Raises LaunchError if its groups were not submitted."""
     jobs = jobs_of(run_dir)
     tasks = {task.group: task for task in states_of(jobs["groups"])}
     lighthouse = states_of(jobs["lighthouse"]) if "lighthouse" in jobs else []

@@ -1,4 +1,4 @@
-"""`everstep watch`: any run, from its events, while it goes."""
+"""`everstep watch`: show any run from its events while it goes."""
 
 import time
 from pathlib import Path
@@ -11,8 +11,8 @@ POLL_S = 0.25
 
 
 def watch(run_dir: tyro.conf.Positional[Path]) -> int:
-    """Watch a run, here or on a cluster: what happened last, then a line for each step and for what happens. Ends with
-    the run, or with Ctrl-C, which does nothing to it. Exit status 1: the run failed.
+    """Watch a run, on this machine or on a cluster: what happened last, then a line for each step and each other event.
+    Ends when the run ends. Ctrl-C ends only the view. Exit status: 1 if the run failed, else 0.
 
     Args:
         run_dir: The run directory.
