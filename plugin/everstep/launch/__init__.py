@@ -1,6 +1,6 @@
-"""Starting a run and keeping it up: one loop (`launcher`). It is all of `everstep run` on one machine (`supervisor`),
-one group of a batch job (`agent`), or a lighthouse alone (`beacon`).
+"""Starting a run's processes and keeping them up, by one loop (`launcher`). It runs all groups of `everstep run` on one
+machine (`supervisor`), one group of a batch job (`agent`), or only a lighthouse (`beacon`).
 
-A launcher imports torchtitan once and forks all others, so a restart imports nothing. It has no thread, and the kernel
-kills its children when it dies. Nothing here imports torch at module level: the command line does without.
+A launcher imports torchtitan once and forks all other processes, so a restart imports nothing. It starts no thread, and
+the kernel kills its children when it dies. No file here imports torch at module level: the command line needs no torch.
 """

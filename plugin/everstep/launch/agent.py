@@ -1,6 +1,6 @@
-"""`everstep agent`: the launcher's loop with one replica group, which a batch system starts on each of its nodes.
+"""`everstep agent`: the launcher's loop with one replica group. A batch system starts it on each node of the group.
 
-It adds what a batch job needs: it waits for the lighthouse, and leaves a file that says how the group ended.
+For a batch job it also waits for the lighthouse's address, and leaves a file that says how the group ended.
 """
 
 import os
@@ -19,15 +19,17 @@ from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
 ADDRESS_TIMEOUT_S = 24 * 3600.0
-"""How long to wait for a lighthouse: its job may be pending."""
+"""Seconds to wait for a lighthouse. It is a day, because the lighthouse's job may be pending."""
 
 
 def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
-    """Run a group until its workers finish (0), are stopped by one of STOPS or the run's stop file (0, or 1 if some had
-    to be killed), or are given up (GAVE_UP_EXIT). In a batch job also until this node turns out bad (NODE_BAD_EXIT) or
-    the group was started again elsewhere (FENCED_EXIT).
+    """Run a group to its end and return the exit status of the agent:
 
-    Must be called in the main thread; `preload` are the modules that are imported before anything is forked.
+    0: the workers finished, or were stopped cleanly by one of STOPS or the run's stop file; 1: some had to be killed
+    for a stop, or the agent failed; GAVE_UP_EXIT: the group is given up; NODE_BAD_EXIT: this node is bad;
+    FENCED_EXIT: the group was started again elsewhere.
+
+    Call it in the main thread. `preload`: modules to import before anything is forked.
     """
     keep_on_without_output()
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:
@@ -42,19 +44,19 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
         print(f"group {settings.group} {end.status}: {end.reason}", flush=True)
         _leave_word(settings, end, launcher.events)
     if launcher.groups and end.status != "fenced":
-        launcher.groups[0].beat(DONE)  # of its workers nothing is left
+        launcher.groups[0].beat(DONE)  # none of its processes is left
     return EXITS[end.status]
 
 
 def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) -> End:
-    """Have the launcher look after the group; how it ended. Raises LaunchError."""
+    """Run the group in the launcher's loop, and return how it ended. Raises LaunchError."""
     if settings.job and settings.node_rank == 0:
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
     launcher.import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log")
     if not published_address(settings.run_dir):
         print(f"waiting for a lighthouse's address in {address_file(settings.run_dir)}", flush=True)
-    await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would wait with their GPUs
+    await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would hold GPUs while they wait
     if launcher.is_stopping():
         return End("stopped", "asked to stop" if launcher.stops else f"{stop_file(settings.run_dir)} is there")
     group = launcher.add_group(settings, launcher.events)
@@ -64,7 +66,7 @@ def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) ->
 
 
 def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
-    """For the batch system: how the group ended, if it is not to be started again, and on which node not."""
+    """Write for the batch system that the group should not be started again, or not on this node, if that is so."""
     run_dir, first_node = settings.run_dir, settings.node_rank == 0
     if end.status == "node_bad":
         bad = {"node": settings.node, "host": settings.host, "reason": end.reason}
@@ -72,5 +74,5 @@ def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
         write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(settings.claim)})
     unwanted = stop_file(run_dir).exists() or is_spare(run_dir, settings.group)
     final = first_node and (end.status == "done" or (end.status == "stopped" and unwanted))
-    if settings.job and (final or end.status == "failed"):  # what one node gives up is no better on the others
+    if settings.job and (final or end.status == "failed"):  # what fails on one node would fail on the others too
         write_json(over_file(run_dir, settings.group), asdict(end))

@@ -1,6 +1,5 @@
-"""`everstep lighthouse`: the lighthouse of a run on a cluster, kept up until the run is over.
-
-The launcher's loop with a lighthouse and no group. Of two lighthouses of a run the older one ends.
+"""`everstep lighthouse`: the launcher's loop with a lighthouse and no group. It keeps the lighthouse of a run on a
+cluster up until the run is over. If a run has two lighthouses, the older one ends.
 """
 
 import socket
@@ -16,17 +15,15 @@ from everstep.run.directory import ends_of_groups, stop_file
 PRELOAD = ("everstep.quorum.lighthouse",)
 LOOK_S = 1.0
 LINGER_S = 60.0
-"""How long after the last sign of life of any group the lighthouse stays when all groups have ended."""
+"""Seconds after the last beat of any group until the groups of a stopped or finished run count as gone (`is_over`)."""
 
 
 def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
-    """Until every group has ended for good, or one of STOPS; returns the exit status.
+    """Keep the lighthouse up until every group has ended for good or a signal of STOPS comes; return the exit status.
 
     Args:
-        run_dir: of the run.
-        host: what the lighthouse listens on and what the groups are told.
-        config: of the run.
-        page: whether to serve the run's page while it goes, on this machine's loopback.
+        host: the address that the lighthouse listens on and that the groups connect to.
+        page: whether to serve the page of the live run, on this machine's loopback.
 
     Raises:
         LaunchError: the lighthouse does not start.
@@ -41,8 +38,8 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
 
         def ends() -> bool:
             nonlocal next_look
-            if launcher.stops or time.monotonic() < next_look:  # all of a cluster shares that file system
-                return bool(launcher.stops)  # the stop file is for groups, which finish their step
+            if launcher.stops or time.monotonic() < next_look:  # look rarely: the whole cluster shares the file system
+                return bool(launcher.stops)  # the stop file does not count: groups still have to finish their step
             next_look = time.monotonic() + LOOK_S
             return lighthouse.superseded or is_over(run_dir)
 
@@ -54,8 +51,8 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
 
 
 def is_over(run_dir: Path) -> bool:
-    """Whether no group will ask for a quorum any more. Groups of which nothing was heard for a while count as gone in a
-    run that was stopped or finished by another; if others were given up, they may be waiting to be started again."""
+    """Return whether no group will ask for a quorum any more: all groups have ended for good, or the run was stopped or
+    finished by one group, and no group has beaten for LINGER_S. Otherwise silent groups may be started again."""
     ends = ends_of_groups(run_dir)
     if all(ends):
         return True

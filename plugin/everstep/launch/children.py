@@ -1,4 +1,4 @@
-"""The processes of a launcher: forked by it, and reaped here."""
+"""The child processes of a launcher: forked, watched, reaped and killed."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from everstep.launch.forking import Request, fork
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
-"""A launcher waits for its children more often than that, or it did not run."""
+"""Seconds between two waits of a launcher after which it must have been stopped meanwhile. Normally it waits sooner."""
 
 
 @dataclass(eq=False)
 class Child:
-    """A process of a launcher."""
+    """A process that a launcher forked."""
 
     pid: int
     rank: int = 0
-    """Of a worker."""
+    """The rank, if it is a worker."""
     exitcode: int | None = None
-    """Negative for a signal; None while it lives."""
+    """The exit status, or minus the number of the signal that killed it; None while it lives."""
     ended_mono: float = 0.0
 
     @property
@@ -32,37 +32,37 @@ class Child:
         return self.exitcode is None
 
     def signal(self, signum: signal.Signals) -> None:
-        """To a process that has not been reaped, so that nobody else can have its pid."""
+        """Send a signal, unless the process has been reaped: its pid may then belong to another process."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
 
 class Children:
-    """All processes below a launcher but those that workers start themselves. With them comes a guard (`offspring`),
-    which kills what those leave behind if the launcher is killed."""
+    """The processes that a launcher forks, and a guard (`offspring.fork_guard`). If the launcher is killed, the guard
+    kills the processes that workers had started themselves."""
 
     def __init__(self) -> None:
         os.environ[offspring.RUN_MARK] = self._mark = secrets.token_hex(8)
-        self._guard = Child(0, exitcode=0)  # the first one is still to come
+        self._guard = Child(0, exitcode=0)  # a dead one: the first `start` forks the guard
         self._alive: dict[int, Child] = {}
         self.awake_mono = self.looked_mono = time.monotonic()
-        """`looked_mono`: when the last wait ended, in monotonic seconds; `awake_mono`: from when on silence counts. A
-        launcher that was stopped together with what it watches, by a batch system that suspends whole jobs for
-        instance, must not take that for hung. As it may be stopped between a wait and what follows, silence is judged
-        as of the wait's end."""
+        """Monotonic seconds. `looked_mono`: the end of the last wait, as of which silence is judged, because the
+        launcher may be stopped between a wait and the check after it. `awake_mono`: silence before it does not count.
+        If a batch system suspends a whole job, the launcher stops together with its workers, and must not take them
+        for hung afterwards."""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler it would wake nobody
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the signal would not end a wait
 
     def kill_left_behind(self) -> bool:
-        """Kill what processes that have ended had started; whether any of it was left."""
+        """Kill the processes that dead workers left behind, and return whether there were any."""
         left = offspring.left_behind(self._alive)
         offspring.kill(left)
         return bool(left)
 
     def start(self, request: Request, rank: int = 0) -> Child:
-        """Fork a process. Raises OSError if there is no room for it."""
+        """Fork a process. Raises OSError if the system has no room for another."""
         if not self._guard.alive:
             self._guard = self._known(offspring.fork_guard(self._mark, self._wake_r))
         return self._known(fork(request), rank)
@@ -72,7 +72,7 @@ class Children:
         return self._alive[pid]
 
     def wait(self, timeout_s: float) -> None:
-        """Until a child has ended, a signal has come, or for so long."""
+        """Wait until a child ends or a signal comes, for `timeout_s` at most. Reaps the children that have ended."""
         select.select([self._wake_r], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
@@ -90,8 +90,7 @@ class Children:
                     child.exitcode, child.ended_mono = exitcode, time.monotonic()
 
     def kill_everything(self) -> None:
-        """Nothing that was started here outlives this call, but for the keepers of snapshots, and for the process that
-        tells of the run."""
+        """Kill all processes that were started here, and those that they started, except keepers and the teller."""
         self._alive = {self._guard.pid: self._guard}
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline and self.kill_left_behind():
@@ -99,4 +98,4 @@ class Children:
             time.sleep(0.005)
         if self._guard.alive:
             os.kill(self._guard.pid, signal.SIGKILL)
-            os.waitpid(self._guard.pid, 0)  # or a container whose first process reaps nobody keeps it
+            os.waitpid(self._guard.pid, 0)  # else a zombie stays in a container whose first process reaps none

@@ -1,7 +1,7 @@
-"""Processes forked from a launcher, which has imported what they need once. A restart imports nothing.
+"""Forking processes from a launcher that has imported all modules they need, so that a restart imports nothing.
 
-Forking is safe because a launcher initialises no GPU and starts no thread (pyarrow's jemalloc has one of its own and
-stops it around a fork).
+Forking is safe because a launcher initialises no GPU and starts no thread. (pyarrow's jemalloc starts a thread, but
+stops it around a fork.)
 """
 
 import contextlib
@@ -36,14 +36,14 @@ PRELOAD = (
     "everstep.launch.worker",
     "everstep.quorum.lighthouse",
 )
-"""What workers and a lighthouse use. All of it: what a worker imports by itself delays each restart, and a restart must
-not meet a newer version of a file than its group began with."""
+"""All modules that workers and a lighthouse use. A module that a worker had to import would delay each restart, and its
+file might be newer than what the group began with."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A process to be forked: it calls `run` ("module:function") with `args`, its output is appended to `log`,
-    and it has `env` besides ours."""
+    """A process to fork. It calls `run` ("module:function") with `args`, appends its output to `log`, and has the
+    variables `env` in addition to this process's environment."""
 
     run: str
     args: Sequence
@@ -52,10 +52,10 @@ class Request:
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules` without touching a GPU, until `stopping`. Raises the module's own error when one cannot be
+    """Import `modules` without touching a GPU, until `stopping()` is true. Raises the error of a module that cannot be
     imported."""
     os.environ.setdefault(devices.LOOK_ONLY, "1")
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft would fill the logs with every quorum, several times a step
+    os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every quorum, several times a step
     import_all(modules, stopping)
     if "everstep.titan.load" in modules and not stopping():
         from everstep.titan.load import parse_any
@@ -64,7 +64,7 @@ def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lam
 
 
 class _Output(io.FileIO):
-    """A stream that loses what the system does not take."""
+    """A stream that drops output that the system refuses, without an error."""
 
     def write(self, data) -> int:
         try:
@@ -74,8 +74,8 @@ class _Output(io.FileIO):
 
 
 def keep_on_without_output() -> None:
-    """From now on what stdout or stderr do not take (a full disk, a pipe that nobody reads) is lost, and ends nobody.
-    Those that were closed lead nowhere."""
+    """Make failures of stdout and stderr harmless: output that they refuse (a full disk, a closed pipe) is dropped. If
+    stdin, stdout or stderr is closed, it is opened on /dev/null."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -84,9 +84,9 @@ def keep_on_without_output() -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
         if before is not getattr(sys, f"__{name}__"):
-            continue  # of somebody who put another in its place
+            continue  # a caller has replaced the stream
         if before is not None:
-            before.reconfigure(line_buffering=True)  # whoever has it goes on with it
+            before.reconfigure(line_buffering=True)  # code that holds the old stream goes on writing to it
         output = io.BufferedWriter(_Output(fd, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
 
@@ -102,29 +102,29 @@ def redirect_output(path: Path) -> None:
 
 
 def fork(request: Request) -> int:
-    """Fork a process that does what was asked for, in a session of its own, and dies with this one; its pid. To
-    be called by the main thread. Raises OSError if the system has no room for another process."""
+    """Fork a process that carries out `request` in a new session, and return its pid. The kernel kills it when this
+    process dies. Call it in the main thread. Raises OSError if the system has no room for another process."""
     parent_pid = os.getpid()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError):
-            stream.flush()  # or both would write it
+            stream.flush()  # else both processes would write what is buffered
     if pid := os.fork():
         return pid
     try:
-        os.setsid()  # a terminal's Ctrl-C is for the launcher to handle
+        os.setsid()  # only the launcher handles a terminal's Ctrl-C
         signal.set_wakeup_fd(-1)
         for signum in (*STOPS, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         die_with_parent(parent_pid)
         status = _do(request)
-    except BaseException:  # noqa: BLE001  what is above in the stack is the launcher's
+    except BaseException:  # noqa: BLE001  the frames above are the launcher's and must not run in a child
         status = 1
     os._exit(status)
 
 
 def _do(request: Request) -> int:
-    """What was asked for, in its process; the exit status. What it raises is said."""
+    """Carry out the request in the forked process, and return the exit status. An exception is printed."""
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -136,7 +136,7 @@ def _do(request: Request) -> int:
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001  the last frame of a process: report whatever it was
+    except BaseException:  # noqa: BLE001  this is the last frame of the process: print any error
         traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

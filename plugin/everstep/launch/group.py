@@ -1,10 +1,10 @@
-"""One replica group's workers on this machine: started, watched, killed, and what their deaths mean.
+"""One replica group's workers on this machine: starts, watches and kills them, and decides what follows a death.
 
-    waiting → running → ending → waiting …, until it is over
+    waiting → running → ending → waiting …, until the group is over
 
-Nothing here waits but for an earlier start of the group: `look` is called by the launcher's loop, again and again. A
-group whose rank died is torn down by SIGKILL at once: there is nothing left to save. The next incarnation starts when
-nothing of the last one is left, nor of what its workers started themselves. Each restart is decided by `watchdog`.
+The launcher's loop calls `look` again and again. Nothing here blocks, except for an earlier start of the group. If one
+rank dies, the others are killed by SIGKILL at once, as there is nothing left to save. The next incarnation starts when
+all processes of the last one are gone, with those that its workers had started. `watchdog` has the rules for restarts.
 """
 
 import errno
@@ -31,33 +31,32 @@ from everstep.run.files import read_json, write_json
 from everstep.run.poison import Slot
 
 WATCH_INTERVAL_S = 0.5
-"""How often to look for all but deaths, which are seen at once."""
+"""Seconds between two checks for everything but deaths, which are seen at once."""
 PEER_FAILS_WITHIN_S = 0.1
-"""For how long after an exit somebody who died of a signal is still taken for its cause."""
+"""Seconds after a worker's exit within which the death of another by a signal counts as the cause."""
 PEER_FAILS_ELSEWHERE_S = 0.5
-"""The same for somebody on another node, whose agent has to tell."""
+"""The same for a worker on another node, whose agent has to report the death."""
 STOP_GRACE_S = 120.0
-"""How long workers may take to end cleanly, beside `stall_timeout_s`, for which they may write a checkpoint."""
+"""Seconds that workers may take to end cleanly, beside `stall_timeout_s`, in which they may write a checkpoint."""
 LITTER_PATIENCE_S = 30.0
-"""How long the next incarnation waits for what SIGKILL does not end, of workers or of what they started."""
+"""Seconds to wait after SIGKILL for workers, and for processes that they started, before going on without their end."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
-"""After how many failures in a row it is said: the first three, and each time they have doubled."""
+"""Numbers of failures in a row at which an event reports them: 3, 6, 12 and so on."""
 
 EXITS = {
     "done": 0, "stopped": 0, "killed": 1, "crashed": 1, "failed": GAVE_UP_EXIT, "fenced": FENCED_EXIT,
     "node_bad": NODE_BAD_EXIT,
 }  # fmt: skip
-"""Exit statuses of an agent, by the status with which its group ended."""
+"""Status with which a group ended -> exit status of its agent."""
 
 
 class Group:
-    """One group. `end` is None until it is over.
+    """One group on this machine. `end` says how it ended, and is None until it is over.
 
     Args:
-        settings: of it.
-        children: by whom its processes are forked.
-        stopping: whether a clean stop has been asked for.
-        events: its log.
+        children: the launcher's children, which fork its processes.
+        stopping: returns whether a clean stop was requested.
+        events: the log of the group.
     """
 
     def __init__(
@@ -67,20 +66,20 @@ class Group:
         self.end: End | None = None
         self.deaths: list[Death] = []
         self.leaves = False
-        """Whether it ends cleanly though the run goes on: it has too many groups."""
+        """Whether it ends cleanly while the run goes on, because the run should have fewer groups."""
         self._children, self._run_stops = children, stopping
         last = last_event(event_path(settings.run_dir, settings.group, None, "agent"), {"workers_started"})
         self._number = 0 if last is None else last["incarnation"] + 1
-        """Of the next incarnation."""
+        """Number of the next incarnation."""
         self._heart: BeatFile | None = None
         self._meeting: Meeting | None = None
         self._now: Incarnation | None = None
         self._not_before_mono = self._next_watch = self._stop_deadline = 0.0
         self._unclean = ""
-        """Why a stop was not clean."""
+        """Why a stop was not clean; "" if it was, or there was none."""
 
     def failures(self, run_step: int) -> int:
-        """How often it has failed since it, or any group of the run, committed `run_step`, the run's newest."""
+        """Return how often it has failed since its own last commit and since the run's newest step, `run_step`."""
         return 0 if self._now and self._now.committed else failures(self.deaths, run_step)
 
     def _stopping(self) -> bool:
@@ -89,8 +88,7 @@ class Group:
     # What the loop calls
 
     def look(self) -> None:
-        """What has happened, and what follows from it. Raises OSError if there is no room for something; it is tried
-        again at a later look."""
+        """Check what has happened to the group, and act on it. Raises OSError for a shortage; a later call retries."""
         try:
             meeting = self._meeting or self._join()
         except fence.Fenced as fenced:
@@ -110,7 +108,7 @@ class Group:
                 self._start(meeting)
 
     def finish(self, status: str, reason: str) -> None:
-        """It is over for good. What still runs of it is killed."""
+        """End the group for good. Workers that still run are killed."""
         if self.end is None:
             self.end = End(status, reason)
             if self._now is not None:
@@ -118,22 +116,22 @@ class Group:
             self.events.emit("agent_ended", status=status, reason=reason)
 
     def _join(self) -> Meeting:
-        """Make this start of the group the one that counts, and come to where its nodes meet. Raises Fenced."""
+        """Claim the group for this start of it, and join the other nodes' agents. Raises Fenced."""
         settings = self.settings
         if settings.node_rank == 0:
             fence.claim_group(settings.run_dir, settings.group, settings.claim, self._stopping)
         if self._heart is None:
             self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group, settings.node_rank))
-        self.beat()  # before the note, by which others begin to listen
+        self.beat()  # before the meeting's note, from which on other nodes expect beats
         self._meeting = Meeting(settings)
         return self._meeting
 
     def beat(self, phase: str = "watching") -> None:
-        """Say that this agent lives, or with DONE that it ends."""
-        if self._heart is None:  # it has not come so far
+        """Write a beat of this agent; the phase DONE says that it ends."""
+        if self._heart is None:  # it has not joined yet
             return
         self._heart.beat(phase)
-        if self.settings.job or self.settings.nodes > 1:  # other hosts look as well
+        if self.settings.job or self.settings.nodes > 1:  # other hosts read these beats
             run_dir, group, node_rank = self.settings.run_dir, self.settings.group, self.settings.node_rank
             push([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])
 
@@ -146,7 +144,7 @@ class Group:
             self.finish("fenced", f"group {settings.group} was started again elsewhere; this start of it ends")
         elif reason := read_json(ended_file(settings.run_dir)).get("reason"):
             self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
-        # Whoever is asked to stop later hears of this one until then.
+        # A stopping agent does not judge the other nodes. It goes on beating, for those that are asked to stop later.
         elif not self._stopping() and (lost := meeting.lost(self._children.looked_mono, self._children.awake_mono)):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
         self.leaves |= is_spare(settings.run_dir, settings.group)
@@ -158,7 +156,7 @@ class Group:
             self._stop_cleanly(now)
         if now.stalled is None and (self._stopping() or now.dead):
             return
-        if now.stalled is None and meeting.is_awaited:  # also by one that died when the workers here were done
+        if now.stalled is None and meeting.is_awaited:  # also if a node's workers died after those here had finished
             now.kill()
         else:
             now.look_for_stall(self.events, self._children.looked_mono, self._children.awake_mono)
@@ -179,7 +177,7 @@ class Group:
         try:
             for rank in place.ranks:
                 now.workers[rank] = self._children.start(self._request(now, rank, listener), rank)
-                if listener is not None:  # rank 0 has it now, and nobody else is to have it
+                if listener is not None:  # the first rank has inherited it; no other process should
                     listener.close()
                     listener = None
         except OSError:
@@ -188,7 +186,7 @@ class Group:
         finally:
             if listener is not None:
                 listener.close()
-        # A group's incarnation is told once, by its first node.
+        # Only the first node reports a new incarnation of the group as such.
         kind = "workers_started" if settings.node_rank == 0 else "node_workers_started"
         self.events.emit(kind, incarnation=now.number, pids=[child.pid for child in now.workers.values()])
 
@@ -220,7 +218,7 @@ class Group:
                 now.kill()
 
     def _stop_cleanly(self, now: Incarnation) -> None:
-        """Ask the workers to stop, again and again: a signal that comes while one starts is lost to its handler."""
+        """Ask the workers to stop. Called at each check, because a worker that is starting may miss a signal."""
         grace_s = STOP_GRACE_S + self.settings.fault_tolerance.stall_timeout_s
         self._stop_deadline = self._stop_deadline or time.monotonic() + grace_s
         if self._is_overdue() and now.running:
@@ -232,11 +230,11 @@ class Group:
                 child.signal(signal.SIGTERM)
 
     def _is_overdue(self) -> bool:
-        """Whether a clean stop has taken as long as it may."""
+        """Return whether a clean stop has taken longer than it may."""
         return 0.0 < self._stop_deadline < time.monotonic()
 
     def _end_stopped(self, meeting: Meeting) -> None:
-        meeting.tell_ended()  # the other nodes have nobody to wait for
+        meeting.tell_ended()  # so that the other nodes do not wait for this one
         if self._unclean:
             self.finish("killed", self._unclean)
         else:
@@ -245,7 +243,7 @@ class Group:
     # The end of an incarnation
 
     def _finish_ending(self, now: Incarnation, meeting: Meeting) -> None:
-        """Once nothing of the incarnation is left, nor of what its workers started: what comes after it."""
+        """Once all processes of the incarnation are gone, with those that workers had started, decide what follows."""
         ended_s = time.monotonic() - now.ending_mono
         if now.running:
             if ended_s > LITTER_PATIENCE_S:
@@ -254,7 +252,7 @@ class Group:
         if self._children.kill_left_behind() and ended_s < LITTER_PATIENCE_S:
             return
         if self.settings.nodes > 1 and now.first is not None and ended_s < PEER_FAILS_ELSEWHERE_S:
-            return  # another node may tell that it is to blame
+            return  # another node may still report that the death began there
         self._now = None
         if now.first is not None:
             self._after_death(now, now.first, meeting)
@@ -264,8 +262,8 @@ class Group:
             self._end_done()
 
     def _leave_behind(self, stuck: Child, ended_s: float) -> None:
-        """A driver or a file system holds a worker in the kernel, where no signal ends it. Raises OSError if there is
-        nothing to do but wait."""
+        """Give up waiting for a worker that SIGKILL does not end, because a driver or a file system holds it in the
+        kernel. Raises OSError if the group neither stops nor can move to another node: then only waiting helps."""
         reason = f"rank {stuck.rank} (process {stuck.pid}) has not ended since it was killed {ended_s:.0f} s ago"
         if self._stopping():
             self.finish("killed", reason)
@@ -275,7 +273,7 @@ class Group:
             raise OSError(errno.EAGAIN, reason)
 
     def _end_done(self) -> None:
-        """All workers have done their work."""
+        """End the group, whose workers have all finished or left."""
         path = event_path(self.settings.run_dir, self.settings.group, 0, "worker")
         last = last_event(path, {"training_done", "left"})
         if last is not None and last["kind"] == "left":
@@ -284,7 +282,7 @@ class Group:
             self.finish("done", "its workers finished")
 
     def _after_death(self, now: Incarnation, first: Child, meeting: Meeting) -> None:
-        """Tell how the workers ended, `first` before the others, count it, and decide whether they start again."""
+        """Report and count the death of the workers, of which `first` was the cause, and decide whether to restart."""
         settings = self.settings
         peer_killed = (first.exitcode or 0) > 0 and meeting.others_were_killed
         death = now.death_of(first, peer_killed=peer_killed)
@@ -300,14 +298,14 @@ class Group:
             exitcodes={str(first.rank): death.exitcode},
         )
         if self._stopping():
-            # A worker that has not begun yet has nothing to finish: SIGTERM just ends it.
+            # SIGTERM kills a worker that has not begun yet. That stop is clean: it had nothing to finish.
             if death.exitcode != -signal.SIGTERM and not self._unclean:
                 self._unclean = death.reason
             self._end_stopped(meeting)
         elif settings.node and (bad := self._reason_to_move(death)):
             self.finish("node_bad", f"{bad}; last: {death.reason}")
         elif poison is not None:
-            self.deaths.pop()  # the next start does without it, or there is none
+            self.deaths.pop()  # it does not count: the next start skips the slot, or there is no next start
             if settings.fault_tolerance.on_poison == "stop":
                 self._end_poisoned(*poison, death.error or death.reason)
         elif death.exitcode in HOPELESS:
@@ -317,7 +315,7 @@ class Group:
             self._put_off()
 
     def _put_off(self) -> None:
-        """Start again; later if it has failed by itself before."""
+        """Restart after a backoff that grows with the failures in a row; the first restart is at once."""
         count = len(in_a_row(self.deaths))
         wait_s = backoff_s(count - 1)
         self._not_before_mono = time.monotonic() + wait_s
@@ -326,17 +324,17 @@ class Group:
             self.events.emit("group_failing", count=count, reason=said, again_s=wait_s)
 
     def _end_poisoned(self, slot: Slot, groups: list[int], why: str) -> None:
-        """This slot ends the workers of whoever computes it: no group can go on."""
+        """End the group, and by `ended_file` all others, because every group that computes this slot dies."""
         reason = (
             f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))}, "
             f"{len(groups)} times: {why}. Its data, or what the model makes of it, is at fault; "
             'with [fault_tolerance] on_poison = "skip" a run goes on without it'
         )
-        write_json(ended_file(self.settings.run_dir), {"reason": reason})  # other groups read it
+        write_json(ended_file(self.settings.run_dir), {"reason": reason})
         self.finish("failed", reason)
 
     def _reason_to_move(self, death: Death) -> str:
-        """Why the group should go on without this node; "" if it need not."""
+        """Return why the group should move to another node; "" if it need not."""
         if death.exitcode == UNFIT_EXIT:
             return "its arithmetic was wrong twice in the same place"
         ft = self.settings.fault_tolerance

@@ -1,4 +1,4 @@
-"""The processes of one start of a group's workers, and what it ended of."""
+"""One incarnation: the worker processes of one start of a group, and the cause of their end."""
 
 import signal
 import time
@@ -17,33 +17,33 @@ from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.poison import Slot
 
 COMPILING = ("compute", "reduce", "vote")
-"""Phases in which the first step of a process compiles, or waits for a rank that does."""
+"""Phases in which a worker compiles during its first step, or waits for a rank that does."""
 
 
 def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
-    """The event of the step that a group has committed last; None: there is none."""
+    """Return the event of the last step that a group has committed; None if there is none."""
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
 
 
 @dataclass
 class Incarnation:
-    """One start of a group's workers."""
+    """One start of a group's workers on this node."""
 
     settings: GroupSettings
     number: int
     place: Round
     workers: dict[int, Child] = field(default_factory=dict)
-    """By rank."""
+    """Rank -> its process."""
     stalled: Child | None = None
-    """The worker that showed no progress, for which the watchdog killed it."""
+    """The worker without progress because of which the incarnation is killed."""
     stall: str = ""
-    """The same in words."""
+    """A description of that stall."""
     first: Child | None = None
-    """The death that brought it down."""
+    """The worker whose death brought the incarnation down."""
     ending_mono: float = 0.0
-    """When it was killed; 0: it goes on."""
+    """Monotonic seconds at which it was killed; 0 while it runs."""
     committed: bool = False
-    """Whether it has committed a step, as was last looked."""
+    """Whether it has committed a step, as of the last `note_commit`."""
 
     def __post_init__(self) -> None:
         self.started_mono = time.monotonic()
@@ -52,37 +52,37 @@ class Incarnation:
 
     @property
     def running(self) -> list[Child]:
-        """The workers that have not ended."""
+        """The workers that live."""
         return [child for child in self.workers.values() if child.alive]
 
     @property
     def ended(self) -> list[Child]:
-        """The workers that have ended, in the order of their deaths, as far as they were seen one after the other."""
+        """The workers that have ended, in the order in which they were reaped."""
         return sorted((one for one in self.workers.values() if not one.alive), key=lambda one: one.ended_mono)
 
     @property
     def dead(self) -> list[Child]:
-        """Those that ended before they had done their work, be it with status 0, in the order of their deaths."""
+        """The workers that ended without having finished, even if their status is 0, in the order of `ended`."""
         return [child for child in self.ended if child.exitcode != 0 or not self.is_done(child)]
 
     def _beat_of(self, child: Child) -> Beat | None:
-        """The last beat of a worker; one that an earlier worker left is none. Raises OSError."""
+        """Return the last beat of a worker; None if the last one is of an earlier worker. Raises OSError."""
         beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
         return beat if beat is not None and beat.pid == child.pid else None
 
     def is_done(self, child: Child) -> bool:
-        """Whether a worker has said that it has done its work."""
+        """Return whether a worker's beat says that it has finished."""
         beat = self._beat_of(child)
         return beat is not None and beat.phase == DONE
 
     def note_commit(self) -> bool:
-        """Look whether it has committed a step by now, and return that."""
+        """Check whether it has committed a step by now, and return that."""
         if not self.committed:
             self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
         return self.committed
 
     def kill(self) -> None:
-        """Begin to end it."""
+        """Send SIGKILL to all workers; the incarnation is ending from now on."""
         self.ending_mono = self.ending_mono or time.monotonic()
         self._signal(signal.SIGKILL)
 
@@ -91,8 +91,9 @@ class Incarnation:
             child.signal(signum)
 
     def look_for_stall(self, events: EventLog, now_mono: float, awake_mono: float) -> None:
-        """Kill it if a rank hangs, of several the one that has been silent for longest. Who does is said a look before,
-        and each rank writes meanwhile where it is. Silence before `awake_mono` does not count."""
+        """Find a stalled rank; of several, the one that has been silent for longest. The first call that finds one
+        reports it and has each rank write its stacks; the next call kills the workers. Silence before `awake_mono` does
+        not count."""
         ft, stalls = self.settings.fault_tolerance, []
         if self.stalled is not None:
             self._signal(signal.SIGKILL)
@@ -112,11 +113,12 @@ class Incarnation:
             events.emit("workers_stalled", incarnation=self.number, **told)
             self._signal(STACKS_SIGNAL)
 
-    # What it ended of
+    # The cause of its end
 
     def cause(self, patience_s: float) -> Child | None:
-        """The worker that brought the group down; None: not known yet. Whom a signal killed takes a while to give its
-        memory back, during which a peer may notice and fail: for `patience_s` it is waited for."""
+        """Return the worker whose death brought the group down; None if that is not known yet. A worker killed by a
+        signal takes a while to give its memory back; meanwhile a peer may notice and exit with an error first. So
+        after an exit, the death of another worker by a signal is awaited for `patience_s`."""
         dead = self.dead
         if self.stalled is not None:
             return self.stalled if self.stalled in dead else dead[0]
@@ -125,8 +127,8 @@ class Incarnation:
         return first if (first.exitcode or 0) < 0 or waited or not self.running else None
 
     def death_of(self, first: Child, *, peer_killed: bool) -> Death:
-        """The death of `first`, which ended the incarnation. `peer_killed`: whether a signal ended a rank on another
-        machine, which explains an error of those that wait for it."""
+        """Describe and print the death of `first`, which ended the incarnation. `peer_killed`: whether a signal killed
+        a rank on another machine, which explains errors of ranks that wait for it."""
         settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stalled is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
@@ -155,10 +157,11 @@ class Incarnation:
         )
 
     def poison_of(self, first: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
-        """The step and slot that `first` computed when it died, if that is poison by now, and the groups whose workers
-        ended there. Whose death makes it so tells. A death of the workers' own doing is noted at its slot."""
+        """Record a crash at the slot that `first` computed when it died. If the slot is poison by now, return its step
+        and number, and the groups whose workers crashed there; else None. The crash that makes it poison is reported.
+        """
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
-        if not death.crashed or death.exitcode in HOPELESS:  # a trainer's own decision, which no slot makes for it
+        if not death.crashed or death.exitcode in HOPELESS:  # the trainer decided to end, not because of a slot
             return None
         try:
             beat = self._beat_of(first)
@@ -168,7 +171,7 @@ class Incarnation:
             known = poison.poisoned(run_dir, slot)
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
             groups = poison.poisoned(run_dir, slot)
-        except OSError as error:  # a full disk must not keep the group from starting again
+        except OSError as error:  # a full disk must not prevent a restart
             print(f"the slot at which group {group} died is not noted: {error}", flush=True)
             return None
         if groups and not known:

@@ -1,12 +1,12 @@
-"""The loop of `everstep run` and of `everstep agent`: one thread that looks after some groups.
+"""The loop of `everstep run`, `everstep agent` and `everstep lighthouse`: one thread that keeps groups and jobs going.
 
-    launcher: torch and torchtitan are imported once, and everything is forked from it
-      ├── lighthouse (`everstep run`)
-      ├── workers of its groups
-      └── what tells of the run: figures, curves, its page
+    launcher: imports torch and torchtitan once
+      ├── the lighthouse (not in `everstep agent`), forked
+      ├── the workers of its groups, forked
+      └── the teller (not in `everstep agent`), a new process: metrics, curves and the page of the run
 
-What there is no room for (a full disk, no process, descriptor or memory to spare) ends neither the launcher nor a
-group: it is named, and tried again after a pause.
+A shortage (a full disk; no process, descriptor or memory to spare) ends neither the launcher nor a group. The launcher
+reports it and retries after a pause.
 """
 
 import contextlib
@@ -31,38 +31,38 @@ from everstep.run.lifeline import adopt_orphans
 from everstep.run.stops import STOPS, collect_stops
 
 TICK_S = 0.05
-"""How often to look for all but deaths, which are seen at once."""
+"""Seconds between two turns of the loop. The death of a child begins a turn at once."""
 STARTS_WITHOUT_A_STEP = 3
-"""Of the groups here, after which they are given up if each of them failed by itself."""
+"""Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
 Job = Callable[[], None]
 
 
 class Launcher:
-    """Looks after its children and groups, one turn of the loop after the other. As a context: when it is left, nothing
-    that was started lives. To be made in the main thread, before the first file: whoever sees one may ask for a stop.
+    """Runs the loop that watches its children, groups and jobs. At the end of its context none of its children lives.
+
+    Make it in the main thread and before any file of the run, because a process that sees a file may ask for a stop.
 
     Args:
-        run_dir: of the run.
-        role: whose events its own are; `group`: of which group, if of one.
-        show: called with events that no log took.
+        role: the role in the launcher's event log; `group`: the group in it, if it has only one.
+        show: called with events that could not be written to a log.
 
     Raises:
-        OSError: there is no room for its log.
+        OSError: its log cannot be opened.
     """
 
     def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
-        """Requests to stop that have come so far."""
+        """Times of the requests to stop so far (`collect_stops`)."""
         self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
         self.jobs: dict[str, Job] = {}
-        """What else is looked after at each turn, by name."""
+        """Name -> function that each turn of the loop calls."""
         self.page = ""
-        """Its address."""
+        """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
         self._shortages: dict[str, tuple[int, float]] = {}
-        """By job for which there is no room: how often in a row, and until when it is not tried."""
+        """Name of a job or group -> number of shortages in a row, and the monotonic time of the next try."""
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
@@ -77,12 +77,12 @@ class Launcher:
             signal.signal(signum, handler)
 
     def is_stopping(self) -> bool:
-        """Whether a clean stop was asked for, by a signal or by the run's stop file."""
+        """Return whether a clean stop was requested, by a signal or by the run's stop file."""
         return bool(self.stops) or stop_file(self._run_dir).exists()
 
     def serve(self, host: str, config: Prepared, page: bool) -> Lighthouse:
-        """Keep a lighthouse up on `host`, and tell of the run while it goes: to Prometheus, TensorBoard and W&B as its
-        config asks for, and with `page` on this machine's loopback."""
+        """Add the job of keeping a lighthouse up on `host`, and return it. Also start the teller, if the config asks
+        for Prometheus, a webhook, TensorBoard or W&B, or with `page` for the run's page on this machine's loopback."""
         ft, metrics = config.fault_tolerance, config.metrics
         lighthouse = Lighthouse(self._run_dir, host, ft, self.children, self.events)
         self.jobs["lighthouse"] = lighthouse.keep
@@ -95,13 +95,13 @@ class Launcher:
         return lighthouse
 
     def add_group(self, settings: GroupSettings, events: EventLog) -> Group:
-        """Look after one more group from now on."""
+        """Start and watch one more group from the next turn on."""
         self.groups.append(Group(settings, self.children, self.is_stopping, events))
         return self.groups[-1]
 
     def import_all(self, modules: Sequence[str], log: Path) -> None:
-        """Import what will be forked, with what that says in `log`, until asked to stop. Raises LaunchError for what
-        cannot be imported."""
+        """Import the modules that forked processes need, with the output in `log`; a request to stop ends it early.
+        Raises LaunchError if a module cannot be imported."""
         try:
             with _output_to(log):
                 preload(modules, self.is_stopping)
@@ -109,7 +109,7 @@ class Launcher:
             raise LaunchError(f"{type(error).__name__}: {error}. More in {log}.") from error
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Until `over`. Raises LaunchError when a group cannot be started on this machine."""
+        """Run the loop until `over()`. Raises LaunchError if the lighthouse or a group cannot start on this machine."""
         while not over():
             self.children.wait(TICK_S)
             for name, job in list(self.jobs.items()):
@@ -123,8 +123,8 @@ class Launcher:
                     log.unwritten = []
 
     def _try(self, name: str, job: Job, log: EventLog, whose: str = "") -> None:
-        """Do a part of a turn. If there is no room for it, it is told, and not tried again for a while. `whose`: before
-        the reason, where the log does not say it."""
+        """Do one part of a turn. A shortage is reported to `log`, and the part is skipped until its backoff has passed.
+        `whose`: text before the reason, if the log does not show whose shortage it is."""
         failures, again_mono = self._shortages.get(name, (0, 0.0))
         if time.monotonic() < again_mono:
             return
@@ -132,17 +132,17 @@ class Launcher:
             job()
             self._shortages.pop(name, None)
         except OSError as error:
-            if not (is_scarce(error) or isinstance(error, TimeoutError)):  # of a lock that somebody holds
+            if not (is_scarce(error) or isinstance(error, TimeoutError)):  # another process holds a lock
                 raise
             again_s = backoff_s(failures + 1, LONGEST_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
-            if name == "events":  # from where it would be shown
+            if name == "events":  # this job would have shown the event
                 self._show([event])
 
     def _give_up_together(self) -> None:
-        """Groups all of which have failed by themselves, and were started three times or more, are given up: nobody has
-        committed a step meanwhile."""
+        """Give up all groups here if each of them has failed by itself, STARTS_WITHOUT_A_STEP times in sum, since any
+        group of the run last committed a step."""
         live = [group for group in self.groups if group.end is None]
         newest = max((death.run_step for group in live for death in group.deaths[-1:]), default=0)
         failures = [group.failures(newest) for group in live]

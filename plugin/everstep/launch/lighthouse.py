@@ -1,7 +1,7 @@
-"""The lighthouse of a run, kept up: published once it serves, started again when it dies and when it hangs.
+"""Keeping the lighthouse of a run up: publish its address once it serves, and restart it when it dies or hangs.
 
-It keeps no state itself. Groups were told an address that must hold, so it comes back on the same port once anybody can
-know it. Its process beats: one that hangs keeps its port and its connections.
+A lighthouse keeps no state. Once its address is published, groups rely on it, so it always restarts on the same port.
+Its process beats, because the port and connections of a hung process stay open and do not show that it hangs.
 """
 
 import math
@@ -19,27 +19,27 @@ from everstep.run.directory import LaunchError, starts_file
 from everstep.run.events import EventLog
 
 PAUSE_S = 0.2
-"""At least between two starts."""
+"""Least seconds between two starts."""
 ATTEMPTS = 5
-"""Ports that are tried, one after the other, before nobody knows one."""
+"""Number of ports to try, one after the other, as long as no address is published."""
 SILENCE_S = 12.0
-"""Without a beat, after which it hangs."""
+"""Seconds without a beat after which a lighthouse counts as hung."""
 
 
 class Lighthouse:
-    """Its process, address and health. `keep` is a job of a launcher.
+    """The process, address and health of the lighthouse. `keep` is a job of a launcher.
 
     Args:
-        run_dir: where the address is published.
-        host: what it listens on and what groups are told.
+        run_dir: the run directory, where the address is published.
+        host: the address that it listens on and that groups connect to.
         ft: the run's section.
-        children: by whom it is forked.
-        events: where its starts and deaths are told.
+        children: the launcher's children, which fork it.
+        events: the log of its starts and deaths.
     """
 
     def __init__(self, run_dir: Path, host: str, ft: FaultTolerance, children: Children, events: EventLog) -> None:
         self.known = False
-        """Whether its address was published, and holds from then on."""
+        """Whether its address was published. From then on the address does not change."""
         self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
         self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
@@ -53,12 +53,12 @@ class Lighthouse:
 
     @property
     def superseded(self) -> bool:
-        """Whether another lighthouse of the run was published after this one."""
+        """Whether another lighthouse of the run has published its address after this one."""
         return self.known and published_address(self._run_dir) not in ("", self.address)
 
     def keep(self) -> None:
-        """Start it if it is not there, publish it once it serves, kill it if it hangs. Raises LaunchError if it does
-        not start, and OSError if there is no room for that."""
+        """Start it if it does not run, publish its address once it serves, and kill it if it hangs. Raises LaunchError
+        if it cannot be started, and OSError for a shortage."""
         if (child := self._child) is None:
             if time.monotonic() - self._started_mono > PAUSE_S:
                 self._start()
@@ -80,7 +80,7 @@ class Lighthouse:
 
     def _start(self) -> None:
         self._port = self._port or free_port(self._host)
-        BeatFile(self._beats).close()  # later it needs no room
+        BeatFile(self._beats).close()  # make the file now: the process can beat even if the disk is full then
         options = {
             "--bind": f"{self._host}:{self._port}",
             "--run-dir": self._run_dir,
@@ -102,4 +102,4 @@ class Lighthouse:
             if self._attempts == ATTEMPTS:
                 log = self._run_dir / "logs" / "lighthouse.log"
                 raise LaunchError(f"the lighthouse does not start on {self._host}:{self._port}, see {log}")
-            self._port = 0  # taken between looking and binding
+            self._port = 0  # another process may have taken the port since `free_port`: try another one

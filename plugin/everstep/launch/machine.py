@@ -1,4 +1,4 @@
-"""What a run takes from the machine it runs on: ports, devices, storage."""
+"""The resources of the machine that a run needs: ports, devices, cores, storage."""
 
 import os
 import random
@@ -14,22 +14,22 @@ from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
-"""Below the ports of Linux's outgoing connections: the lighthouse must get its own back."""
+"""Ports for the lighthouse. They are below those of Linux's outgoing connections, so a restart gets its port back."""
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_FREE_BYTES = 64 << 20
 
 
 def devices_of_group(visible: Sequence[str], group: int, ranks: int) -> str | None:
-    """What a group of so many ranks sees of GPUs (`devices.VISIBLE`): some of its own while they last, then shared from
-    the first. None, as inherited, where there are none."""
+    """Return the GPUs for the `ranks` ranks of a group, as in `devices.VISIBLE`: the next unused ones, or, if they are
+    used up, those of other groups again from the first on. None, which means inherited, if this machine has none."""
     if not visible:
         return None
     return ",".join(visible[(group * ranks + rank) % len(visible)] for rank in range(ranks))
 
 
 def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) -> str:
-    """Why so many ranks cannot sum over NCCL on these GPUs, or nothing. It takes two ranks of a communicator on one GPU
-    only if it is told to (NCCL 2.30, init.cc)."""
+    """Return why `ranks` ranks cannot sum over NCCL on these GPUs, or "". NCCL accepts two ranks of a communicator on
+    one GPU only if an environment variable allows it (NCCL 2.30, init.cc)."""
     if process_group != "nccl" or not visible or ranks <= len(visible):
         return ""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
@@ -41,22 +41,22 @@ def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) ->
 
 
 def limited_threads(ranks: int) -> dict[str, str]:
-    """What shares this machine's cores among `ranks` processes, for their environment; nothing if OMP_NUM_THREADS is
-    set already. Ranks whose thread pools outnumber the cores slow each other down tenfold. As torchrun does; a process
-    that was forked after torch had been imported follows with `follow_threads`."""
-    if os.environ.get("OMP_NUM_THREADS"):  # an empty one is none
+    """Return environment variables that share this machine's cores among `ranks` processes; {} if OMP_NUM_THREADS is
+    set already. If thread pools outnumber the cores, ranks slow each other down tenfold. torchrun sets the variable
+    too. A process that was forked after torch had been imported must call `follow_threads`."""
+    if os.environ.get("OMP_NUM_THREADS"):  # an empty value counts as unset
         return {}
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 
 def follow_threads() -> None:
-    """Have torch compute with OMP_NUM_THREADS threads, in a process that was forked after torch had read it."""
+    """Have torch use OMP_NUM_THREADS threads in a process that was forked after torch had read that variable."""
     if (torch := sys.modules.get("torch")) is not None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def free_port(host: str = HOST) -> int:
-    """A TCP port of PORTS that nobody has now. Raises LaunchError when there is none."""
+    """Return a TCP port of PORTS that is free now. Raises LaunchError if there is none."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             try:
@@ -68,8 +68,8 @@ def free_port(host: str = HOST) -> int:
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on a free port of `host` alone. Raises LaunchError if `host` is not this machine, and
-    OSError if there is no room for it."""
+    """Return a socket that listens on a free port, only at the address `host`. Raises LaunchError if that is no address
+    of this machine, and OSError for a shortage."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -82,9 +82,9 @@ def listen(host: str) -> socket.socket:
 
 
 def storage_complaint(run_dir: Path) -> str:
-    """Whether the run directory or a local temporary folder takes no write, or shared memory has too little room for
-    what a trainer's processes exchange, all of which a trainer would only meet later; "" if nothing is wrong. Raises
-    OSError if the run directory is full, which is no fault of this node's."""
+    """Return what is wrong with this node's storage, or "": the run directory or a local temporary folder cannot be
+    written, or shared memory has too little room for what a trainer's processes exchange. A trainer would fail later
+    because of it. Raises OSError if the run directory is full, which is not the node's fault."""
     for folder in (run_dir / "state", Path(tempfile.gettempdir())):
         try:
             _write(folder)
@@ -101,7 +101,7 @@ def storage_complaint(run_dir: Path) -> str:
 
 def _write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # Others may write to a temporary folder: a name that nobody can have put a link under.
+    # Others may write to the temporary folder, so use a random name that nobody can have made a link of.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
         file.write(b"x" * 4096)
         file.flush()

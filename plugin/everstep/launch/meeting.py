@@ -1,8 +1,8 @@
-"""What the agents of a group agree on before each start of its workers: that all have come, and where the workers'
-store is. A group on one node has nothing to agree on.
+"""How the agents of a group agree on each start of its workers (a round): all have joined, and the workers' store is at
+a known address. A group on one node has nothing to agree on.
 
-The agents of a group on several nodes share the run directory. Each has a note there, which it alone writes. A node
-whose workers died joins the next round; the others see that in its note and follow.
+The agents of a group on several nodes share the run directory. Each agent has a note there that only it writes. A node
+whose workers died joins the next round; the other nodes see that in its note and follow.
 """
 
 import json
@@ -21,34 +21,33 @@ from everstep.run.files import hold_alone, open_own, read_typed
 UNLIMITED_RESTARTS = 2**31 - 1
 NOTE_BYTES = 1024
 SILENCE_S = 30.0
-"""An agent of the group that was there and has not beaten for this long is gone, its node with it perhaps."""
+"""Seconds without a beat after which an agent that had joined counts as gone, perhaps with its node."""
 ARRIVAL_S = 900.0
-"""How much later than this one another agent of the group may come. Each looks at its node first, which may take some
-minutes."""
+"""Seconds by which another agent of the group may join later than this one."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One start of a group's workers, as one of its nodes sees it."""
+    """One start of a group's workers, as seen from one of its nodes."""
 
     run_id: str
     host: str
     port: int
-    """Where the workers' store is."""
+    """Port of the workers' store at `host`."""
     node_rank: int
     sizes: list[int]
-    """How many ranks each node has."""
+    """Number of ranks of each node."""
     listener: socket.socket | None
-    """Of the store, on node 0, whose first rank serves it."""
+    """On node 0: the socket of the store, which rank 0 serves. On others: None."""
 
     @property
     def ranks(self) -> range:
-        """Of this node."""
+        """The ranks of this node."""
         first = sum(self.sizes[: self.node_rank])
         return range(first, first + self.sizes[self.node_rank])
 
     def environment(self, rank: int, role: str, restarts: int) -> dict[str, str]:
-        """What torchrun documents that a worker finds in its environment."""
+        """Return the environment variables that torchrun documents for its workers."""
         size = str(sum(self.sizes))
         return {
             "LOCAL_RANK": str(rank - self.ranks.start),
@@ -72,27 +71,26 @@ class Round:
 
 @dataclass(frozen=True)
 class _Note:
-    """What an agent says to the others of its group."""
+    """What an agent tells the other agents of its group."""
 
     ranks: int
-    """Of its node."""
+    """Number of ranks of its node."""
     round: int = 0
-    """The one that it has joined."""
+    """The last round that it has joined."""
     killed: int = 0
-    """The last round in which a signal ended a worker of its node."""
+    """The last round in which a signal killed a worker of its node."""
     ended: bool = False
-    """Whether its workers have done their work."""
+    """Whether its workers have finished or stopped."""
     host: str = ""
     port: int = 0
-    """Node 0: where the store of its round is."""
+    """Of node 0 alone: the address of the store of its round."""
 
 
 class Meeting:
-    """Where the agents of one group meet, each of which runs the workers of one node. Nothing here waits.
+    """One agent's side of the agreement: its own note, and the notes of the other nodes. Nothing here blocks.
 
-    A note is written in place: a name that is given to another file may be an old one for a while over NFS.
-
-    An agent that takes another's place on its node goes on with that one's note.
+    A note is written in place, because over NFS the name of a replaced file may lead to the old one for a while. An
+    agent that replaces another on its node goes on with that one's note.
 
     Raises:
         Fenced: another agent of this node lives.
@@ -111,11 +109,11 @@ class Meeting:
             self._fd = open_own(path)
             self._say(replace(read_typed(_Note, path) or self._mine, ranks=settings.ranks, ended=False))
         self._left = self._mine.round
-        """The last round that began."""
+        """The last round that has begun on this node."""
 
     def next_round(self) -> Round | None:
-        """The next round, once every node has joined it; None until then. Raises LaunchError if the host is not this
-        machine, and OSError if there is no room for a socket."""
+        """Join the next round, and return it once every node has joined; None before. Raises LaunchError if
+        `settings.host` is no address of this machine, and OSError for a shortage."""
         settings = self._settings
         if self._mine.round == self._left:
             mine = replace(self._mine, round=self._left + 1, ended=False)
@@ -133,7 +131,7 @@ class Meeting:
         return Round(run_id, notes[0].host, notes[0].port, settings.node_rank, sizes, listener)
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
-        """Why a node of the group must be taken for gone; "" if all are there, or may still come. Silence before
+        """Return why another node of the group counts as gone; "" if all have joined or may still join. Silence before
         `awake_mono` does not count."""
         notes = self._notes()
         for node in set(range(self._settings.nodes)) - {self._settings.node_rank}:
@@ -148,27 +146,27 @@ class Meeting:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another node has gone on to the next round and waits there for this one."""
+        """Whether another node has joined the next round and waits there for this node."""
         return any(note.round > self._left for note in self._notes().values())
 
     def tell_killed(self) -> None:
-        """A signal ended a worker of this node: what fails on the others now, fails for want of it."""
+        """Tell the other nodes that a signal killed a worker here, which explains errors of their workers."""
         self._say(replace(self._mine, killed=self._left))
 
     @property
     def others_were_killed(self) -> bool:
-        """Whether another node has told that a signal ended a worker of this round."""
+        """Whether another node has told that a signal killed one of its workers in this round."""
         mine = self._settings.node_rank
         return any(note.killed == self._left for node, note in self._notes().items() if node != mine)
 
     def tell_ended(self) -> None:
-        """The workers of this node have done their work."""
+        """Tell the other nodes that the workers of this node have finished or stopped."""
         if not self._mine.ended:
             self._say(replace(self._mine, ended=True))
 
     @property
     def all_ended(self) -> bool:
-        """Whether the workers of all nodes have done their work."""
+        """Whether the workers of all nodes that have joined have finished or stopped."""
         return all(note.ended for note in self._notes().values())
 
     def _path(self, node: int) -> Path:
@@ -183,10 +181,10 @@ class Meeting:
         self._mine = note
 
     def _notes(self) -> dict[int, _Note]:
-        """By node, of those that have come."""
+        """Return the notes of the nodes that have joined, by node."""
         notes = {self._settings.node_rank: self._mine}
         for node in range(self._settings.nodes):
             note = None if node in notes else read_typed(_Note, self._path(node))
-            if note is not None:  # else it has not come, or is being written
+            if note is not None:  # else there is none yet, or it is being written
                 notes[node] = note
         return notes

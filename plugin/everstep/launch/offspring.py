@@ -1,7 +1,8 @@
-"""What workers start themselves and leave behind: processes of a dataloader, plain subprocesses.
+"""Orphan processes that dead workers leave behind: processes of a dataloader, plain subprocesses.
 
-The launcher adopts them, and they are known by not being in the session of a worker that lives. Keepers of snapshots
-are meant to stay. If the launcher is killed, the kernel kills the workers, and a guard what they had started.
+The launcher adopts orphans. It recognizes them by their session, which is not that of a live worker. Keepers of
+snapshots are meant to stay. If the launcher is killed, the kernel kills its workers, and a guard process kills the
+processes that these had started.
 """
 
 import contextlib
@@ -16,18 +17,18 @@ from everstep.report import live
 from everstep.run.stops import STOPS
 
 RUN_MARK = "EVERSTEP_LAUNCHER"
-"""In the environment of everything that is executed below a launcher."""
+"""Environment variable of all programs that are executed below a launcher; its value identifies the launcher."""
 LOOK_S = 0.5
 KEPT = ("everstep.snapshot.keeper", live.__name__)
-"""Modules of processes that end otherwise: keepers of snapshots wait for the next start, the page's writer for its
-server."""
+"""Modules of processes that are not killed here: keepers of snapshots wait for the next start of the run, and the
+teller ends by itself when the launcher closes its stdin."""
 
 
 def left_behind(known: Collection[int]) -> list[psutil.Process]:
-    """The orphans of processes that have ended, with all below them. This process is a subreaper: they are its
+    """Return the orphans of dead processes, with all their descendants. This process is a subreaper, so orphans are its
     children.
 
-    `known` are those that it has started itself and that live, each of which leads a session.
+    `known`: pids of the live processes that this one forked itself, each of which leads a session.
     """
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process().children():
@@ -40,11 +41,11 @@ def left_behind(known: Collection[int]) -> list[psutil.Process]:
 def kill(processes: Collection[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process.send_signal(signal.SIGKILL)  # psutil looks first whether the pid is another's by now
+            process.send_signal(signal.SIGKILL)  # psutil first checks that the pid is still of this process
 
 
 def is_kept(process: psutil.Process) -> bool:
-    """Whether it is to be left alone."""
+    """Return whether a process runs one of the KEPT modules and should not be killed."""
     try:
         return any(module in process.cmdline() for module in KEPT)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -52,9 +53,10 @@ def is_kept(process: psutil.Process) -> bool:
 
 
 def fork_guard(mark: str, fd: int) -> int:
-    """Fork a process that outlives this one for a moment, and then kills what was started below it; its pid. What was
-    executed has `mark` as RUN_MARK in its environment; what was forked alone has this process's descriptor `fd`. Raises
-    OSError if the system has no room for another process."""
+    """Fork a guard and return its pid. When this process dies, the guard kills all that was started below it, and ends.
+
+    It recognizes a program that was executed below this process by `mark` in RUN_MARK, and a fork by the inherited
+    descriptor `fd`. Raises OSError if the system has no room for another process."""
     launcher_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -83,5 +85,5 @@ def _belongs(process: psutil.Process, mark: str, fd: int, held: str) -> bool:
         if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
             return False
         return process.environ().get(RUN_MARK) == mark or os.readlink(f"/proc/{process.pid}/fd/{fd}") == held
-    except (psutil.Error, OSError):  # it has ended, is another user's, or has no such descriptor
+    except (psutil.Error, OSError):  # the process has ended, is another user's, or has no such descriptor
         return False

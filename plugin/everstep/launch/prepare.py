@@ -1,9 +1,9 @@
-"""A run's config, read and judged once: by one function, for every command that takes a config.
+"""Reading and checking a run's config: once for a run, and by the same function for every command that takes a config.
 
-`prepare` reads the user's file and flags with torchtitan, refuses what cannot work, and settles the rest in the run
-directory: `config.toml`, which workers load, and `state/prepared.json`, which everything else of the run takes.
-It imports torchtitan: `everstep run` has it done in a fork of its warm process, the other commands start a process
-(`prepared`). Both run `main`.
+`prepare` reads the user's file and flags with torchtitan, refuses a config that cannot work, and writes two files to
+the run directory: `config.toml`, which workers load, and `state/prepared.json`, which all other processes read.
+It imports torchtitan. `everstep run` therefore calls it in a fork of its warm process, and the other commands in a new
+process (`prepared`). Both run `main`.
 """
 
 import json
@@ -27,34 +27,34 @@ from everstep.run.token import require_own
 from everstep.titan.imports import import_all
 
 ADAM_STATES = 2
-"""What the optimizers of torchtitan keep for each parameter, of its own type."""
+"""Number of values that torchtitan's optimizers keep for each parameter, of the parameter's dtype."""
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to prepare."""
+    """What to prepare, and what to check."""
 
     config: str
     flags: list[str] = field(default_factory=list)
-    """torchtitan's; they win over the file."""
+    """torchtitan's flags; they win over the file."""
     groups: int | None = None
-    """None: as many as the file says."""
+    """Number of groups; None: as in the file."""
     ranks: int = 0
-    """Of a group, on all of its nodes; 0: the fewest that the config can be computed on."""
+    """Number of ranks of a group, on all of its nodes; 0: the fewest that the config allows."""
     run_dir: str = ""
-    """Where the config is settled; empty: it is judged, and nothing is written."""
+    """Run directory to write to; empty: the config is only checked."""
     here: bool = True
-    """Whether this machine is one that trains; a login node need not have a GPU."""
+    """Whether this machine trains. If not, as on a login node, it needs no GPU."""
     together: bool = False
     """Whether all groups run on this machine."""
     model: bool = False
-    """Whether to say how large the model is, and what is to be said of it."""
+    """Whether to fill `Prepared.lines`, for which the model is built on the meta device."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one look of `everstep doctor` found. `advice` is what to do, "" for nothing."""
+    """The result of one check of `everstep doctor`. `advice` says what to do; "" if nothing."""
 
     check: str
     verdict: Literal["ok", "warning", "error"]
@@ -64,32 +64,32 @@ class Line:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run's config says to all that is not a trainer."""
+    """What the processes of a run other than its trainers need of the config."""
 
     groups: int
     ranks: int
-    """Of a group."""
+    """Number of ranks of a group."""
     seed: int
     steps: int
-    """Commits to make."""
+    """Number of commits to make."""
     identity: str
-    """See `config_identity`."""
+    """The config's `config_identity`."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     metrics: dict[str, Any] = field(default_factory=dict)
-    """torchtitan's `[metrics]`."""
+    """torchtitan's section `[metrics]`, as far as its values are strings or booleans."""
     devices: list[str] = field(default_factory=list)
-    """The GPUs that the run may use, by names as in `devices.VISIBLE`."""
+    """Names of the GPUs that the run may use, as in `devices.VISIBLE`."""
     warnings: list[str] = field(default_factory=list)
-    """What the user should know."""
+    """Sentences that the user should read."""
     lines: list[Line] = field(default_factory=list)
-    """Of the model and of its waits, if that was asked for."""
+    """Checks of the timeouts, the model and its attention, if `Order.model` asked for them."""
 
 
 def prepare(order: Order) -> Prepared:
-    """Read, judge and, with a run directory, settle a config.
+    """Read and check a config. With a run directory, also write `config.toml` there.
 
     Raises:
-        ConfigError: a run of it cannot work, or the run directory holds a run of another config.
+        ConfigError: a run of the config cannot work, or the run directory holds a run of another config.
     """
     from torch import accelerator
 
@@ -118,7 +118,7 @@ def prepare(order: Order) -> Prepared:
 
 
 def _judge(order: Order) -> tuple[Any, int, list[str]]:
-    """The config, the ranks of a group, and what the user should know. Raises ConfigError."""
+    """Return the checked config, the number of ranks of a group, and warnings for the user. Raises ConfigError."""
     from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
     from everstep.titan.cpu import has_accelerator
@@ -152,7 +152,7 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
 
 
 def _refuse_another(config: Any, run_dir: Path) -> list[str]:
-    """Raises ConfigError if `run_dir` holds a run of another config; what to know of going on with it."""
+    """Raise ConfigError if `run_dir` holds a run of another config. Return warnings about continuing the run there."""
     from everstep.config.resolved import differing_keys
     from everstep.titan.load import load_config
     from everstep.titan.trainer import EverstepTrainer
@@ -175,8 +175,8 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
 
 
 def _patience(config: Any, ranks: int) -> Iterator[Line]:
-    """Whether torchtitan's patience for a collective inside of a group of `ranks` outlasts what one of them may wait
-    for among the groups. A config whose own waits contradict each other is refused."""
+    """Yield a warning if torchtitan's timeout for collectives within a group of `ranks` is not longer than a rank may
+    wait for other groups. (Everstep's own timeouts, if they contradict each other, are refused elsewhere.)"""
     ft, train_timeout_s = config.fault_tolerance, config.comm.train_timeout_seconds
     longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
     if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
@@ -188,7 +188,7 @@ def _patience(config: Any, ranks: int) -> Iterator[Line]:
 
 
 def _lines(config: Any) -> Iterator[Line]:
-    """How large the model is, built on the meta device, and whether `[attention_check]` sees all of it."""
+    """Yield the size of the model, built on the meta device, and whether `[attention_check]` covers all of it."""
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
@@ -211,14 +211,15 @@ def _lines(config: Any) -> Iterator[Line]:
         yield Line("attention", "ok", found)
 
 
-# How it is asked and answered.
+# In a process of its own.
 
 
 def main(order: dict[str, Any], *, tells: bool = False) -> int:
-    """Prepare in this process. The answer is left for `take_answer` if there is a run directory. `tells`: it is the
-    last line on stdout as well; it may name a webhook's address, so not in a log. Returns the exit status."""
+    """Prepare in this process, and return the exit status. If there is a run directory, leave the answer there for
+    `take_answer`. `tells`: also print the answer as the last line on stdout, which must then not be a log: the answer
+    may hold the address of a webhook."""
     asked = typed.parse(Order, order)
-    os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # what the workers will see
+    os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # as for the workers
     try:
         answer = asdict(prepare(asked))
     except ConfigError as error:
@@ -231,7 +232,7 @@ def main(order: dict[str, Any], *, tells: bool = False) -> int:
 
 
 def prepared(order: Order) -> Prepared:
-    """What `prepare` says in a process of its own. Raises LaunchError."""
+    """Run `prepare` in a new process and return its result. Raises LaunchError."""
     command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(order))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
@@ -246,8 +247,9 @@ def prepared(order: Order) -> Prepared:
 
 
 def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Prepared:
-    """What a process of a batch job is told: what was prepared if `config` is the run directory's own and nothing is
-    changed, else prepared here. Raises LaunchError, also if others can write to the run directory."""
+    """Return what a process of a batch job needs of the config. If `config` is the run directory's `config.toml`, and
+    neither `flags` nor `ranks` change it, this is what was prepared before; otherwise prepare it now. Raises
+    LaunchError, also if others can write to the run directory."""
     make_run_dir(run_dir)
     require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
@@ -258,12 +260,12 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Pr
 
 
 def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
-    """Say what was prepared, or {"error": sentence}, in the run directory."""
+    """Write what was prepared, or {"error": sentence}, to the run directory."""
     write_json(prepared_file(run_dir), found)
 
 
 def take_answer(run_dir: Path) -> Prepared | str:
-    """What was prepared in a run directory, or the sentence that says why not; empty if nothing was."""
+    """Return what was prepared in a run directory, or the sentence that says why that failed; "" if there is none."""
     found = read_json(prepared_file(run_dir))
     if "error" in found:
         return str(found["error"])

@@ -1,5 +1,4 @@
-"""What the system has none of for a while: room on a disk, processes, descriptors, memory. A launcher that runs waits
-for it."""
+"""Shortages that may pass: of disk space, processes, descriptors or memory. A launcher retries after a backoff."""
 
 import errno
 
@@ -7,15 +6,15 @@ ERRNOS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ESTALE)
 )
 LONGEST_S = 5.0
-"""Until something is tried again for which there was no room: meanwhile nobody looks after a group."""
+"""Longest backoff in seconds after shortages. It is short, because a group is not watched during its backoff."""
 LONGEST_BACKOFF_S = 30.0
 
 
 def is_scarce(error: OSError) -> bool:
-    """Whether trying again later may help."""
+    """Return whether `error` is a shortage, so that a later retry may succeed."""
     return error.errno in ERRNOS
 
 
 def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:
-    """How long to wait after so many failures in a row: 0 for none, half a second, and twice as long each time."""
+    """Return the seconds to wait after `failures` in a row: 0 for none, else 0.5, doubled each time, to `longest_s`."""
     return 0.0 if failures < 1 else min(longest_s, 0.5 * 2.0 ** min(failures - 1, 60))

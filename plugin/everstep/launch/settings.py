@@ -1,4 +1,4 @@
-"""What a launcher is told about one group."""
+"""The settings with which a launcher runs one group."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,41 +10,41 @@ from everstep.run.fence import Claim
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """One group, or its part on one of its nodes. Times in seconds."""
+    """Settings of one group, or of its part on one of its nodes."""
 
     run_dir: Path
     group: int
     ranks: int
-    """On this node."""
+    """Number of the group's ranks on this node."""
     ranks_here: int = 0
-    """Ranks on this machine that share its cores; 0: this group's."""
+    """Number of ranks on this machine that share its cores; 0: only this group's."""
     host: str = "127.0.0.1"
     """Address that the group's servers listen on."""
     devices: str | None = None
     """GPUs that the workers see, as in `devices.VISIBLE`; None: as inherited."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    """The run's section. Without fault tolerance workers neither beat nor tell of commits: no watchdog watches,
-    and one that ran for longer than startup_timeout_s counts as one that trained."""
+    """The run's section. If `enable` is false, workers neither beat nor report commits: stalls are not looked for, and
+    workers that ran for longer than `startup_timeout_s` count as having committed a step."""
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     job: int = 0
-    """The batch system's job, if there is one."""
+    """The batch system's job id; 0 without a batch system."""
     restart: int = 0
-    """How often the batch system has restarted that job."""
+    """Number of times the batch system has restarted that job."""
     nodes: int = 1
-    """Nodes of this group."""
+    """Number of nodes of this group."""
     node_rank: int = 0
     node: str = ""
-    """This node's name in the batch system, if there are others to go to."""
+    """This node's name in the batch system; "" if the group cannot move to another node."""
 
     @property
     def claim(self) -> Claim:
-        """Which start of the group this is."""
+        """The claim of this start of the group (`everstep.run.fence`)."""
         return Claim(self.job, self.restart)
 
     @property
     def worker_argv(self) -> list[str]:
-        """What a worker of this group is started with: the settled config, and its place in the run."""
+        """The argv of a worker: the resolved config, the run directory, the group, and the address to bind to."""
         return [
             "--module", "everstep", "--config", str(config_file(self.run_dir)), "--dump_folder", str(self.run_dir),
             "--fault_tolerance.group_id", str(self.group), "--fault_tolerance.bind_host", self.host,

@@ -1,7 +1,7 @@
-"""Everstep on Slurm: what `everstep submit`, `status` and `stop` do. Slurm schedules; nothing here does.
+"""Slurm's part of `everstep submit`, `scale`, `status` and `stop`. All scheduling is left to Slurm.
 
-A run is two jobs: an array with one task per replica group, and a small one for the lighthouse. Everything they share
-is the run directory, on a file system that all nodes see. RUN_DIR/state/slurm.json names the jobs.
+A run is two jobs: an array with one task per replica group, and a small job for the lighthouse. They share only the run
+directory, on a file system that all nodes see. RUN_DIR/state/slurm.json names the jobs.
 """
 
 import os
@@ -32,17 +32,18 @@ from everstep.run.files import read_json, write_json
 
 SCRIPTS = files.folder("slurm")
 FOR_GOOD = ("done", "failed")
-"""How groups end that are not started again; one that was stopped is, if it is wanted."""
+"""Statuses of groups that `scale` does not start again. A group that was stopped is started again if it is wanted."""
 ENDED_STATES = (
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "COMPLETING",
 )  # fmt: skip
-"""The last is that of a job that is cleaned up, also before it is requeued: of two that come of it one is fenced."""
+"""States in which a task counts as ended. In COMPLETING a task is cleaned up, maybe before it is requeued. If another
+one was submitted meanwhile, the fence ends one of the two."""
 COMMAND_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to be given to Slurm. `sbatch_flags` go to the groups' job; torchtitan's are in the settled config."""
+    """A run to submit. `sbatch_flags` are for the groups' job; torchtitan's flags are in the resolved config."""
 
     config: Path
     run_dir: Path
@@ -54,7 +55,7 @@ class Submission:
     page: bool = False
 
     def commands(self) -> dict[str, list[str]]:
-        """The sbatch commands, by job, as they are run."""
+        """Return the sbatch command of each job, by its name, in the order in which to run them."""
         name, logs = self.config.stem, self.run_dir / "logs"
         common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]
         sbatch = ["sbatch", "--parsable"]
@@ -74,7 +75,7 @@ class Submission:
 
 
 def _exporting(flags: Sequence[str]) -> list[str]:
-    """sbatch's flags, with which a job knows this Everstep, whatever else they have it know."""
+    """Return sbatch's flags with an --export that adds this Everstep's path to what `flags` export."""
     others, given, words = list[str](), "ALL", iter(flags)
     for word in words:
         name, has_value, value = word.partition("=")
@@ -91,8 +92,8 @@ def job_file(run_dir: Path) -> Path:
 
 
 def jobs_of(run_dir: Path) -> dict[str, Any]:
-    """The ids of a run's jobs by name, of `groups` several with commas between them. Raises LaunchError if its groups
-    were not submitted."""
+    """Return the ids of a run's jobs by name; `groups` may be several ids, separated by commas. Raises LaunchError if
+    its groups were not submitted."""
     jobs = read_json(job_file(run_dir))
     if not isinstance(jobs.get("groups"), str):
         raise LaunchError(f"{run_dir} was not submitted to Slurm: {job_file(run_dir)} names no job of its groups.")
@@ -100,7 +101,7 @@ def jobs_of(run_dir: Path) -> dict[str, Any]:
 
 
 def alive_jobs(run_dir: Path) -> dict[str, str]:
-    """The run's jobs that are queued or running, by name. Raises LaunchError if the run is there as a whole."""
+    """Return the ids of the run's queued or running jobs by name. Raises LaunchError if both jobs are."""
     known = read_json(job_file(run_dir))
     alive = {name: job for name, job in known.items() if name in ("lighthouse", "groups") and states_of(job)}
     if len(alive) == 2:
@@ -112,10 +113,10 @@ def alive_jobs(run_dir: Path) -> dict[str, str]:
 
 
 def submit(submission: Submission) -> dict[str, str]:
-    """Give the run to Slurm; job ids by job. What of it is queued or running already is left as it is.
+    """Submit the run's jobs and return their ids by name. A job that is queued or running already stays as it is.
 
     Raises:
-        LaunchError: Slurm refuses, or the run is there as a whole.
+        LaunchError: Slurm refuses, or both jobs are queued or running already.
     """
     run_dir, alive = submission.run_dir, alive_jobs(submission.run_dir)
     stop_file(run_dir).unlink(missing_ok=True)
@@ -137,9 +138,8 @@ def submit(submission: Submission) -> dict[str, str]:
 
 
 def scale(run_dir: Path, groups: int) -> str:
-    """Have Slurm run the tasks of so many groups, which stand in `groups_file`: submit those that are missing, as those
-    were that are there, and cancel pending ones that are too many. Groups that run see by themselves that they are.
-    Returns what was done."""
+    """Have Slurm run the tasks of `groups` groups, and return what was done: submit missing tasks by the command of the
+    first ones, and cancel surplus tasks that are pending. Surplus groups that run see `groups_file` and end."""
     jobs = jobs_of(run_dir)
     tasks = states_of(jobs["groups"])
     there = {task.group for task in tasks}
@@ -163,16 +163,16 @@ def scale(run_dir: Path, groups: int) -> str:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether nothing is left of a run: no launcher on this machine, or of one that was submitted no group that is to
-    be started again. Agents that somebody started otherwise may always be there."""
+    """Return whether a run has ended. A submitted run has if all its groups ended for good, an `everstep run` if no
+    launcher on this machine runs it. False if its agents were started in another way, as they may still run."""
     if job_file(run_dir).exists():
         return all(ends_of_groups(run_dir))
     return holder_of(run_dir) is None and event_path(run_dir, None, None, "supervisor").exists()
 
 
 def stop(run_dir: Path) -> str:
-    """Ask for a clean stop: every group finishes its step, one writes the last checkpoint. Pending tasks are
-    cancelled. Returns what was done."""
+    """Ask for a clean stop, and return what was done. Every group finishes its step, and one writes the last
+    checkpoint. Pending tasks are cancelled."""
     if has_ended(run_dir):
         return f"nothing runs in {run_dir}: the run has ended"
     ask_to_stop(run_dir)
@@ -189,21 +189,21 @@ def stop(run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of an array as Slurm sees it."""
+    """A task of an array job, as squeue shows it."""
 
     name: str
-    """JOB_K"""
+    """`JOB_INDEX`, for scancel."""
     group: int | None
     job: str
-    """Its own id, once it runs."""
+    """The task's own job id, once it runs."""
     state: str
     nodes: str
     reason: str
 
 
 def states_of(job: str) -> list[Task]:
-    """The tasks of a job, or of several with commas between them, that have not ended; a pending range of an array is
-    one task for each index. Raises LaunchError."""
+    """Return the tasks that have not ended, of one job or of several ids separated by commas. A pending range of an
+    array gives one task for each index. Raises LaunchError."""
     try:
         listed = call(["squeue", "--noheader", "--array", f"--jobs={job}", "--format=%F|%K|%A|%T|%N|%r"])
     except LaunchError as error:
@@ -220,18 +220,18 @@ def states_of(job: str) -> list[Task]:
 
 
 def _sbatch(command: Sequence[str]) -> str:
-    """The id of the job that is submitted. Raises LaunchError."""
+    """Submit a job and return its id. Raises LaunchError."""
     return call(command).strip().partition(";")[0]
 
 
 def require(program: str) -> None:
-    """Raises LaunchError where there is no Slurm."""
+    """Raise LaunchError if there is no such program here."""
     if shutil.which(program) is None:
         raise LaunchError(f"there is no {program} here: run this on a login node of a Slurm cluster.")
 
 
 def call(command: Sequence[str]) -> str:
-    """What a command of Slurm says. Raises LaunchError when it fails, and where there is no Slurm."""
+    """Run a command of Slurm and return its output. Raises LaunchError if it fails or there is no Slurm here."""
     require(command[0])
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
@@ -243,8 +243,8 @@ def call(command: Sequence[str]) -> str:
 
 
 def allocation(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What Slurm's environment says of `GroupSettings` about this task of a group's job; nothing outside of an array
-    job."""
+    """Return the fields of `GroupSettings` that Slurm's environment variables tell this task of the groups' job; {}
+    outside of an array job."""
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return {}
     return {

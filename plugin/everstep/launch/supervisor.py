@@ -1,4 +1,4 @@
-"""`everstep run`: one machine, one run. The launcher's loop with all groups of the run, and with its lighthouse.
+"""`everstep run`: the launcher's loop with all groups of a run and its lighthouse, on one machine.
 
 The state of the run is in the run directory, so that a launcher that was killed can simply be started again.
 """
@@ -33,7 +33,7 @@ from everstep.run.events import EventLog, EventTail
 from everstep.run.token import own_token
 
 STOPPED_AT_ONCE_EXIT = 130
-"""What a shell gives for a command that Ctrl-C ended."""
+"""The status that a shell reports for a command ended by Ctrl-C."""
 
 
 @dataclass
@@ -42,20 +42,20 @@ class RunSettings:
 
     order: Order
     page: bool = False
-    """Whether to serve the run's page while it goes, on loopback."""
+    """Whether to serve the page of the live run, on loopback."""
     chaos_every_s: float = 0.0
-    """How often to kill the workers of a group; 0: never."""
+    """Seconds between two kills of a group's workers; 0: none."""
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     prepare: str = "everstep.launch.prepare:main"
-    """`module:function` that checks the config and settles it in the run directory."""
+    """`module:function` that checks the config and writes the result to the run directory."""
     preload: Sequence[str] = PRELOAD
-    """Modules that are imported before anything is forked."""
+    """Modules to import before anything is forked."""
 
 
 class Refused(LaunchError):
-    """A config that cannot work, or a stop before that was known: nothing was started, and what is in the run directory
-    tells nothing more."""
+    """The config cannot work, or a stop was requested before the check ended. Nothing was started, so a new run
+    directory need not be kept."""
 
 
 class Supervisor:
@@ -68,10 +68,10 @@ class Supervisor:
         self._stop_told = False
 
     def run(self) -> int:
-        """Until all groups have ended, or at once when it is asked to stop twice; returns the exit status: 0 for done
-        or a clean stop, 130 when cut short.
+        """Run until all groups have ended, or end at once at a second request to stop. Return the exit status: 0 if the
+        run is done or was stopped cleanly, 130 if it was ended at once, 1 if it failed.
 
-        Raises LaunchError when the config or the run directory cannot be used.
+        Raises LaunchError if the config or the run directory cannot be used.
         """
         run_dir, launcher, cannot_go_on = self._run_dir, self._launcher, ""
         with launcher:
@@ -107,7 +107,7 @@ class Supervisor:
         return self._cut_short or all(group.end for group in groups)
 
     def _end(self, cannot_go_on: str) -> tuple[str, str]:
-        """How the run ended, and why."""
+        """Return the status with which the run ended, and the reason."""
         ends = [group.end for group in self._launcher.groups if group.end is not None]
         kinds = {end.status for end in ends}
         if self._cut_short:
@@ -127,7 +127,7 @@ class Supervisor:
     # Before the groups
 
     def _prepare(self) -> Prepared:
-        """Have the config checked, and settled in the run directory. Raises LaunchError."""
+        """Check the config in a forked process that writes the result to the run directory. Raises LaunchError."""
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
         order = replace(settings.order, run_dir=str(self._run_dir))
         try:
@@ -146,7 +146,7 @@ class Supervisor:
         raise LaunchError(f"checking the config failed ({child.exitcode}), see {log}.")
 
     def _begin(self, found: Prepared) -> None:
-        """The config is settled: tell of the run, and have it broken now and then if that is asked for."""
+        """Report the start of the run and the config's warnings, and start the process that kills groups, if wanted."""
         launcher, settings = self._launcher, self._settings
         launcher.events.emit(
             "run_started",
@@ -165,8 +165,8 @@ class Supervisor:
             launcher.children.start(Request("everstep.chaos.runner:kill_groups", args, log))
 
     def _keep_groups(self, found: Prepared, lighthouse: Lighthouse) -> None:
-        """Have as many groups as are wanted (`everstep scale`), once the lighthouse has an address that holds. One that
-        was asked to leave ends first, and is started anew if it is wanted again."""
+        """Add groups up to the wanted number (`everstep scale`), once the lighthouse has a published address. A group
+        that was told to leave ends first, and is then added anew if it is wanted again."""
         groups = self._launcher.groups
         if not lighthouse.known or self._launcher.is_stopping():
             return
@@ -177,7 +177,7 @@ class Supervisor:
             self._launcher.add_group(self.group_settings(index, wanted, found), events)
 
     def group_settings(self, index: int, groups: int, found: Prepared) -> GroupSettings:
-        """What the launcher is told of the group `index` out of `groups`."""
+        """Return the settings of the group `index` out of `groups`."""
         settings = self._settings
         return GroupSettings(
             run_dir=self._run_dir,
@@ -190,19 +190,19 @@ class Supervisor:
             entry=settings.entry,
         )
 
-    # What is asked and seen
+    # Stops and events
 
     def _look(self) -> None:
         if self._launcher.is_stopping() and not self._stop_told:
             self._stop_told = True
             self._launcher.events.emit("stopping")
             with contextlib.suppress(OSError):  # a full disk
-                ask_to_stop(self._run_dir)  # stays, for a worker that misses the signal
+                ask_to_stop(self._run_dir)  # the file stays, for a worker that misses the signal
         self._on_events(self._tail.new())
 
 
 def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int:
-    """Run to the end; returns the exit status. Raises LaunchError for what the user can put right."""
+    """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix."""
     run_dir = Path(settings.order.run_dir).resolve()
     with leaves_nothing(run_dir, Refused):
         take(run_dir)

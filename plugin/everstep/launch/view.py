@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes: lines, computed from the run's events and from nothing else."""
+"""The lines that a live run prints for people. They are computed from the run's events alone."""
 
 import itertools
 import statistics
@@ -14,11 +14,11 @@ from everstep.report.score import checks, covered, duration
 from everstep.report.troubles import Fields, trouble
 
 RATE_WINDOW = 20
-"""Committed steps over which tokens/s and the time of a step are taken."""
+"""Number of committed steps over which tokens/s and the time of a step are computed."""
 KEPT_EVENTS = 8
 
 OnEvents = Callable[[list[dict]], None]
-"""Called with new events, again and again."""
+"""A function that is called with each batch of new events."""
 
 
 LINES = {
@@ -43,13 +43,13 @@ LINES = {
     "finding": "group {group} rank {rank}: layer {layer} {section}, slot {slot} of step {step}: {anomaly}, {action}",
     "slot_accepted": "group {group}: {reason}",
 }
-"""By kind, an event as a line for people."""
+"""Kind -> template of the line for an event, filled with the event's fields."""
 RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused")
-"""Kinds that all ranks of a group emit, and one tells."""
+"""Kinds that all ranks of a group emit, of which only rank 0's is shown."""
 
 
 def describe(event: dict) -> str:
-    """One event, seen alone, as a line for people; empty for those that would only fill the screen."""
+    """Return the line for one event, regardless of other events; "" for kinds that would only fill the screen."""
     found = trouble(event)
     if found is not None:
         return found.sentence
@@ -58,23 +58,24 @@ def describe(event: dict) -> str:
 
 
 def show_plainly(events: list[dict]) -> None:
-    """Events as lines on stdout."""
+    """Print events as lines on stdout."""
     for line in filter(None, map(describe, events)):
         print(line, flush=True)
 
 
 @dataclass
 class RunState(Account):
-    """Where a run is, and what a person is told of it."""
+    """The current state of a run, updated event by event, and the lines that people see of it."""
 
     starts: Counter[int] = field(default_factory=Counter)
-    """By group, how often a batch system has started it."""
+    """Group id -> number of times the batch system has started the group."""
     left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By group, which nodes it left, and why."""
+    """Group id -> one text for each node that the group left, with the reason."""
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
 
     def apply(self, event: dict) -> str:
-        """Take one event in; returns its line for people, or nothing. A step is told by whoever says it first."""
+        """Update the state by one event, and return its lines, "" for none. A new step adds a line of progress; the
+        commits of other groups for the same step do not."""
         unchecked, before = not self.current.schedules, self.newest
         lines = self.take(event)
         match event["kind"]:
@@ -92,23 +93,23 @@ class RunState(Account):
         return "\n".join(lines)
 
     def show(self, events: list[dict]) -> None:
-        """Take events in, and print what there is to tell."""
+        """Update the state by `events`, and print their lines."""
         for line in filter(None, map(self.apply, events)):
             print(line, flush=True)
 
     def pace(self) -> list[Commit]:
-        """The last commits of this session, RATE_WINDOW and one before, that follow on each other: when everybody had
-        died, steps come again."""
+        """Return the last RATE_WINDOW + 1 commits of this session, or fewer: none from before the step number last went
+        back, as it does after all groups died."""
         commits = self.current.commits[-RATE_WINDOW - 1 :]
         back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
         return commits[back[-1] if back else 0 :]
 
     def names(self) -> str:
-        """The groups that take part."""
+        """Return the ids of the groups that take part, as text."""
         return " ".join(map(str, sorted(self.taking_part))) or "none"
 
     def progress(self) -> str:
-        """One line for where the run is; its pace is that of the last steps."""
+        """Return the line of progress: step, loss, speed over the last steps (`pace`), groups, times and kills."""
         newest, commits = self.newest, self.pace()
         step = newest.step if newest else 0
         took_s = commits[-1].t - commits[0].t if commits else 0.0
@@ -135,7 +136,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def open_view() -> RunState:
-    """Of a run, to be shown each batch of new events. A reader who goes away (a closed pipe, a terminal, a full disk)
-    ends the view, not the run."""
+    """Return the view of a run; its `show` takes each batch of new events. If the output fails (a closed pipe or
+    terminal, a full disk), lines are lost and the run goes on."""
     keep_on_without_output()
     return RunState()

@@ -1,4 +1,4 @@
-"""What a launcher decides after the death of a group's workers: is another start worth it, and when."""
+"""The facts and rules by which a launcher decides, after the death of a group's workers, whether to restart them."""
 
 import contextlib
 import itertools
@@ -10,54 +10,52 @@ from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.memory import control_groups
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
-"""Signals that a process brings upon itself."""
+"""Signals that kill a process because of an error of its own."""
 WINDOW_S = 3600.0
-"""In which failures and deaths on a node count."""
+"""Seconds after which failures, and deaths on a node, no longer count."""
 STEPS_MEANWHILE = 3
 HOPELESS = {
     USAGE_EXIT: "its configuration is not valid",
     HOPELESS_EXIT: "its trainer found that going on is no use; its log says why",
     UNFIT_EXIT: "its trainer found this machine unfit, and there is no other to go to; its log says why",
 }
-"""Exit statuses after which workers are not started again, whatever other groups do, and why."""
+"""Exit status after which workers are never restarted, whatever other groups do -> the reason."""
 OOM_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}
-"""By controller, of control groups of version 2 and 1: the file that counts kills for memory."""
+"""Controller ("" in version 2 of control groups) -> the file that counts out-of-memory kills."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """One end of a group's workers: when (monotonic seconds), how, and what this incarnation had done.
-
-    `exitcode` as multiprocessing gives it: negative for a signal.
-    """
+    """The end of one incarnation of a group's workers. `exitcode` is negative if a signal killed the first worker."""
 
     mono: float
+    """Time of the death in monotonic seconds."""
     exitcode: int
     committed: bool
-    """Whether it had committed a step."""
+    """Whether the incarnation had committed a step."""
     reason: str
     error: str
-    """The exception that its first rank ended with, in one line; "": there is none."""
+    """The exception that ended the first worker, in one line; "" if there was none."""
     run_step: int
     """The newest step that any group of the run had committed then."""
     step_s: float
-    """How long that took."""
+    """Seconds that this step took."""
     crashed: bool
-    """Whether the workers ended of their own doing."""
+    """Whether an error, a stall or lack of memory ended the workers, and not a signal from outside."""
     by_itself: bool
-    """Whether another start may well end the same way."""
+    """Whether it crashed, and no killed rank of another machine explains that: a restart may well end the same way."""
 
 
 def in_a_row(deaths: Sequence[Death]) -> list[Death]:
-    """The newest deaths that were of the workers' own doing, the newest first. Those of long ago are forgotten."""
+    """Return the newest deaths `by_itself`, the newest first, up to the first other one and no older than WINDOW_S."""
     recent = (death for death in reversed(deaths) if death.mono > deaths[-1].mono - WINDOW_S)
     return list(itertools.takewhile(lambda death: death.by_itself, recent))
 
 
 def failures(deaths: Sequence[Death], run_step: int) -> int:
-    """How many of those `in_a_row` came since a group of the run committed `run_step`, its newest step: the next ones
-    would do so as well. While groups make steps, something may be wrong with this machine that passes: several within
-    the time of STEPS_MEANWHILE steps are one."""
+    """Return how many of the deaths `in_a_row` came after the run's newest step, `run_step`, and without a commit of
+    their own. Further starts would then fail as well. While groups commit steps, a fault of this machine may pass, so
+    several deaths within the time of STEPS_MEANWHILE steps count as one."""
     same = [death for death in in_a_row(deaths) if death.run_step == run_step and not death.committed]
     if same and same[0].mono - same[-1].mono < STEPS_MEANWHILE * same[0].step_s:
         return 1
@@ -65,7 +63,7 @@ def failures(deaths: Sequence[Death], run_step: int) -> int:
 
 
 def describe_exit(exitcode: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if exitcode >= 0:
         return f"exited with status {exitcode}"
     try:
@@ -75,7 +73,7 @@ def describe_exit(exitcode: int) -> str:
 
 
 def oom_kills() -> int:
-    """Kills for memory in this process's control groups so far; 0 where nobody counts."""
+    """Return the number of out-of-memory kills in this process's control groups so far; 0 if there is no counter."""
     found = 0
     with contextlib.suppress(OSError, ValueError):
         for controller, own in control_groups():

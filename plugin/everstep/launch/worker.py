@@ -1,4 +1,4 @@
-"""A worker: one rank of one group, forked warm, that runs the trainer."""
+"""A worker: the process of one rank of a group. It runs the trainer, and is forked from a launcher with all imports."""
 
 import contextlib
 import faulthandler
@@ -25,30 +25,30 @@ EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
 OOM_SCORE = 300
-"""By which the kernel prefers a worker, in thousandths of all memory (`proc(5)`, oom_score_adj)."""
+"""Added to a worker's oom_score_adj, in thousandths of all memory (`proc(5)`): the kernel kills it before others."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""At which a worker writes the stacks of its threads, by faulthandler: also one that hangs in C or holds the GIL."""
+"""Signal at which a worker writes its threads' stacks, by faulthandler, even if it hangs in C or holds the GIL."""
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def log_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Everything that a rank prints, over all its incarnations."""
+    """Return the file of all output of a rank, over all its incarnations."""
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.log"
 
 
 def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where a rank's stacks are, of all its stalls, the newest last."""
+    """Return the file of a rank's stacks at each of its stalls, the newest last."""
     return log_path(run_dir, group, rank).with_suffix(".stacks")
 
 
 def error_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Where a rank leaves the exception that it ended with."""
+    """Return the file in which a rank leaves the exception that ended it."""
     return log_path(run_dir, group, rank).with_suffix(".error")
 
 
 def read_error(run_dir: Path, group: int, rank: int) -> str:
-    """The exception that a rank ended with, in one line, and its traceback below; of its own decision to end the text
-    alone. "": it ended with none, or could not say."""
+    """Return the exception that ended a rank: one line, then the traceback; of a `TrainerEnds` only its text. "" if
+    there was none, or it could not be written."""
     try:
         return read_regular(error_path(run_dir, group, rank)).decode(errors="replace")
     except OSError:
@@ -56,13 +56,14 @@ def read_error(run_dir: Path, group: int, rank: int) -> str:
 
 
 def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]], listener: int) -> None:
-    """Run a trainer; returns when it is done or was asked to stop. Which rank this is stands in torchrun's environment
-    variables. What ends it is left for the launcher, see `read_error`.
+    """Run a trainer until it is done or was asked to stop. torchrun's environment variables say which rank this is. An
+    exception that ends the trainer is left for the launcher (`read_error`).
 
     Args:
         task: `module:function`, and the argv that it is called with.
-        listener: a descriptor that listens where the group's store is to be, and there alone: this rank serves it. By
-            itself a store would listen on every interface, and others would have to wait for it. -1: another rank does.
+        listener: descriptor of a socket that listens only at the address of the group's store, which this rank then
+            serves. A store that opened its own would listen on every interface, and the other ranks would have to wait
+            for it. -1: another rank serves the store.
     """
     rank = int(os.environ["RANK"])
     _die_before_the_launcher()
@@ -72,8 +73,8 @@ def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]
         await_predecessor(Path(run_dir), group, rank)
         _work(Path(run_dir), group, incarnation, *task)
     except Exception as error:
-        with contextlib.suppress(OSError):  # it closed all that it had
-            os.close(spare)  # there may be no other descriptor
+        with contextlib.suppress(OSError):  # the trainer may have closed all descriptors
+            os.close(spare)  # frees one for the file below, if all were in use
         with contextlib.suppress(OSError):  # a full disk
             write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
         if isinstance(error, TrainerEnds):
@@ -85,10 +86,10 @@ def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]
 
 
 def _die_before_the_launcher() -> None:
-    """Have the kernel choose this process, and what it starts, when memory is used up: without its launcher the run
-    ends, and nobody says why."""
+    """Have the kernel kill this process, or one that it starts, before the launcher when memory is used up: without
+    its launcher the run would end, and nothing would say why."""
     score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError):  # where that is not allowed
+    with contextlib.suppress(OSError):  # it is not allowed here
         score.write_text(str(min(int(score.read_text()) + OOM_SCORE, 1000)))
 
 
@@ -111,8 +112,8 @@ def _described(error: Exception) -> str:
 
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
-    """Wait until no other process of this rank is left: one of a launcher that was killed may take a while to die.
-    Raises TimeoutError."""
+    """Wait until no earlier process of this rank lives: if its launcher was killed, it may take a while to die. Raises
+    TimeoutError."""
     path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
@@ -136,7 +137,7 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
         "worker_up",
         incarnation=incarnation,
         pid=os.getpid(),
-        cpu_s=time.process_time(),  # a fork's clock starts at 0: next to nothing, or something was imported
+        cpu_s=time.process_time(),  # starts at 0 in a fork, so it is small unless this worker had to import modules
     )
     module, _, function = entry.partition(":")
     sys.argv = [module, *argv]
@@ -151,8 +152,8 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
 
 
 def _let_others_end() -> None:
-    """A finished worker waits for its threads and children, daemons excepted, but those that do not end must not keep
-    its group from finishing."""
+    """Wait for the threads and child processes of this finished worker, except daemons, for EXIT_TIMEOUT_S together:
+    those that do not end must not keep the group from finishing."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
     children = [one for one in multiprocessing.active_children() if not one.daemon]
