@@ -1,12 +1,12 @@
-"""How one rank's tensors lie end to end in a snapshot's state, and that state in groups of another shape.
+"""How one rank's tensors lie end to end in a flat state, and how that state is restored into groups of another shape.
 
-Layouts say which box of a whole tensor each shard is. So what a rank of other groups (other numbers of ranks, other
-meshes) needs is the intersection of its boxes with those of the ranks that were saved, tensor by tensor and by name;
-what is whole is a box like any other. Pipeline stages hold different names, which changes nothing.
+A layout says which box of the whole tensor each shard is. A rank of differently shaped groups (other numbers of ranks,
+other meshes) needs, for each of its tensors by name, the intersections of its own box with the boxes of the saved
+ranks. A tensor that is not sharded is a box like any other. Pipeline stages only hold tensors of other names.
 
-A `Plan` says what one member copies of it, and how, with checksums of the trainer's own bytes. On a CPU every MiB is
-hashed where it lies in the trainer's tensors and copied while it is in the cache. From a device the part is copied into
-page-locked memory first, on a stream of its own; then the trainer waits no more.
+A `Plan` copies one member's part of the state, with checksums of the bytes in the trainer's tensors. On a CPU, each MiB
+is hashed in the trainer's tensors and then copied while it is in the cache. From a device, the part is first copied to
+page-locked memory, on a separate stream; after that the trainer need not wait any longer.
 """
 
 import json
@@ -28,12 +28,12 @@ from everstep.snapshot.parity import ALIGNMENT, part_bounds
 
 @dataclass(frozen=True)
 class Shard:
-    """Which box of a larger tensor a local shard is."""
+    """Which box of a whole tensor a local shard is."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Of the shard's first element in it."""
+    """Index of the shard's first element in the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Entry:
     offset: int
     """Bytes from the beginning of the state; a multiple of 64."""
     shard: Shard | None = None
-    """None: the tensor is whole."""
+    """None if the tensor is not sharded."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -57,16 +57,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, dtypes, shapes and places. Sorted by dtype and name, so that equal states have equal layouts and
-    tensors of one dtype can be copied as one."""
+    """Names, dtypes, shapes and offsets of a state's tensors. Sorted by dtype and name, so that equal states have equal
+    layouts and tensors of one dtype can be copied as one."""
 
     entries: tuple[Entry, ...]
     size: int
-    """Bytes of the state."""
+    """Size of the state in bytes."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard] | None = None) -> "Layout":
-        """The layout of these local tensors."""
+        """Return the layout of these local tensors."""
         entries, at = [], 0
         kinds = [(str(t.dtype).removeprefix("torch."), name, tuple(t.shape)) for name, t in tensors.items()]
         for dtype, name, shape in sorted(kinds):
@@ -76,7 +76,7 @@ class Layout:
         return cls(tuple(entries), at)
 
     def topology(self, rank: int, ranks: int) -> str:
-        """Digest that two snapshots must share to be of the same state of the same rank."""
+        """Return a digest of this layout, rank and number of ranks, which all snapshots of one rank's state share."""
         return xxhash.xxh3_128_hexdigest(json.dumps([rank, ranks, self.to_json()], sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
@@ -84,15 +84,15 @@ class Layout:
 
     @classmethod
     def from_json(cls, body: Any) -> "Layout":
-        """The inverse. Raises ValueError."""
+        """The inverse of `to_json`. Raises ValueError."""
         return typed.parse(cls, body, "a layout")
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors as views of a flat uint8 state whose memory is aligned to 64 bytes."""
+        """Return the tensors as views of a flat uint8 state whose memory is aligned to 64 bytes."""
         return {e.name: flat[e.offset : e.offset + e.nbytes].view(e.torch_dtype).view(e.shape) for e in self.entries}
 
     def pieces(self, begin: int, end: int) -> list[tuple[Entry, int, int]]:
-        """What [begin, end) of the state holds: entries, each with its first and last + 1 byte in the range.
+        """Return what lies in bytes [begin, end) of the state: entries, each with the first and last + 1 of its bytes.
 
         `begin` and `end` must be multiples of 64 (or the state's end), so that no element is cut.
         """
@@ -109,11 +109,11 @@ Box = tuple[tuple[int, int], ...]
 
 
 class ShapeError(ValueError):
-    """Shards that do not make up what is needed; the message names the tensor."""
+    """The saved shards do not make up the needed state. The message names the tensor."""
 
 
 def box_of(entry: Entry) -> Box:
-    """Where a local tensor lies in the whole one."""
+    """Return the box of the whole tensor that a local tensor is."""
     offset = entry.shard.offset if entry.shard else (0,) * len(entry.shape)
     return tuple((o, o + n) for o, n in zip(offset, entry.shape, strict=True))
 
@@ -132,10 +132,10 @@ def intersection(one: Box, other: Box) -> Box:
 
 @dataclass
 class Reshaped:
-    """One rank's state as it is put together."""
+    """One rank's state while it is assembled from states of saved ranks."""
 
     layout: Layout
-    """Of the rank that needs it."""
+    """Layout of the rank that needs the state."""
     flat: np.ndarray = field(init=False)
     _done: dict[str, list[Box]] = field(default_factory=dict)
 
@@ -144,7 +144,8 @@ class Reshaped:
         self._views = self.layout.views(torch.from_numpy(self.flat))
 
     def take(self, layout: Layout, flat: np.ndarray) -> None:
-        """Copy what a saved rank holds of it. Raises ShapeError for tensors of another dtype or whole shape."""
+        """Copy what a saved rank holds of this state. Raises ShapeError if dtypes or shapes differ, or shards
+        overlap."""
         views = layout.views(torch.from_numpy(flat))
         saved = {entry.name: entry for entry in layout.entries}
         for entry in self.layout.entries:
@@ -166,7 +167,7 @@ class Reshaped:
             done.append(common)
 
     def finish(self) -> np.ndarray:
-        """The state. Raises ShapeError if anything of it came from nowhere."""
+        """Return the state. Raises ShapeError if the saved ranks taken so far did not hold all of it."""
         for entry in self.layout.entries:
             need, have = volume(box_of(entry)), sum(map(volume, self._done.get(entry.name, [])))
             if have != need:
@@ -179,7 +180,7 @@ def _slices(box: Box, within: Box) -> tuple[slice, ...]:
 
 
 VOLATILE = "buffer/"
-"""Names of tensors that the next forward may change: they are set aside before a commit returns."""
+"""Prefix of the names of tensors that the next forward pass may change. `Copier.committed` copies them at once."""
 _ZEROS = np.zeros(ALIGNMENT, dtype=np.uint8)
 
 
@@ -194,16 +195,16 @@ class State:
     blobs: dict[str, bytes] = field(default_factory=dict)
     """Byte strings of this rank and group: random states, a dataloader's position."""
     shards: Mapping[str, Shard] | None = None
-    """Which boxes of whole tensors the shards are; needed to restore into groups of another shape."""
+    """Name -> which box of the whole tensor the shard is; needed to restore into groups of another shape."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are that are not host scalars."""
+        """The device of all tensors that are not host scalars."""
         return next((t.device for t in self.tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
 class Plan:
-    """Which bytes of which tensors go where; made anew when tensors or members change."""
+    """Which bytes of which tensors one member copies, and where to. Made again when tensors or members change."""
 
     def __init__(self, state: State, members: tuple[int, ...], group: int, rank: int, ranks: int) -> None:
         self.layout = Layout.of(state.tensors, state.shards)
@@ -227,11 +228,11 @@ class Plan:
         return members, tuple(tensors), tuple(t.data_ptr() for t in tensors.values())
 
     def fits(self, state: State, members: tuple[int, ...]) -> bool:
-        """Whether it is still these tensors and members that it was made for."""
+        """Whether tensors (by address) and members are still those that this plan was made for."""
         return self._key == self._key_of(state, members)
 
     def _pieces(self, views: Mapping[str, np.ndarray], begin: int, end: int) -> list[np.ndarray]:
-        """The bytes [begin, end) of the state as arrays end to end, alignment gaps as zeros."""
+        """Return bytes [begin, end) of the state as arrays that follow each other, with zeros in alignment gaps."""
         found, at = [], begin
         for entry, start, stop in self.layout.pieces(begin, end):
             gap = entry.offset + start - at
@@ -246,11 +247,11 @@ class Plan:
     def copy(
         self, whole: np.ndarray, tail: bytes, streams: Streams, ready: Event | None, copied: Callable[[], None]
     ) -> np.ndarray:
-        """Copy this member's part, and after it the tail, to `whole`, uint8 [part + tail]. Returns the chunk table.
+        """Copy this member's part and then `tail` to `whole`, uint8 [part + tail]. Returns the chunk table.
 
         Args:
-            ready: what a copy from a device must come after; recorded on the compute stream.
-            copied: called as soon as the tensors may change.
+            ready: event on the compute stream that a copy from a device waits for.
+            copied: called as soon as the tensors may change; possibly twice.
         """
         size = self.part[1] - self.part[0]
         whole[size:] = np.frombuffer(tail, dtype=np.uint8)
@@ -265,13 +266,13 @@ class Plan:
             for piece in pieces:
                 np.copyto(whole[at : at + len(piece)], piece)
                 at += len(piece)
-            digest.update(whole[end : begin + CHUNK_BYTES].data if end == size else b"")  # the tail begins in a chunk
+            digest.update(whole[end : begin + CHUNK_BYTES].data if end == size else b"")  # tail begins in this chunk
             digests.append(digest.intdigest())
         copied()
         return np.concatenate([as_table(digests), chunk_digests(whole[len(digests) * CHUNK_BYTES :].data)])
 
     def _to_stage(self, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pieces of the tensors, and where they belong."""
+        """Yield each piece of a tensor in this part, with its place in the staging memory."""
         for entry, start, stop in self.layout.pieces(*self.part):
             at = entry.offset + start - self.part[0]
             yield (

@@ -1,15 +1,15 @@
-"""The erasure code: its arithmetic, and who holds what of a coded snapshot.
+"""The erasure code: its arithmetic, and which member holds which shards of a coded snapshot.
 
 The arithmetic is RAID-6's: over k data shards d_0 … d_{k-1} of equal length, P = Σ d_c and Q = Σ 2^c d_c in GF(2^8)
 with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d). Any two lost shards, data or parity, can be recomputed for
-k <= 255 (H. P. Anvin, "The mathematics of RAID-6"). One parity shard is P alone: plain XOR. NumPy's integers are the
-arithmetic: no library is looked for.
+k <= 255 (H. P. Anvin, "The mathematics of RAID-6"). A single parity shard is P, a plain XOR. The arithmetic is done
+with NumPy integers and no other library.
 
-The shards are placed by RAIM5's rotation (REFT, arXiv 2310.12670), for one parity shard or two. The members of a parity
-group each hold a part and parity over the others' parts. With n members there are n stripes, and parity row j of stripe
-s lies with member (s + j) mod n. The members that hold none of a stripe's m rows give one shard of their payload to it,
-so a payload is cut into n - m shards. No member holds both a shard and the parity over it, and all store and code
-equally much: m / (n - m) of a payload.
+The shards are placed by RAIM5's rotation (REFT, arXiv 2310.12670), for one parity shard or two. Each member of a parity
+group holds its own part and parity over the other members' parts. With n members there are n stripes, and member
+(s + j) mod n holds parity row j of stripe s. Each member that holds none of a stripe's m rows gives one shard of its
+payload to the stripe, so a payload is cut into n - m shards. No member holds both a shard and parity over that shard,
+and each stores and codes the same amount of parity: m / (n - m) of a payload.
 """
 
 import functools
@@ -30,7 +30,7 @@ _REDUCTION = np.uint64(POLYNOMIAL & 0xFF)
 
 
 def gf_multiply(a: int, b: int) -> int:
-    """The product of two elements of the field."""
+    """Return the product of two elements of GF(2^8)."""
     product = 0
     while b:
         product ^= a * (b & 1)
@@ -39,25 +39,25 @@ def gf_multiply(a: int, b: int) -> int:
 
 
 def gf_inverse(a: int) -> int:
-    return functools.reduce(gf_multiply, [a] * 254)  # whose 255th power is 1
+    return functools.reduce(gf_multiply, [a] * 254)  # a^254, as a^255 is 1
 
 
 def encoding_rows(data: int, parity: int) -> list[list[int]]:
-    """Coefficients of the parity shards: `parity` rows (2 at most) of `data` field elements (255 at most)."""
+    """Return the parity shards' coefficients: `parity` rows (at most 2) of `data` field elements (at most 255)."""
     powers = itertools.accumulate([2] * (data - 1), gf_multiply, initial=1)
     return [[1] * data, list(powers)][:parity]
 
 
 def decoding_rows(data: int, parity: int, lost: Sequence[int], have: Sequence[int]) -> list[list[int]]:
-    """Coefficients that give the `lost` data shards from the first `data` of the shards `have` (0 … data-1 are data,
-    then parity)."""
+    """Return the coefficients that give the `lost` data shards from the first `data` shards of `have`. Numbers 0 …
+    data-1 are data shards, higher ones are parity shards."""
     return [_inverse(data, parity, tuple(have[:data]))[index] for index in lost]
 
 
 @functools.lru_cache(1024)
 def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
-    """Of the rows that give the shards `have`, by Gauss-Jordan over the field: they are regular, whichever they are. A
-    start decodes the same few patterns for thousands of stripes."""
+    """Return the inverse of the code's rows for the shards `have`, by Gauss-Jordan elimination over the field. The rows
+    are regular for every choice of shards. Cached: a start decodes a few patterns for thousands of stripes."""
     code = [[int(r == c) for c in range(data)] for r in range(data)] + encoding_rows(data, parity)
     rows = [code[index] + [int(i == j) for j in range(data)] for i, index in enumerate(have)]
     for column in range(data):
@@ -72,11 +72,11 @@ def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
 
 
 def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> None:
-    """out[r] = Σ_c rows[r][c] · shards[c], for uint8 arrays [length], contiguous and all of one length, which is a
-    multiple of 8: with `encoding_rows` parity, with `decoding_rows` what was lost. No row is all zeros.
+    """Compute out[r] = Σ_c rows[r][c] · shards[c]. `encoding_rows` give parity this way, and `decoding_rows` the lost
+    shards. All arrays are contiguous uint8 [length], of one length, a multiple of 8. No row may be all zeros.
 
-    Horner's rule over the coefficients' bits: Σ_c f_c · d_c is Σ_b 2^b · (the XOR of those d_c whose f_c has bit b),
-    from the highest bit on. 64 bits at a time and a tile after the other, so that a tile stays in the cache.
+    It uses Horner's rule over the coefficients' bits: Σ_c f_c · d_c = Σ_b 2^b · (XOR of the d_c whose f_c has bit b),
+    from the highest bit down. It works on 64 bits at a time and tile by tile, so that a tile stays in the cache.
     """
     scratch = np.empty(_TILE_BYTES // 8, dtype=np.uint64)
     for start in range(0, len(out[0]), _TILE_BYTES):
@@ -93,7 +93,7 @@ def combine(rows: Sequence[Sequence[int]], shards: Sequence[np.ndarray], out: Se
 
 
 def _words(array: np.ndarray, start: int) -> np.ndarray:
-    """A tile of bytes as 64-bit words."""
+    """Return a tile of bytes as 64-bit words."""
     return array[start : start + _TILE_BYTES].view(np.uint64)
 
 
@@ -116,22 +116,22 @@ def aligned_bytes(length: int) -> np.ndarray:
 
 ALIGNMENT = 64
 HOST_BITS, SWITCH_BITS = 20, 10
-"""A host and two switches fit, with the rest of a word on a snapshot, into the 53 bits that a float64 has, as which
-groups tell it each other."""
+"""Bits of a host's and of a switch's hash in a location. A host and two switches fit, with the other fields of an
+`agreement.Word`, into the 53 bits of the float64 that groups exchange."""
 LOCATION_BITS = HOST_BITS + 2 * SWITCH_BITS
 
 
 def location_of(environment: Mapping[str, str], host: str) -> int:
-    """Where a rank's host is, as a number that sorts neighbours together. From the lowest bit: the host, the switch (or
-    block) that it is on, and the one above that, each as a hash.
+    """Return the location of a rank's host as a number; hosts on one switch sort together. From the lowest bit up, it
+    holds hashes of the host, of its switch (or block), and of the switch above that.
 
-    On a cluster whose Slurm knows its topology, SLURM_TOPOLOGY_ADDR is the way to the task's node from the uppermost
+    On a cluster whose Slurm knows its topology, SLURM_TOPOLOGY_ADDR is the path to the task's node from the topmost
     switch down, such as `s0.s4.s8.node1`, and SLURM_TOPOLOGY_ADDR_PATTERN says what each part is. Elsewhere only the
     host is known. Hosts with equal hashes count as one host.
     """
     path = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
-    if pattern[-1] != "node" or len(path) != len(pattern):  # none, or a name with dots in it
+    if pattern[-1] != "node" or len(path) != len(pattern):  # no topology, or a name with dots in it
         path = [host]
     switches = path[:-1]
     above, switch = _hash(switches[:-1], SWITCH_BITS), _hash(switches, SWITCH_BITS)
@@ -139,32 +139,32 @@ def location_of(environment: Mapping[str, str], host: str) -> int:
 
 
 def _hash(path: list[str], bits: int) -> int:
-    """0 for nothing."""
+    """Return a hash of the path, above 0 and with at most `bits` bits; 0 for an empty path."""
     return zlib.crc32(".".join(path).encode()) % ((1 << bits) - 1) + 1 if path else 0
 
 
 @dataclass(frozen=True)
 class Domains:
-    """Which members of a snapshot are coded together. Equal in all groups, from what they told each other."""
+    """Which members of a snapshot are coded together. All groups compute the same, from what they told each other."""
 
     members: tuple[int, ...]
     size: int
-    """Members of a parity group, about: at most 1.5 times as many, but more than `parity`."""
+    """About how many members a parity group has: at most 1.5 times as many, unless it takes more to exceed `parity`."""
     parity: int
     """Members of a parity group that may be lost: [snapshot] parity."""
     locations: tuple[int, ...]
-    """Of the members (`location_of`); 0 where it is not known, which counts as a host of its own."""
+    """Locations of the members (`location_of`); 0 if unknown, which counts as a separate host."""
 
     @functools.cached_property
     def hosts(self) -> dict[int, int]:
-        """By member: a number for its host."""
+        """Member -> a number for its host."""
         return {member: place or -1 - member for member, place in zip(self.members, self.locations, strict=True)}
 
     @functools.cached_property
     def groups(self) -> list[tuple[int, ...]]:
-        """The parity groups. At most `parity` members of each are on one host, and those on one switch are in as many
-        parity groups as there are: members are dealt out in turn, in the order of their places, to as many parity
-        groups as that takes. Some may then have a single member; else each has more than `parity`."""
+        """The parity groups. At most `parity` members of each are on one host, and members on one switch are spread
+        over as many as possible. Members, ordered by location, are dealt out in turn to as many parity groups as that
+        takes. If that is many, some may have a single member; otherwise each has more than `parity`."""
         together = max(Counter(self.hosts.values()).values())
         enough = -(-together // self.parity) if self.parity else 1
         wanted, most = round(len(self.members) / self.size), len(self.members) // (self.parity + 1)
@@ -173,17 +173,17 @@ class Domains:
         return [tuple(sorted(order[first::count])) for first in range(min(count, len(order)))]
 
     def group_of(self, member: int) -> tuple[int, ...]:
-        """The parity group of a member."""
+        """Return the parity group of a member."""
         return next(group for group in self.groups if member in group)
 
     def rows(self, group: Sequence[int]) -> int:
-        """Parity shards per stripe of a parity group; 0 for one that is on one host."""
+        """Return the parity shards per stripe of a parity group; 0 if all its members are on one host."""
         alone = len({self.hosts[member] for member in group}) == 1
         return 0 if alone else min(self.parity, len(group) - 1)
 
     @functools.cached_property
     def exposed(self) -> tuple[int, ...]:
-        """The members whose host's loss the snapshot does not survive."""
+        """The members on hosts whose loss the snapshot does not survive."""
         lost = set()
         for group in self.groups:
             there = Counter(self.hosts[member] for member in group)
@@ -192,11 +192,11 @@ class Domains:
 
     @property
     def survives(self) -> int:
-        """How many hosts, exposed ones aside, may be lost at once, whichever they are."""
+        """How many hosts may be lost at once, whichever they are, not counting exposed hosts."""
         found = []
         for group in self.groups:
             safe = Counter(self.hosts[member] for member in group if member not in self.exposed)
-            lost = itertools.accumulate(sorted(safe.values(), reverse=True))  # with those of most members first
+            lost = itertools.accumulate(sorted(safe.values(), reverse=True))  # hosts with most members first
             found += [sum(count <= self.rows(group) for count in lost)] if safe else []
         return min(found, default=0)
 
@@ -208,37 +208,37 @@ class Code:
     members: tuple[int, ...]
     """In ascending order."""
     parity: int
-    """Rows of a stripe, 1 or 2; less than there are members."""
+    """Parity rows of a stripe, 1 or 2; fewer than there are members."""
 
     def rows(self, stripe: int) -> tuple[int, ...]:
-        """The holders of a stripe's parity, by row."""
+        """Return the holders of a stripe's parity, by row."""
         return tuple(self.members[(stripe + row) % len(self.members)] for row in range(self.parity))
 
     def columns(self, stripe: int) -> tuple[int, ...]:
-        """The givers of a stripe's shards, by column."""
+        """Return the members that give a stripe's shards, by column."""
         rows = self.rows(stripe)
         return tuple(member for member in self.members if member not in rows)
 
     @functools.cache  # noqa: B019 - a handful of small codes
     def stripes_of(self, giver: int) -> tuple[int, ...]:
-        """The stripes to which a giver's 0th, 1st, … shard go."""
+        """Return the stripes that a giver's 0th, 1st, … shard go to."""
         return tuple(stripe for stripe in range(len(self.members)) if giver not in self.rows(stripe))
 
     def stripe_coded_by(self, holder: int, row: int) -> int:
-        """The stripe of which a holder has parity row `row`."""
+        """Return the stripe whose parity row `row` this holder has."""
         return (self.members.index(holder) - row) % len(self.members)
 
     def shard_bytes(self, payload_bytes: Sequence[int]) -> int:
-        """Length of the shards of these payloads: whole chunks of the checksum tables, so that whoever reads a shard
-        can verify it, or the only chunk. What a payload lacks counts as 0."""
+        """Return the length of a shard for payloads of these sizes: whole chunks of the checksum tables, so that the
+        reader of a shard can verify it, or less if no payload exceeds a chunk. Payloads are padded with zeros."""
         longest = max(payload_bytes)
         if longest <= CHUNK_BYTES:
             return -(-longest // ALIGNMENT) * ALIGNMENT
         return -(-longest // ((len(self.members) - self.parity) * CHUNK_BYTES)) * CHUNK_BYTES
 
     def lacks(self, missing: frozenset[int], parity_there: frozenset[int]) -> str:
-        """Why the payloads of `missing` members cannot be decoded from the others' and the parity of the members that
-        are there; "" if they can."""
+        """Return why the payloads of `missing` members cannot be decoded from the other payloads and the parity of
+        members in `parity_there`; "" if they can."""
         for stripe in range(len(self.members)):
             lost = sum(giver in missing for giver in self.columns(stripe))
             rows = sum(holder in parity_there for holder in self.rows(stripe))
@@ -248,8 +248,8 @@ class Code:
 
 
 def part_bounds(state_bytes: int, members: int, index: int) -> tuple[int, int]:
-    """Begin and end of the part of a state that the member at `index` copies: contiguous, aligned, nearly
-    equal."""
+    """Return begin and end of the part of a state that the member at `index` copies. Parts are contiguous, aligned and
+    nearly equal."""
     units = -(-state_bytes // ALIGNMENT)
     begin, end = (units * i // members * ALIGNMENT for i in (index, index + 1))
     return min(begin, state_bytes), min(end, state_bytes)

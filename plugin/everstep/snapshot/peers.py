@@ -1,4 +1,4 @@
-"""Finding the keepers of a run, and asking them."""
+"""Finding the keepers of a run, and sending them requests."""
 
 import concurrent.futures
 import contextlib
@@ -22,14 +22,14 @@ from everstep.snapshot.buffer import root_of, table_bytes
 from everstep.snapshot.header import Header, Kind, read_list
 
 ASKERS = 256
-"""Keepers that are asked at a time."""
+"""Keepers that are asked at the same time."""
 LOOK_S = 1.0
-"""Between two looks into the run directory for the keepers of a group."""
+"""Seconds between two searches of the run directory for the keepers of a group."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a keeper is. Written by it to RUN_DIR/state/keepers when it listens."""
+    """Where a keeper listens. The keeper writes it to RUN_DIR/state/keepers for each group that it looks after."""
 
     group: Count
     host: str
@@ -52,8 +52,8 @@ def places_dir(run_dir: Path) -> Path:
 
 
 def place_file(run_dir: Path, group: int) -> Path:
-    """This host's keeper of a group. A group that moves to another host leaves the old host's keeper
-    findable."""
+    """Return the file with the `Place` of this host's keeper of a group. Its name has the host, so that the old host's
+    keeper can still be found after the group moves to another host."""
     return places_dir(run_dir) / f"group-{group}@{socket.gethostname()}.json"
 
 
@@ -62,7 +62,7 @@ def write_place(run_dir: Path, place: Place) -> None:
 
 
 def read_place(path: Path) -> Place | None:
-    """What `write_place` wrote; None if it is gone, or is something else."""
+    """Return what `write_place` wrote; None if the file is gone or holds something else."""
     try:
         return typed.parse(Place, read_json(path))
     except typed.UnfitError:
@@ -70,8 +70,8 @@ def read_place(path: Path) -> Place | None:
 
 
 def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
-    """The keepers that have been in this run, for one group or all, by group, the latest first. They need not be alive.
-    One listing, and of one group no other's file is opened."""
+    """Return the keepers that have been in this run, of one group or all, by group, the latest first. They need not be
+    alive. This lists the folder once, and opens only the files of that group."""
     folder, prefix = places_dir(run_dir), "" if group is None else f"group-{group}@"
     try:
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
@@ -82,16 +82,16 @@ def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
 
 
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
-    """One question to a keeper. Raises wire.WireError."""
+    """Send a keeper one request and return its answer. Raises wire.WireError."""
     with contextlib.closing(wire.connect(address, token, timeout)) as channel:
         return channel.ask(message)
 
 
 def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identity: str) -> dict[str, Any]:
-    """Have a keeper serve, from now on, the payload and table of its newest buffer of that snapshot, end to end.
-    Returns the header that it says it has.
+    """Have a keeper serve payload and table, end to end, of its newest buffer of the snapshot `identity`, from now on.
+    Returns the header that the keeper says this buffer has.
 
-    Raises wire.RefusedError when it does not hold one.
+    Raises wire.RefusedError if the keeper holds no such buffer.
     """
     question = {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": identity}
     header = channel.ask(question).get("header")
@@ -101,19 +101,19 @@ def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identi
 
 
 class Neighbours:
-    """The keepers of a run, as one of them knows them."""
+    """The keepers of a run, as one keeper knows them."""
 
     def __init__(self, run_dir: Path, token: bytes) -> None:
         self._run_dir, self._token = run_dir, token
         self._addresses: dict[int, list[str]] = {}
-        """By group, of those with buffers of it; the one first that had what was wanted last."""
+        """Group -> addresses of its keepers, the one that answered last first."""
         self._looked: dict[int, float] = {}
 
     def open(self, group: int, rank: int, identity: str, deadline: float) -> tuple[wire.Channel, Header]:
-        """A connection on which a group's part is served. Every receive on it fails after the deadline, of
-        time.monotonic().
+        """Connect to a keeper that serves a group's part of a snapshot. Returns the connection and the part's header.
+        Every receive on the connection fails after `deadline`, a time of time.monotonic().
 
-        Raises wire.WireError: no keeper that is known holds it now.
+        Raises wire.WireError if no known keeper holds the part now.
         """
         addresses, why = self._addresses.get(group, []), f"no keeper of group {group} is known"
         for address in addresses:
@@ -134,15 +134,15 @@ class Neighbours:
             return channel, header
         if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
             self._looked[group] = time.monotonic()
-            with contextlib.suppress(OSError):  # the run directory hangs: those that are known may do
+            with contextlib.suppress(OSError):  # the run directory cannot be read: keep those known
                 self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
         raise wire.WireError(why)
 
 
 def download(channel: wire.Channel, header: Header, payload: wire.Pieces) -> None:
-    """Fill `payload` with a buffer's, with the table that the header vouches for.
+    """Fill `payload` with the payload of a buffer, and check that its table is the one that `header` vouches for.
 
-    Raises wire.RefusedError when the keeper does not hold it, or other bytes; wire.WireError.
+    Raises wire.RefusedError if the keeper does not hold this buffer or sends another table; wire.WireError.
     """
     offered = open_buffer(channel, header.kind, header.group, header.rank, header.identity)
     if offered.get("root") != header.root:
@@ -156,10 +156,10 @@ def download(channel: wire.Channel, header: Header, payload: wire.Pieces) -> Non
 def reachable(
     places: Sequence[Place], token: bytes, limit: timedelta
 ) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
-    """The buffers of every keeper that answers, and why the others did not; see `ask_all`."""
+    """Return the buffers of every keeper that answers, and why the others did not answer; see `ask_all`."""
     held: dict[Place, list[Held]] = {}
     answers, silent = ask_all(places, token, {"op": "inventory"}, limit)
-    # What they said is read when nobody waits for this process any more: of a thousand keepers it takes a second.
+    # Parsed only now, so that no keeper waits for this process: the answers of a thousand keepers take a second.
     for place, answer in answers.items():
         try:
             held[place] = [Held(place.address, header) for header in read_list(answer.get("buffers"))]
@@ -171,15 +171,15 @@ def reachable(
 def ask_all(
     places: Sequence[Place], token: bytes, message: dict[str, Any], limit: timedelta
 ) -> tuple[dict[Place, dict[str, Any]], dict[Place, str]]:
-    """What each keeper answers to a question, and why the others did not answer.
+    """Return what each keeper answers to a request, and why the others did not answer.
 
-    All are asked at once, `ASKERS` at a time. Who has not answered after `limit` is silent.
+    It asks `ASKERS` keepers at the same time. A keeper that has not answered after `limit` counts as silent.
     """
     answers: dict[Place, dict[str, Any]] = {}
     silent: dict[Place, str] = {}
     if not places:
         return answers, silent
-    # Those that are off must not keep the threads from those that are on.
+    # A keeper that is off must not occupy a thread that another keeper needs.
     patience = max(timedelta(seconds=0.5), limit / 3)
     pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="ask-keepers")
     asked = {pool.submit(ask, place.address, token, message, patience): place for place in places}

@@ -1,8 +1,7 @@
-"""Coming back: the sources decided once per group, carried out by all its ranks, and decided again when it fails.
+"""Restoring a state at a start: rank 0 of a group decides on a source, all its ranks restore from it, and retry.
 
-A buffer whose bytes turn out wrong, or whose keeper dies while it is read, is set aside and the sources asked
-again without it; so a damaged part is decoded from parity, and what cannot be decoded gives way to an older
-step.
+If a buffer's bytes turn out wrong, or its keeper dies during the read, the buffer is set aside and rank 0 decides
+again without it. So a damaged part is decoded from parity, and if that is impossible, an older step is restored.
 """
 
 import time
@@ -24,21 +23,21 @@ from everstep.snapshot.segment import run_id
 
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Share = Callable[[Any], list[Any]]
-"""Gathers one JSON value from every rank of the group, in rank order, on every rank."""
+"""Gathers one JSON value from every rank of the group; returns them in rank order on every rank."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a start found."""
+    """What a start restored, and why that."""
 
     decision: sources.Decision
     restored: Restored | None
-    """None when the decision is not to restore from memory."""
+    """None if the decision is not to restore from memory."""
     took_s: float
 
     @property
     def event(self) -> dict[str, Any]:
-        """Fields of the event that tells which source was used, why, and what it cost."""
+        """Fields of the event `recovery`: which source was used, why, and what it cost."""
         restored = self.restored
         return {
             "source": self.decision.source,
@@ -62,16 +61,15 @@ def recover(
     patience: timedelta,
     share: Share = lambda value: [value],
 ) -> Recovery:
-    """Find the newest state this group can start from, and fetch this rank's share if it is in memory.
+    """Find the newest state that this group can start from, and fetch this rank's part if it is in memory.
 
-    A collective of the group: every rank calls it, and all return the same decision.
+    A collective of the group: every rank must call it, and all return the same decision.
 
     Args:
-        layout: of this rank's own state; snapshots of another are cut anew.
-        disk_step: newest step of the disk checkpoint; rank 0's counts.
-        timeout: the longest silence of a keeper.
-        patience: how long to wait for keepers that have been in the run and do not answer now: they may be
-        starting.
+        layout: layout of this rank's state; a snapshot with other layouts is reshaped to it.
+        disk_step: newest step of the disk checkpoint; only the value of rank 0 counts.
+        timeout: longest silence of a keeper.
+        patience: longest wait for keepers that have been in the run and do not answer now: they may be starting.
         share: see `Share`.
     """
     began = time.monotonic()
@@ -109,8 +107,8 @@ def recover(
 def restore_reshaped(
     decision: sources.Decision, rank: int, group: int, layout: Layout, token: bytes, timeout: timedelta
 ) -> Restored:
-    """One rank's state out of a snapshot of groups of another shape, one saved rank after the other, so that one more
-    state is in memory and not all.
+    """Build one rank's state from a snapshot of groups of another shape. It restores one saved rank after the other, so
+    that only one more state is in memory at a time.
 
     Raises:
         RestoreError, layout.ShapeError
@@ -129,9 +127,9 @@ def restore_reshaped(
 
 
 REASONS = 8
-"""Keepers that do not answer which are named."""
+"""At most so many keepers without an answer are named; the others are counted."""
 LOOK = timedelta(seconds=3)
-"""How long keepers have to answer a first look; who has not is asked again, while the others are not waited for."""
+"""How long keepers have to answer the first request. Later requests go only to keepers that have not answered."""
 
 
 def look(
@@ -142,17 +140,17 @@ def look(
     disk_step: int | None = None,
     aside: Collection[str] = (),
 ) -> sources.Decision:
-    """What can be restored. All keepers are asked at the same time, with one deadline; those that do not answer again,
-    until all have, `patience` is over, or what has been found will do: it is the newest of those that answered, and no
-    group whose keeper is silent has said in its log that a newer one is protected.
+    """Return what can be restored. This asks all keepers at once, then again those that did not answer. It stops when
+    all have answered, when `patience` is over, or when the decision can hardly improve: it is the newest step that was
+    found, and no group of a silent keeper has logged a newer step as protected.
 
-    `disk_step`, `aside`: of `sources.decide`.
+    `disk_step`, `aside`: see `sources.decide`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[Place, list[Held]] = {}
     look = LOOK
     while True:
-        # One that keeps several groups is asked once, and one that was killed has a successor.
+        # Ask a keeper of several groups once, and of a killed keeper and its successor only the successor.
         places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
         left = [place for place in places if place not in answered]
         found, silent = peers.reachable(left, token, min(look, timeout))
@@ -175,7 +173,7 @@ def look(
 
 
 def _promised(run_dir: Path, silent: Collection[Place]) -> int:
-    """The newest step that the groups of these keepers have said is protected."""
+    """Return the newest step that the groups of these keepers have logged as protected; 0 if there is none."""
     logs = {event_path(run_dir, place.group, 0, "worker") for place in silent}
     said = [last_event(log, {"snapshot_protected"}) for log in logs]
     return max((event["step"] for event in said if event), default=0)

@@ -1,8 +1,8 @@
-"""Carrying out a recovery decision for one rank: fetch the parts, decode the missing, verify every byte.
+"""Carrying out a recovery decision for one rank: fetch the parts, decode missing ones, verify every byte.
 
-The state lands in one flat memory, of which the restored tensors are views. Nothing is returned before the parts
-cover it exactly once and every payload, fetched or decoded, has matched the chunk table of its trainer's bytes (of a
-decoded payload: the root of that table, which the parity's publishers kept).
+The state is written to one flat array, and the restored tensors are views of it. Nothing is returned before the parts
+cover the array exactly once and the chunk table of every payload, fetched or decoded, has the root that was published
+with it. (The root of a decoded payload is in the headers that the parity payload holds.)
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from everstep.snapshot.parity import Code
 from everstep.snapshot.sources import Column
 
 PARALLEL = 8
-"""Keepers that one rank reads from at a time."""
+"""Keepers that one rank reads from at the same time."""
 TRIES = 3
-"""To read from a keeper."""
+"""Attempts to read from a keeper."""
 
 
 class RestoreError(RuntimeError):
-    """A snapshot that turned out not to be restorable after all, and the buffers because of which, by `Header.name`."""
+    """A snapshot turned out not to be restorable. `buffers` are the buffers that caused this, by `Header.name`."""
 
     def __init__(self, message: str, buffers: list[str]) -> None:
         super().__init__(message)
@@ -49,18 +49,18 @@ class Restored:
     step: int
     history: int
     flat: np.ndarray
-    """uint8 [state_bytes]: the tensors end to end, as `layout` says."""
+    """uint8 [state_bytes]: the tensors, placed as `layout` says."""
     layout: Layout
     meta: dict[str, Any]
     blobs: dict[str, bytes]
     fetched_bytes: int = 0
     decoded: tuple[int, ...] = ()
-    """Groups whose parts came from parity."""
+    """Groups whose parts were decoded from parity."""
 
 
 @dataclass
 class _Payload:
-    """A member's payload: its part of the state in place in the flat memory, the rest beside it."""
+    """A member's payload: its part of the state is in place in `flat`, and what follows it is in `rest`."""
 
     header: Header
     flat: np.ndarray
@@ -75,7 +75,7 @@ class _Payload:
 
     @property
     def own(self) -> bytes:
-        """What is the group's and rank's own."""
+        """The bytes between part and layout: what only this rank and group has (`pack_own`)."""
         return self.rest[: len(self.rest) - self._layout_bytes].tobytes()
 
     @property
@@ -83,7 +83,7 @@ class _Payload:
         return self.rest[len(self.rest) - self._layout_bytes :].tobytes()
 
     def wrong(self) -> str:
-        """Why the bytes are not the published ones; "" if they are."""
+        """Return why the bytes are not the published ones; "" if they are."""
         digests = []
         for begin, end in chunks(self.header.payload_bytes):
             digest = xxhash.xxh3_64()
@@ -104,12 +104,11 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
 
     Args:
         column: the rank's column of a `sources.Decision`.
-        group: this group. Its own part brings its own random states; a group that was not there takes a
-        member's.
-        timeout: the longest silence of a keeper.
+        group: this group. Its own random states are restored if it is a member, otherwise another member's.
+        timeout: longest silence of a keeper.
 
     Raises:
-        RestoreError: a keeper died or went on, or the bytes are not the published ones.
+        RestoreError: a keeper died or no longer holds a buffer, or bytes are not the published ones.
     """
     step, rank, missing = column.any.step, column.any.rank, frozenset(column.missing)
     failed = lambda why, names: RestoreError(f"step {step} of rank {rank}: {why}", names)  # noqa: E731
@@ -131,7 +130,7 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
         pieces.decode(payloads, missing)
     for holder, payload in payloads.items():
         if wrong := payload.wrong():
-            # Of a decoded part either another part that passed its own checks or some parity is of another step.
+            # If a decoded part is wrong, some parity, or a part that passed its own checks, is of another step.
             names = _parity_of(column, holder) if holder in missing else [headers[holder].name]
             raise failed(f"the part of group {holder}, {'decoded' if holder in missing else 'fetched'}, {wrong}", names)
     chosen = group if group in payloads else sorted(payloads)[group % len(payloads)]
@@ -149,19 +148,20 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
 
 
 def _parity_of(column: Column, group: int | None = None) -> list[str]:
-    """The pieces of the code that a group is coded in, or of all, by `Header.name`."""
+    """Return the parity buffers, by `Header.name`, of the parity group of `group`, or of all parity groups."""
     pieces = (held.header for held in itertools.chain(*column.parity))
     return [header.name for header in pieces if group is None or group in header.parity_group]
 
 
 def in_turn(groups: Iterable[int], first: int) -> list[int]:
-    """The groups in the order in which group `first` reads from their keepers: its own first, as nearest, then the
-    following ones. So groups that start together do not all begin with the same keeper."""
+    """Return the groups in the order in which group `first` reads from their keepers: its own, which is nearest, then
+    the following ids. So groups that start together do not all begin with the same keeper."""
     return sorted(groups, key=lambda group: (group < first, group))
 
 
 def _fetch_all(column: Column, sinks: Mapping[str, wire.Pieces], group: int, token: bytes, timeout: timedelta) -> None:
-    """All files of a column into their sinks, by `Header.name`; of several keepers at a time. Raises RestoreError."""
+    """Fetch all buffers of a column into their sinks (by `Header.name`), from several keepers at the same time. Raises
+    RestoreError."""
     turns = {each: turn for turn, each in enumerate(in_turn({held.header.group for held in column.held}, first=group))}
     by_keeper: dict[str, list[Header]] = defaultdict(list)
     for held in sorted(column.held, key=lambda held: turns[held.header.group]):
@@ -174,8 +174,8 @@ def _fetch_all(column: Column, sinks: Mapping[str, wire.Pieces], group: int, tok
 def _fetch(
     address: str, headers: list[Header], sinks: Mapping[str, wire.Pieces], token: bytes, timeout: timedelta
 ) -> None:
-    """What a keeper holds, over one connection, or another if it breaks off. Raises RestoreError, which names the
-    buffer that failed."""
+    """Fetch these buffers from one keeper over one connection, and over a new one if it breaks. Raises RestoreError,
+    which names the buffer that failed."""
     done = broken = 0
     while done < len(headers):
         try:
@@ -185,15 +185,15 @@ def _fetch(
                     done += 1
         except wire.WireError as error:
             broken += 1
-            if broken == TRIES or isinstance(error, wire.RefusedError):  # it is not there any more
+            if broken == TRIES or isinstance(error, wire.RefusedError):  # refused: the keeper no longer holds it
                 header = headers[done]
                 what = f"step {header.step} of rank {header.rank}, the {header.kind} of group {header.group}"
                 raise RestoreError(f"{what}: {error}", [header.name]) from error
-            time.sleep(0.1)  # lets a keeper that is being restarted listen again
+            time.sleep(0.1)  # a keeper that is being restarted needs time until it listens
 
 
 def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_part: Header) -> "_Pieces":
-    """The pieces of one code, with the headers that each says it is over. Raises RestoreError."""
+    """Return the verified parity of one parity group, with the headers that it covers. Raises RestoreError."""
     what = f"step {any_part.step} of rank {any_part.rank}"
     for header in held:
         if root_of(chunk_digests(fetched[header.name].data)) != header.root:
@@ -214,22 +214,22 @@ def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_pa
 
 @dataclass
 class _Pieces:
-    """What is left of a code."""
+    """The remaining parity of a parity group."""
 
     code: Code
     covers: list[Header]
-    """The payloads that it is over."""
+    """Headers of the payloads that the parity covers."""
     shards: dict[int, np.ndarray]
-    """By holder: [parity, shard bytes]."""
+    """Holder -> its parity shards, uint8 [parity, shard bytes]."""
 
     def decode(self, payloads: Mapping[int, _Payload], missing: frozenset[int]) -> None:
-        """Fill the missing payloads, stripe by stripe, from the ones that are there and from parity."""
+        """Fill the missing members' payloads, stripe by stripe, from the other payloads and from parity."""
         code = self.code
         length = next(iter(self.shards.values())).shape[1]
         for stripe in range(len(code.members)):
             givers, holders = code.columns(stripe), code.rows(stripe)
             at = [code.stripes_of(giver).index(stripe) * length for giver in givers]
-            # What is beyond the end of a payload is known.
+            # A shard that begins beyond the end of its payload is not lost: it is all zeros.
             ends = [payloads[giver].pieces.size if giver in missing else 0 for giver in givers]
             lost = [column for column, end in enumerate(ends) if at[column] < end]
             if not lost:
@@ -248,25 +248,25 @@ class _Pieces:
 
 
 def _views(payload: wire.Pieces, offset: int, length: int) -> list[memoryview]:
-    """The bytes from `offset` on as far as they are there."""
+    """Return up to `length` bytes from `offset` on, as far as the payload goes."""
     return payload.views(offset, max(0, min(length, payload.size - offset)))
 
 
 def whose(header: Header) -> dict[str, Any]:
-    """What a payload says of itself: its header could be another's."""
+    """Return the header fields that a payload repeats, so that a payload with another one's header is noticed."""
     names = ("run", "step", "history", "start", "group", "rank", "state_bytes")
     return {**{name: getattr(header, name) for name in names}, "part": list(header.part)}
 
 
 def pack_own(meta: dict[str, Any], blobs: dict[str, bytes], **whose: Any) -> bytes:
-    """A JSON object and named byte strings as one byte string that says whose it is."""
+    """Pack a JSON object and named byte strings into one byte string that says whose it is."""
     named = [[name, len(blob)] for name, blob in blobs.items()]
     head = json.dumps({"of": whose, "meta": meta, "blobs": named}).encode()
     return len(head).to_bytes(8, "little") + head + b"".join(blobs.values())
 
 
 def unpack_own(data: bytes, **whose: Any) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The inverse of `pack_own`. Raises ValueError if it is somebody else's."""
+    """The inverse of `pack_own`. Raises ValueError if `whose` differs or the bytes are malformed."""
     at = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:at])
     if not isinstance(head, dict) or head.get("of") != whose:

@@ -1,4 +1,4 @@
-"""`[snapshot]` of a config."""
+"""The section `[snapshot]` of a config."""
 
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -6,32 +6,33 @@ from typing import Literal
 
 @dataclass(kw_only=True, slots=True)
 class SnapshotSection:
-    """`[snapshot]`: the state of committed steps in host memory, kept by processes that outlive the
-    trainer."""
+    """`[snapshot]`: the state of committed steps is kept in host memory, by processes that outlive the
+    trainers."""
 
     enable: bool = False
-    """Take snapshots, and resume from them when every group of the run has died."""
+    """Whether to take snapshots, and to resume from them after every group of the run has died."""
 
     interval: int = 5
-    """Committed steps between snapshots. What is lost with all trainers is at most this and the time of one coding."""
+    """Committed steps between snapshots. If all trainers die, at most this many steps and those made during one coding
+    are lost."""
 
     parity: Literal[0, 1, 2] = 1
-    """How many members of a parity group may be lost with their memory at once. 1: XOR; 2: P + Q, as RAID-6.
-    0: no host may be lost, but all trainers."""
+    """How many members of a parity group may be lost at once, with their memory. 1: XOR; 2: P + Q, as in RAID-6.
+    0: the memory of every host is needed, but all trainers may die."""
 
     parity_group: int = 8
-    """Groups whose parts are coded together, about: what coding costs depends on this and not on the number of groups.
-    With n in a parity group, parity costs a parity / (n - parity)-th part of two buffers' memory."""
+    """About how many groups are coded together. The cost of coding depends on this and not on the number of groups.
+    With n groups in a parity group, parity takes parity / (n - parity) of the memory of two buffers."""
 
     failure_domain: Literal["host", "group"] = "host"
-    """What is lost together. `host`: all groups on a host, which share a keeper. `group`: each group counts as a host
-    of its own, with a keeper of its own: for trials on one machine."""
+    """What is lost together. `host`: all groups on a host, which share a keeper. `group`: each group counts as a
+    separate host and has its own keeper; for trials on one machine."""
 
     segment_dir: str = "/dev/shm"
-    """A tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size says otherwise."""
+    """A tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size sets another size."""
 
     memory_reserve_gb: float = 1.0
-    """Host memory to leave free. A snapshot that would need it is not taken; an event says how much was
+    """Host memory to leave free, in GiB. A snapshot that would need it is not taken; an event says how much was
     needed and found."""
 
     def __post_init__(self) -> None:
@@ -43,24 +44,24 @@ class SnapshotSection:
 
 @dataclass(kw_only=True, slots=True)
 class Snapshot(SnapshotSection):
-    """What keepers and copiers go by: the section, and how long they wait, which no config sets."""
+    """Settings of keepers and copiers: the section, and timeouts that no config can set."""
 
     keeper_ttl_s: float = 1800.0
-    """A keeper ends, and gives its memory back, when no agent, trainer or peer has spoken to it for this
-    long."""
+    """Seconds after which a keeper ends and frees its memory if no trainer or command has used it. Reads of its
+    buffers do not count."""
 
     transfer_timeout_s: float = 10.0
-    """The longest silence of another keeper that is borne while a state is restored."""
+    """Longest silence of a keeper, in seconds, while a state is restored."""
 
     restore_wait_s: float = 10.0
-    """How long a starting run waits for keepers that do not answer: they may be starting as well."""
+    """Seconds that a starting run waits for keepers that do not answer, since they may be starting as well."""
 
     coding_timeout_s: float = 10.0
-    """The longest that a snapshot may take from its publication until it is coded, and a second more for each 200 MB
-    of a group's parts. Then it is given up, and the member that the others waited for is left out of the next ones for
-    a while."""
+    """Seconds in which a published snapshot must be coded, plus one for each 200 MB of parts that the keeper codes at
+    the same time. After that it is given up, and the member that the others waited for is left out of the next
+    snapshots for a while."""
 
     @staticmethod
     def of(section: SnapshotSection) -> "Snapshot":
-        """The section's settings with the usual waits."""
+        """Return the section's settings with the default timeouts."""
         return Snapshot(**{field.name: getattr(section, field.name) for field in fields(SnapshotSection)})

@@ -1,10 +1,10 @@
-"""Recovery sources: from what is left, the newest state that can be had whole, and how. Pure functions.
+"""Recovery sources: decide which is the newest state that can be restored in full, and from where. Pure functions.
 
-In order, where no peer lives to heal from: the newest snapshot whole in its members' memory, one whose missing parts
-parity gives back, an older one, the disk checkpoint, nothing. Between memory and disk the newer step wins. Between
-snapshots the newer step wins as well, whether it must be decoded or not: what decoding costs is less than a step.
+If no peer lives to heal from, the sources are, in this order: the newest snapshot, complete in its members' memory; a
+snapshot with parts decoded from parity; an older one; the disk checkpoint; nothing. Between memory and disk the newer
+step wins. So it does between snapshots, even if it must be decoded, because decoding costs less than a step.
 
-Every rank of a run reaches the same decision from the same headers, so one may decide for all.
+Every rank of a run reaches the same decision from the same headers, so one rank may decide for all.
 """
 
 import itertools
@@ -23,48 +23,48 @@ Source = Literal["memory", "older", "parity", "disk", "nothing"]
 
 @dataclass(frozen=True)
 class Column:
-    """Where one rank column's parts of the chosen step are, and exactly which files they are."""
+    """Where one rank column's parts of the chosen step are, and exactly which buffers they are."""
 
     data: dict[int, Held]
-    """The part of a member, by group."""
+    """Group -> the buffer with its part."""
     parity: tuple[tuple[Held, ...], ...]
-    """Per parity group with missing parts: its pieces of one code."""
+    """For each parity group that lost parts: its parity buffers."""
 
     @property
     def held(self) -> list[Held]:
-        """All the files."""
+        """All buffers of the column."""
         return [*self.data.values(), *itertools.chain(*self.parity)]
 
     @property
     def any(self) -> Header:
-        """Any header: for fields equal in all."""
+        """Some header of the column, for fields that are equal in all."""
         return self.held[0].header
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Groups whose part must be decoded."""
+        """Groups whose parts must be decoded."""
         return tuple(group for group in self.any.members if group not in self.data)
 
     @property
     def names(self) -> list[str]:
-        """Of the files (`Header.name`)."""
+        """Names of all buffers (`Header.name`)."""
         return [held.header.name for held in self.held]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which step to start from, from where, and why not from a newer one."""
+    """Which step to start from, where it is, and why it is not a newer one."""
 
     source: Source
     step: int
-    """Committed step to start from; 0 for nothing."""
+    """Committed step to start from; 0 if the source is `nothing`."""
     columns: dict[int, Column] = field(default_factory=dict)
-    """By rank; only for the sources that restore from keepers."""
+    """Rank -> where its parts are; empty unless the state is restored from keepers."""
     reasons: tuple[str, ...] = ()
     """Why each newer or better source was passed over, newest first."""
     anchor: Moment | None = None
-    """Of what is restored from keepers: the newest snapshot that is coded, which is not overwritten before the restored
-    state is coded. It is older than that if that was never coded."""
+    """The newest coded snapshot that keepers hold, which is not overwritten until the restored state is coded. It is
+    older than the restored snapshot if that was never coded. None unless the state is restored from keepers."""
 
     def to_json(self) -> list[Any]:
         held = {
@@ -75,7 +75,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, body: Sequence[Any], rank: int, topology: str) -> "Decision":
-        """With the columns that a rank with this layout restores from: its own if that fits, else all."""
+        """Parse a decision, with the columns that a rank of this layout needs: its own if its layout fits, else all."""
         source, step, held, reasons, anchor = body
         own = {rank: _from_json(held[str(rank)])} if str(rank) in held else {}
         fits = any(column.any.topology == topology for column in own.values())
@@ -88,7 +88,7 @@ class Decision:
 
 
 def _from_json(held: Sequence[Any]) -> Column:
-    """Of files that make up a column."""
+    """Parse the column that these buffers make up. Raises ValueError."""
     addresses, headers = held
     column, why_not = _column(list(map(Held, addresses, read_list(headers))))
     if column is None:
@@ -97,13 +97,13 @@ def _from_json(held: Sequence[Any]) -> Column:
 
 
 def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, aside: Collection[str] = ()) -> Decision:
-    """The source to start from.
+    """Return the source to start from.
 
     Args:
         held: the buffers of every keeper that answered.
-        run: only buffers of this run are used.
+        run: id of this run; only its buffers are used.
         disk_step: newest step of the disk checkpoint, if there is one.
-        aside: buffers that are not used, by `Header.name`; whoever names them says why.
+        aside: buffers not to use, by `Header.name`. The reasons do not mention them.
     """
     reasons: list[str] = []
     candidates = _candidates([buffer for buffer in held if buffer.header.name not in aside], run, reasons)
@@ -130,8 +130,8 @@ def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, asid
 
 
 def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list[Held]]:
-    """The files of each state that some keeper has a buffer of; the newest first, of equal steps the one committed
-    last."""
+    """Return the buffers of each state that a keeper holds any of: the newest step first, of equal steps the state that
+    was published last. Appends a sentence to `reasons` for each step of another run."""
     found: dict[tuple, list[Held]] = defaultdict(list)
     strange: dict[str, None] = {}
     for buffer in held:
@@ -146,21 +146,21 @@ def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list
 
 
 def _anchor(restored: list[Held], older: list[list[Held]]) -> Moment:
-    """The newest of these states that is coded and can be restored; if none is coded, the restored one."""
+    """Return the newest of these states that is coded and can be restored; if there is none, the restored one."""
     coded = filter(_is_coded, [restored, *older])
     return next((each for each in coded if each is restored or not _columns(each)[1]), restored)[0].header.moment
 
 
 def _is_coded(candidate: list[Held]) -> bool:
-    """Whether all members that are still there have their pieces of the code, if there is one. What is lost of a coded
-    snapshot does not make it one that was given up."""
+    """Return whether each member whose part is still there has its parity too, if the snapshot has parity. So a coded
+    snapshot remains coded if members are lost."""
     headers = [held.header for held in candidate]
     pieces = {(h.rank, h.group, root) for h in headers if h.kind == "parity" for root in h.roots}
     return all((h.rank, h.group, h.root) in pieces for h in headers if h.kind == "data" and h.parity)
 
 
 def _columns(candidate: list[Held]) -> tuple[dict[int, Column], str]:
-    """By rank, where its parts are; or a sentence on what is missing."""
+    """Return where each rank's parts are, by rank; or a sentence on what is missing."""
     by_rank: dict[int, list[Held]] = defaultdict(list)
     for buffer in candidate:
         by_rank[buffer.header.rank].append(buffer)
@@ -174,7 +174,7 @@ def _columns(candidate: list[Held]) -> tuple[dict[int, Column], str]:
 
 
 def _column(held: Sequence[Held]) -> tuple[Column | None, str]:
-    """Where one rank's parts are, of files of one moment."""
+    """Return where one rank's parts are, given its buffers of one moment; or a sentence on what is missing."""
     if len({buffer.header.identity for buffer in held}) != 1:
         return None, "there are two layouts" if held else "no keeper has a part"
     pieces = [buffer for buffer in held if buffer.header.kind == "parity"]
@@ -191,7 +191,7 @@ def _column(held: Sequence[Held]) -> tuple[Column | None, str]:
 def _codes(
     missing: frozenset[int], data: Mapping[int, Held], pieces: list[Held]
 ) -> tuple[tuple[tuple[Held, ...], ...], str]:
-    """For each parity group that lost parts, the pieces of a code that gives them back; or why there is none."""
+    """Return, for each parity group that lost parts, the parity buffers that restore them; or why there are none."""
     by_code: dict[tuple, dict[int, Held]] = defaultdict(dict)
     for piece in pieces:
         by_code[piece.header.parity_group, piece.header.roots][piece.header.group] = piece

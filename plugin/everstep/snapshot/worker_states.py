@@ -1,5 +1,5 @@
-"""Workers' own states in hosts' memory (semi-synchronous training): files in the segment, which outlive the trainer
-that wrote them, and which a host's keeper serves to the others; and copies of another host's."""
+"""Workers' own states in hosts' memory, for semi-synchronous training. A state is a file in the segment. It outlives
+the trainer that wrote it, and the keeper serves it to other hosts. A second host holds a copy, or else storage does."""
 
 import contextlib
 import mmap
@@ -22,23 +22,23 @@ from everstep.snapshot.segment import Segment
 
 NAME = re.compile(r"(worker-\d{1,9}\.rank-\d{1,9}\.)round-(\d{1,18})\.[0-9a-f]{1,16}")
 OLDER, OLDER_COPIES = 1, 2
-"""Rounds whose states stay besides the newest one's, on their host and as copies: another history may have to go on
-from later ones, and of a round there may be no copy."""
+"""Rounds before the written one whose states are kept, on their host and as copies, because a round may have no copy.
+States of later rounds are kept as well, because another history may have to go on from them."""
 LOOK_S = 0.5
-"""Between two looks at other hosts for one that they do not have, and the longest that a look waits for them."""
+"""Seconds between two searches of other hosts for a state that they lacked, and the longest that one search takes."""
 TIMEOUT = timedelta(seconds=10)
-"""The longest silence of a keeper that serves one."""
+"""Longest silence of a keeper that sends or receives a state."""
 
 
 def _parse(name: str) -> tuple[str, int]:
-    """Whose a state is, and of which round."""
+    """Return the worker and rank in a state's name, and its round. Raises wire.RefusedError for another name."""
     if not (found := NAME.fullmatch(name)):
         raise wire.RefusedError(f"'{name[:100]}' is no worker's state")
     return found[1], int(found[2])
 
 
 def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> None:
-    """Write a state to a folder, and remove older ones and drafts of the same worker. Raises OSError."""
+    """Write a state; remove its worker's states and drafts of more than `older` rounds before it. Raises OSError."""
     write_whole(folder / name, *data)
     whose, round_ = _parse(name)
     for path in (*folder.glob(f"{whose}*"), *folder.glob(f".{whose}*")):
@@ -48,7 +48,7 @@ def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> Non
 
 
 def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
-    """Keep a state that the other side of the channel serves. Returns why not; empty if it is kept."""
+    """Fetch a state that the other side of the channel serves, and keep it. Returns why it is not kept; "" if it is."""
     name, size = str(message.get("name")), message.get("size")
     _parse(name)
     if type(size) is not int or size < 0:
@@ -67,7 +67,7 @@ def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
 
 @contextlib.contextmanager
 def opened(folder: Path, name: str) -> Iterator[wire.Bytes | None]:
-    """A state that is served from a segment; None if there is none of this name."""
+    """Open the state of this name in a segment for serving; yields None if there is none."""
     _parse(name)
     with contextlib.ExitStack() as stack:
         try:
@@ -80,25 +80,25 @@ def opened(folder: Path, name: str) -> Iterator[wire.Bytes | None]:
 
 
 class WorkerStates:
-    """See `everstep.semi.worker_store.Memory`.
+    """Implements `everstep.semi.worker_store.Memory`: files in segments, and copies.
 
     Args:
-        run_dir: of the run.
-        segment: of a group on this host.
+        run_dir: the run directory.
+        segment: the segment of a group on this host.
     """
 
     def __init__(self, run_dir: Path, segment: Segment) -> None:
         self.folder = segment.path
-        with contextlib.suppress(SnapshotError):  # nothing is kept there then; whoever starts the keeper says why
+        with contextlib.suppress(SnapshotError):  # then nothing is kept there; `KeeperWatch` reports why
             segment.create()
         self._run_dir, self._group, self._token = run_dir, segment.group, read_token(run_dir)
         self._storage = run_dir / "state" / "workers"
         self._partner = ""
-        """The keeper that took a copy last."""
+        """Address of the keeper that took a copy last."""
         self._holder: dict[str, str] = {}
-        """By name of a state the keeper that has it."""
+        """Name of a state -> address of the keeper that holds it."""
         self._looked = "", 0.0
-        """For which state, and when."""
+        """Name of the state that was searched for last, and time.monotonic() of that search."""
 
     def write(self, name: str, *data: bytes) -> None:
         if not is_own_directory(self.folder):
@@ -110,7 +110,7 @@ class WorkerStates:
         held = wire.Pieces(list(map(memoryview, data)))
         for place in sorted(self._others(), key=order):
             with (
-                contextlib.suppress(wire.WireError),  # the next one may take it, and else storage
+                contextlib.suppress(wire.WireError),  # then ask the next keeper, and at last use storage
                 contextlib.closing(wire.connect(place.address, self._token, TIMEOUT)) as channel,
             ):
                 channel.send_frame({"op": "keep", "name": name, "size": held.size})
@@ -121,7 +121,7 @@ class WorkerStates:
         return False
 
     def _others(self) -> list[peers.Place]:
-        """The keepers of other hosts, by group the latest."""
+        """Return the latest keeper of each group, if it is not this host's."""
         latest = {place.group: place for place in reversed(peers.read_places(self._run_dir))}
         here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
         return [place for place in latest.values() if (place.host, place.segment) != here]
