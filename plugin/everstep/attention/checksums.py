@@ -1,13 +1,13 @@
-"""Checksums of vectors: verify, locate, correct (ATTNChecker's extreme-error correction, arXiv
-2410.11720).
+"""Checksums of vectors, which verify a vector, and locate and correct a wrong element of it (ATTNChecker's
+extreme-error correction, arXiv 2410.11720).
 
-A vector a of n elements carries two sums: c1 = Σ a_j and c2 = Σ j·a_j, j = 1..n. Through a product they can
-be had without the product itself, and then tell whether, where, and by how much the product is wrong.
-Everything here is pure tensor arithmetic: masks and `torch.where`, no host synchronisation, any device, any
-leading shape.
+A vector a of n elements has two checksums: c1 = Σ a_j and c2 = Σ j·a_j, j = 1..n. Those of a product's rows and columns
+can be computed from its operands, without the product. They then tell whether, where, and by how much the product is
+wrong. Everything here is tensor arithmetic: masks and `torch.where`, no host synchronisation, any device, any leading
+shape.
 
-An element is *extreme* when no correct result could be that large: the caller gives `limit`, the largest
-magnitude that the operands allow (their norms' product). A fixed limit, as 1e10, cannot be reached in fp16.
+An element is *extreme* if no correct result could be that large. The caller passes this `limit`, the largest magnitude
+that the operands allow (the product of their norms). fp16 could never reach a fixed limit such as 1e10.
 """
 
 from typing import NamedTuple
@@ -17,32 +17,31 @@ import torch
 from .roundoff import accumulator
 
 CLEAN, CORRECTED, CHECKSUM, BEYOND = 0, 1, 2, 3
-"""Status of a vector: nothing wrong; one element was wrong and is rebuilt; the vector is right and a checksum
-of it was wrong; more is wrong than one vector's checksums can tell."""
+"""Status of a vector: nothing is wrong; one element was wrong and is rebuilt; the vector is right, but one of its
+checksums was wrong; more is wrong than the checksums of one vector can tell."""
 
 
 class Sums(NamedTuple):
-    """The two checksums of vectors that lie along one dimension; both have the shape without it."""
+    """The two checksums of vectors that lie along one dimension. Both have the shape without that dimension."""
 
     plain: torch.Tensor
     weighted: torch.Tensor
 
 
 class Correction(NamedTuple):
-    """What `correct` did: the vectors (new tensor where changed) and one int8 status for each."""
+    """The result of `correct`: the vectors, as a new tensor, and an int8 status for each."""
 
     vectors: torch.Tensor
     status: torch.Tensor
 
 
 def weights(n: int, like: torch.Tensor) -> torch.Tensor:
-    """1..n in the accumulator dtype of `like`, on its device."""
+    """Return 1..n in the accumulator dtype of `like`, on its device."""
     return torch.arange(1, n + 1, device=like.device, dtype=accumulator(like.dtype))
 
 
 def verify(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor) -> torch.Tensor:
-    """True where a vector (..., n) disagrees with its plain checksum by more than `bound` (...). NaN
-    disagrees."""
+    """Return a mask: true where a vector (..., n) is off its plain checksum by more than `bound` (...) or by NaN."""
     return ~((sums.plain - vectors.to(sums.plain.dtype).sum(-1)).abs() <= bound)
 
 
@@ -52,13 +51,13 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
     Args:
         vectors: (..., n), any float dtype.
         sums: checksums that the vectors should have, (...) in the accumulator dtype.
-        bound: (...), largest |c1 - Σ a| that round-off explains; c2 is allowed n times that.
+        bound: (...), largest |c1 - Σ a| that round-off explains; for c2 it is n times as large.
         limit: (...), largest |a_j| that a correct result can have.
 
     Returns:
-        The vectors and their status. A rebuilt element is c1 less the sum of the others, so its error is at
-        most `bound`; it is only accepted when the weighted checksum then agrees. Two or more extreme elements
-        are BEYOND: they are the other direction's to correct.
+        The vectors and their status. A rebuilt element is c1 minus the sum of the others, so its error is at most
+        `bound`. It is accepted only if the weighted checksum then agrees. A vector with two or more extreme elements is
+        BEYOND, for `correct_both` to correct in the other direction.
     """
     plain, weighted = sums
     n = vectors.shape[-1]
@@ -70,8 +69,8 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
     d1 = plain - wide.sum(-1)
     d2 = weighted - wide @ w
 
-    # Finite damage says where it is by d2 / d1. Extreme damage does not: the sums overflow, and either may be
-    # NaN while the other is finite. There the extreme element itself is the index.
+    # The index of a moderate error is d2 / d1. That of an extreme error is not: the sums overflow, and one of them may
+    # be NaN while the other is finite. There the index is that of the extreme element.
     ratio = d2 / d1
     index_known = (ratio >= 0.5) & (ratio < n + 0.5)
     by_ratio = torch.where(index_known, ratio, torch.ones_like(ratio)).round().to(torch.int64) - 1
@@ -79,8 +78,8 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
     index = torch.where(extremes == 1, by_size, by_ratio)
 
     at_index = torch.arange(n, device=vectors.device) == index.unsqueeze(-1)
-    # The wrong element is left out before the sum, never subtracted from it: inf - inf is not a number, and a
-    # near-infinite element cancels every digit of the others.
+    # The wrong element is left out of the sum, not subtracted from it: inf - inf is NaN, and a near-infinite element
+    # would erase every digit of the others.
     others = torch.where(at_index, torch.zeros_like(wide), wide)
     rebuilt = plain - others.sum(-1)
     proof = weighted - others @ w - rebuilt * (index + 1).to(w.dtype)
@@ -90,7 +89,7 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
     weighted_wrong = ~(d2.abs() <= n * bound)
     one = (extremes == 1) | ((extremes == 0) & index_known)
     corrected = wrong & one & proven
-    # One sum disagrees and the other does not, and no single element explains it.
+    # Only one of the two sums disagrees, and no single wrong element explains that.
     checksum = (wrong ^ weighted_wrong) & (extremes == 0) & ~corrected
 
     status = torch.where(
@@ -103,7 +102,7 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
 
 
 class Direction(NamedTuple):
-    """Checksums of a matrix's vectors in one direction, with what round-off and the operands allow."""
+    """The checksums of a matrix's rows or columns, with `bound` and `limit` as in `correct`."""
 
     sums: Sums
     bound: torch.Tensor
@@ -111,12 +110,12 @@ class Direction(NamedTuple):
 
 
 class MatrixCorrection(NamedTuple):
-    """What `correct_both` did to matrices.
+    """The result of `correct_both`. All fields but `matrix` are 0-dim tensors on the device.
 
     matrix: (..., M, N). corrected: number of elements rebuilt.
-    beyond: number of vectors that are still wrong: 2-D damage.
-    doubtful: several elements were rebuilt, and fewer were extreme. Beside such there may be wrong elements
-    that every sum's bound excuses. All are 0-dim tensors on the device.
+    beyond: number of vectors that are still wrong, because the damage has two dimensions.
+    doubtful: whether several elements were rebuilt, of which some were not extreme. Other elements may then be wrong
+    within the bounds of all sums.
     """
 
     matrix: torch.Tensor
@@ -126,10 +125,9 @@ class MatrixCorrection(NamedTuple):
 
 
 def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, width: int) -> MatrixCorrection:
-    """Correct by rows, then by columns what rows could not, then verify the rows.
+    """Correct by rows, then correct the rest by columns, then verify rows and columns.
 
-    The passes follow each other on one tensor: two at once on two streams would race for the element both
-    see.
+    The passes run one after the other on one tensor. On two streams they would race for an element that both see.
 
     Args:
         matrix: (..., M, N).
@@ -142,7 +140,7 @@ def correct_both(matrix: torch.Tensor, rows: Direction, columns: Direction, widt
     after_rows = by_rows.vectors.flatten(-2)
     by_columns = correct(after_rows.transpose(-1, -2), *columns)
     fixed = by_columns.vectors.transpose(-1, -2)
-    # A row whose checksum was wrong would fail for ever; its columns vouch for it.
+    # A row or column whose checksum was wrong can never verify; the other direction vouches for it.
     still = verify(fixed.unflatten(-1, (-1, width)), rows.sums, rows.bound) & (by_rows.status != CHECKSUM)
     still_columns = verify(by_columns.vectors, columns.sums, columns.bound) & (by_columns.status != CHECKSUM)
     corrected = (by_rows.status == CORRECTED).sum() + (by_columns.status == CORRECTED).sum()

@@ -1,4 +1,4 @@
-"""Comparisons as one pass over what they compare."""
+"""Compiles a comparison into one pass over the tensors that it compares."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from .findings import Deviation
 
 SHAPES = 64
-"""Of the operands of one function: a projection has up to four. Beyond so many it would run operation by operation."""
+"""Sets of operand shapes for which one function is compiled at most. With more it would run operation by operation."""
 
 
 @functools.cache
@@ -28,11 +28,11 @@ def _worst(compare: Callable[..., Deviation]) -> Callable[..., torch.Tensor]:
 
 
 def at_once(function: Callable[..., Any], like: torch.Tensor, *, in_graph: bool = False) -> Callable[..., Any]:
-    """`function`, compiled on an accelerator, where each operation would be a kernel of its own that reads all again,
-    and on a CPU in a compiled model. like: on the device in question."""
+    """Return `function`, compiled if it runs on an accelerator, where each operation would be a kernel that reads its
+    operands again, or `in_graph`, i.e. in a compiled model. like: a tensor on the device in question."""
     return _compiled(function) if in_graph or like.device.type not in ("cpu", "meta") else function
 
 
 def worst_of(compare: Callable[..., Deviation], like: torch.Tensor, *, in_graph: bool = False) -> Callable[..., Any]:
-    """`compare(...).worst()`, as one pass; see `at_once`."""
+    """Return `compare(...).worst()` as one function; see `at_once`."""
     return at_once(_worst(compare), like, in_graph=in_graph)

@@ -1,7 +1,7 @@
-"""Attention as matrices: scores, softmax and context are there to be checked, and corrected in place.
+"""Attention as matrices: scores, softmax and context are tensors that can be checked, and corrected in place.
 
-Query rows are taken in blocks, so memory grows with the sequence, not with its square. Each block makes two
-products forward and five backward; each is checked by the cheapest sums that see every one of its elements:
+Query rows are taken in blocks, so memory grows with the sequence, not with its square. Each block computes two
+products in the forward and five in the backward. Each is checked by the cheapest sums that see all of its elements:
 
     scores   S = Q Kᵀ      rows, over tiles of keys: Σ_j S_ij = q_i · Σ_j k_j
     context  O = P V       rows: Σ_h O_ih = Σ_j P_ij (Σ_h V_jh)
@@ -10,8 +10,8 @@ products forward and five backward; each is checked by the cheapest sums that se
     dq       dQ = dS K     rows
     dk       dK = dSᵀ Q    columns, likewise
 
-Softmax breaks checksums, so the sums begin anew behind it, as in ATTNChecker; the backward makes the scores a
-second time and requires that every row of P = exp(S - lse) sums to 1, which compares it with the forward.
+Checksums do not pass through softmax, so new ones are made behind it, as in ATTNChecker. The backward computes the
+scores again and requires that every row of P = exp(S - lse) sums to 1, which compares them with the forward's.
 
 Heads: N query heads share N_kv key heads in groups of G; a block works on (B, N_kv, G·rows, ...).
 """
@@ -39,14 +39,14 @@ from .roundoff import (
 )
 
 BLOCK = 128
-"""Most query rows that are worked on at once."""
+"""Most query rows of a block."""
 
 _CACHED = 1 << 21
-"""Scores that a CPU works on at once. In smaller blocks the calls cost more than the caches save. An accelerator
-takes all heads together."""
+"""Scores of a block on a CPU. In smaller blocks the calls would cost more than the caches save. On an accelerator a
+block has all heads."""
 
 RESULTS = ("scores", "context", "scores.backward", "dp", "dv", "dq", "dk")
-"""The checked results of this path."""
+"""The names of this path's checked results."""
 
 
 def attention(
@@ -58,7 +58,7 @@ def attention(
     scale: float | None = None,
     guard: Guard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention with every product checked, forward and backward.
+    """Compute softmax attention with every product checked, forward and backward.
 
     Args:
         q: (B, L, N, H).
@@ -66,11 +66,11 @@ def attention(
         v: (B, L, N_kv, H_v).
         visible: the mask.
         scale: of the scores; None: H ** -0.5.
-        guard: None computes the same without checks.
+        guard: of this attention; None: the same is computed without checks.
 
     Returns:
-        The context (B, L, N, H_v) in q's dtype, and the log of each row's sum of exponentials (B, L, N) in
-        the accumulator dtype, -inf for a row that sees nothing. Both are differentiable.
+        The context (B, L, N, H_v) in q's dtype, and lse, the log-sum-exp of each row (B, L, N), in the accumulator
+        dtype; -inf for a row that sees no key. Both are differentiable.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -80,7 +80,7 @@ def attention(
 
 
 def _by_key_head(x: torch.Tensor, groups: int, scale: float = 1.0) -> torch.Tensor:
-    """(B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype, contiguous."""
+    """Return x (B, L, N, H) as (B, N/groups, groups, L, H), times `scale`, in the accumulator dtype, contiguous."""
     b, length, n, h = x.shape
     wide = x.new_empty(b, n // groups, groups, length, h, dtype=accumulator(x.dtype))
     wide.copy_(x.permute(0, 2, 1, 3).reshape(wide.shape))
@@ -88,12 +88,12 @@ def _by_key_head(x: torch.Tensor, groups: int, scale: float = 1.0) -> torch.Tens
 
 
 def _from_key_head(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `_by_key_head`, contiguous."""
+    """Return the inverse of `_by_key_head`, contiguous."""
     return x.flatten(1, 2).permute(0, 2, 1, 3).to(dtype).contiguous()
 
 
 class _Block(NamedTuple):
-    """Some key heads, some query rows, and the keys those rows can see."""
+    """A block: some key heads, some query rows, and the keys that those rows can see. seen: their mask, or None."""
 
     heads: slice
     rows: slice
@@ -101,23 +101,23 @@ class _Block(NamedTuple):
     seen: torch.Tensor | None
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """This block's rows of x (B, N_kv, G, L, ...) as (B, heads, G·rows, ...)."""
+        """Return this block's rows of x (B, N_kv, G, L, ...) as (B, heads, G·rows, ...)."""
         return x[:, self.heads, :, self.rows].flatten(2, 3)
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
-        """This block's keys of x (B, N_kv, L, ...)."""
+        """Return this block's keys of x (B, N_kv, L, ...)."""
         return x[:, self.heads, self.keys]
 
     def put_rows(self, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write what `of_rows` reads."""
+        """Write the rows that `of_rows` reads."""
         x[:, self.heads, :, self.rows] = rows.unflatten(2, (x.shape[2], -1))
 
     def add_keys(self, x: torch.Tensor, keys: torch.Tensor) -> None:
-        """Add to what `of_keys` reads."""
+        """Add to the keys that `of_keys` reads."""
         x[:, self.heads, self.keys] += keys
 
     def mask(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores (B, heads, G·rows, keys) with -inf where nothing is seen, in place."""
+        """Set scores (B, heads, G·rows, keys) to -inf, in place, where a query does not see a key; return them."""
         if self.seen is not None:
             groups = scores.shape[2] // (self.rows.stop - self.rows.start)
             scores.unflatten(2, (groups, -1)).masked_fill_(~self.seen, -math.inf)
@@ -125,7 +125,7 @@ class _Block(NamedTuple):
 
 
 class _Operands:
-    """One call's operands in the accumulator dtype, and the blocks they are cut into."""
+    """The operands of one call in the accumulator dtype, and the blocks into which they are cut."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible, scale: float) -> None:
         self.groups = q.shape[2] // k.shape[2]
@@ -155,17 +155,17 @@ class _Operands:
                 yield _Block(taken, slice(start, stop), slice(low, high), of_heads)
 
     def kept(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `make` returns, made once for all blocks."""
+        """Return the result of `make`, which is called once for all blocks."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
     def norms(self, name: Literal["q", "k", "v"]) -> torch.Tensor:
-        """Norms of q (B, N_kv, G, L), k or v (B, N_kv, L)."""
+        """Return the norms of q (B, N_kv, G, L), k or v (B, N_kv, L)."""
         return self.kept(f"{name} norms", lambda: norms(getattr(self, name), -1))
 
     def key_weights(self, block: "_Block") -> torch.Tensor:
-        """For each of a block's keys: a one, one of `_key_weights`, and Σ_h k_jh (B, heads, 3, keys)."""
+        """Return three weights for each of a block's keys (B, heads, 3, keys): 1, its `_key_weights`, and Σ_h k_jh."""
 
         def make() -> torch.Tensor:
             total = self.k.sum(-1)
@@ -175,40 +175,38 @@ class _Operands:
         return self.kept("key weights", make)[:, block.heads, :, block.keys]
 
     def k_sizes(self, block: "_Block") -> torch.Tensor:
-        """Σ_h |k_jh| of a block's keys (B, heads, keys)."""
+        """Return Σ_h |k_jh| of a block's keys (B, heads, keys)."""
         return block.of_keys(self.kept("k sizes", lambda: self.k.abs().sum(-1)))
 
     def tiled(self, name: Literal["k", "v"], block: "_Block") -> InnerSums:
-        """Of a block's rows of k or v, with tiles of rows: sums (B, heads, H, T) and summed norms (B, heads, T)."""
+        """Return the InnerSums of a block's rows of k or v: plain (B, heads, H, T), norms (B, heads, T)."""
         plain = tiles(block.of_keys(getattr(self, name)), -2).sum(-2)
         return InnerSums(plain.transpose(-1, -2), tile_totals(block.of_keys(self.norms(name))))
 
     def v_sums(self, block: "_Block") -> torch.Tensor:
-        """Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, 2, keys)."""
+        """Return Σ_h v_jh and Σ_h |v_jh| of a block's keys (B, heads, 2, keys)."""
         made = self.kept("v sums", lambda: torch.stack([self.v.sum(-1), self.v.abs().sum(-1)], dim=-2))
         return made[:, block.heads, :, block.keys]
 
     def growth(self, inner: int) -> float:
-        """Relative error of a product of these operands."""
+        """Return the relative error of a product of these operands."""
         return growth(inner, self.q.dtype) + self.loss
 
 
 def _sums_over(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sums of x's rows (..., rows, keys) under each of some weights (..., W, keys); W times (..., rows).
-
-    In this order: on a CPU `x @ weights.mT` takes twice as long.
-    """
+    """Return the sums of x's rows (..., rows, keys) under each of W weights (..., W, keys): W tensors (..., rows)."""
+    # On a CPU `x @ weights.mT` would take twice as long.
     return (weights @ x.mT).unbind(-2)
 
 
 def _inner_tiles(y: torch.Tensor, a: torch.Tensor, a_norms: torch.Tensor, b_sums: InnerSums, loss: float) -> Deviation:
-    """Row tiles of y = a bᵀ: the sums of b's rows are a few, so no pass over y but the one."""
+    """Return how far the row tiles of y = a bᵀ are from their checksums. As b has few sums, y is read only once."""
     reach = a_norms.unsqueeze(-1) * b_sums.norms.unsqueeze(-2)
     return Deviation(a @ b_sums.plain - tile_totals(y), loss * reach + torch.finfo(y.dtype).tiny)
 
 
 def _row_sums(y: torch.Tensor, p: torch.Tensor, v_sums: torch.Tensor, loss: float) -> Deviation:
-    """Rows of y = p v for p >= 0."""
+    """Return how far the rows of y = p v, with p >= 0, are from their checksums."""
     expected, reach = _sums_over(p, v_sums)
     return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny)
 
@@ -216,16 +214,17 @@ def _row_sums(y: torch.Tensor, p: torch.Tensor, v_sums: torch.Tensor, loss: floa
 def _signed_row_sums(
     y: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, k_sizes: torch.Tensor, loss: float
 ) -> Deviation:
-    """Rows of y = s k, with expected = Σ_j s_ij Σ_h k_jh, size = Σ_j |s_ij| and k_sizes = Σ_h |k_jh|."""
+    """Return how far the rows of y = s k are from their checksums. expected: Σ_j s_ij Σ_h k_jh. size: Σ_j |s_ij|.
+    k_sizes: Σ_h |k_jh|."""
     reach = size * k_sizes.amax(-1, keepdim=True)
     return Deviation(expected - y.sum(-1), loss * reach + torch.finfo(y.dtype).tiny)
 
 
 def _key_weights(n: int, like: torch.Tensor) -> torch.Tensor:
-    """n weights of either sign, from 1/2 to 1, without a pattern, always the same ones (n,).
+    """Return n weights of either sign, of magnitudes from 1/2 to 1, without a pattern, always the same (n,).
 
-    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would
-    leave them as they are. Signs alone would cancel what puts one value in all of an aligned tile.
+    Plain column sums of dK are 0 over every document, so an error that scales all of a document's dK would not change
+    them. Signs alone would cancel an error that puts one value into all of an aligned tile.
     """
     mixed = (torch.arange(n, device=like.device, dtype=torch.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
     mixed = (mixed ^ mixed >> 15) * 0x85EBCA6B >> 13
@@ -235,7 +234,8 @@ def _key_weights(n: int, like: torch.Tensor) -> torch.Tensor:
 def _column_sums(
     y: torch.Tensor, each: torch.Tensor, row_sums: torch.Tensor, size: torch.Tensor, x: torch.Tensor, loss: float
 ) -> Deviation:
-    """Columns of y = sᵀ x under weights w for each of its rows, with row_sums = Σ_j w_j s_ij and size = Σ_j |s_ij|."""
+    """Return how far the columns of y = sᵀ x, with a weight w_j for each row of y, are from their checksums.
+    each: w_j. row_sums: Σ_j w_j s_ij. size: Σ_j |s_ij|."""
     expected = (row_sums.unsqueeze(-2) @ x).squeeze(-2)
     reach = (size.unsqueeze(-2) @ x.abs()).squeeze(-2)
     total = (each.unsqueeze(-2) @ y).squeeze(-2)
@@ -245,7 +245,7 @@ def _column_sums(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, visible: Visible, scale: float, guard: Guard | None):
-        # Checkpointing would keep every block's scores, the very square that blocks avoid.
+        # Selective checkpointing would keep the scores of every block, the very square that blocks avoid.
         with unseen_by_checkpointing():
             ops = _Operands(q, k, v, visible, scale)
             forward = _Products(ops, guard, backward=False)
@@ -266,7 +266,7 @@ class _Attention(torch.autograd.Function):
         guard: Guard | None = ctx.guard
         ops = _Operands(q, k, v, ctx.visible, ctx.scale)
         d_out = _by_key_head(d_out, ops.groups)
-        # d lse enters dS as -delta does: both multiply P.
+        # d_lse enters dS like -delta: both multiply P.
         delta = (d_out * out).sum(-1, keepdim=True) - _by_key_head(d_lse.unsqueeze(-1), ops.groups)
         dq, dk, dv = torch.empty_like(ops.q), torch.zeros_like(ops.k), torch.zeros_like(ops.v)
         backward = _Products(ops, guard, backward=True)
@@ -291,7 +291,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Products:
-    """The products of the blocks of one call, one direction; `part` is the block's number."""
+    """The products of all blocks of one call, in one direction. `part` is the number of the current block."""
 
     def __init__(self, ops: _Operands, guard: Guard | None, *, backward: bool) -> None:
         self.ops, self.backward, self.part = ops, backward, 0
@@ -307,7 +307,7 @@ class _Products:
     def _product(
         self, section: str, a: torch.Tensor, b: torch.Tensor, check: Callable[[torch.Tensor], Deviation]
     ) -> torch.Tensor:
-        """a @ b under its name, checked when this call is."""
+        """Return a @ b, checked as the result `section` if this call is checked."""
         y = self._touch(section, a @ b)
         if self.guard is None or not self.checking:
             return y
@@ -315,11 +315,11 @@ class _Products:
             return settle(self.guard, section, y, a, b, check, backward=self.backward)
 
     def _timing(self) -> AbstractContextManager[None]:
-        """Around what a check adds."""
+        """Measure the time that a check adds."""
         return nullcontext() if self.guard is None else self.guard.timing()
 
     def context(self, block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """O and the log of the sum of exponentials of a block's rows."""
+        """Return O and lse of a block's rows."""
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
 
@@ -327,7 +327,7 @@ class _Products:
             return _inner_tiles(y, q, block.of_rows(ops.norms("q")), ops.tiled("k", block), ops.growth(q.shape[-1]))
 
         scores = self._product("scores", q, k.transpose(-1, -2), of_scores)
-        if self.looks is not None:  # one that is +INF makes NaN of its row
+        if self.looks is not None:  # no look for +INF: it turns its whole row to NaN
             self.looks.report("scores", scores.amin(), "refused", backward=self.backward, bound=-EXTREME_SCORE)
         block.mask(scores)
         top = scores.amax(-1, keepdim=True)
@@ -340,11 +340,11 @@ class _Products:
     def gradients(
         self, block: _Block, d_out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dQ / scale of a block's rows, and what they add to dK and dV of its keys."""
+        """Return dQ / scale of a block's rows, and what they add to dK and dV of its keys."""
         ops = self.ops
         q, k, v = block.of_rows(ops.q), block.of_keys(ops.k), block.of_keys(ops.v)
         p, p_sums, weighed = self._probabilities(block, q, k, lse)
-        # Nothing below reads these where the call is not checked.
+        # If the call is not checked, nothing below reads these.
         weights = each = size = expected = weighed_ds = p_sums
         if self.checking:
             with self._timing():
@@ -363,9 +363,9 @@ class _Products:
         ds = dp.sub_(delta).mul_(p)
         if self.checking:
             with self._timing():
-                # p is not read again: its memory takes the magnitudes, and nothing of that size is allocated.
+                # p is not read again. Its memory takes the magnitudes, so that nothing of that size is allocated.
                 size = torch.abs(ds, out=p).sum(-1)
-                # Weighed sums of dS and sums of dQ's rows in one pass over dS.
+                # The weighted sums of dS, and the checksums of dQ's rows, in one pass over dS.
                 weighed_ds, expected = _sums_over(ds, weights[..., 1:, :])
         inner = ops.growth(k.shape[-2] + k.shape[-1])
         dq = self._product("dq", ds, k, lambda y: _signed_row_sums(y, expected, size, ops.k_sizes(block), inner))
@@ -375,17 +375,16 @@ class _Products:
     def _probabilities(
         self, block: _Block, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """P = exp(S - lse) of a block, its row sums, and those under the keys' weights; both are empty when this call
-        is not checked.
+        """Return P = exp(S - lse) of a block, its row sums, and its row sums under the keys' weights. Both sums are
+        empty if this call is not checked.
 
-        S is made anew, and what it must agree with is the forward: every row of P sums to 1. That needs no
-        sums of S, and sees as well a forward whose scores or sums were wrong. A block that does not agree is
-        made again.
+        S is computed again. It agrees with the forward if every row of P sums to 1. This test needs no sums of S, and
+        also sees a forward whose scores or sums were wrong. Mode `correct` repeats a block that does not agree.
         """
         unseen = lse == -math.inf
         lse = torch.where(unseen, torch.zeros_like(lse), lse)
         scores = self._touch("scores.backward", q @ k.transpose(-1, -2))
-        if self.looks is not None:  # one that is +INF makes NaN of its row
+        if self.looks is not None:  # no look for +INF: it makes gradients that are not finite
             self.looks.report("scores.backward", scores.amin(), "refused", backward=self.backward, bound=-EXTREME_SCORE)
         p = block.mask(scores).sub_(lse).exp_()
         if self.guard is None or not self.checking:

@@ -1,8 +1,8 @@
-"""What the checks saw.
+"""Collects the outcomes of the checks.
 
-A check leaves one number on the device and goes on; nothing waits for it. When it matters `FindingLog.refused()` brings
-all of them to the host at once, the only synchronisation there is, and says which slots must be computed again.
-`drain()` then hands out the findings as events.
+A check leaves one number on the device and does not wait for it. `FindingLog.refused()` copies all of these numbers to
+the host at once, the only synchronisation of the log, and returns the slots that must be computed again. `drain()` then
+returns the findings for events.
 """
 
 import math
@@ -12,31 +12,33 @@ from typing import Any, NamedTuple
 import torch
 
 ACTIONS = ("corrected", "recomputed", "refused")
-"""What became of what was wrong: rebuilt from its checksums, computed again in place, or nothing: then the slot is."""
+"""What was done about a wrong result: rebuilt from its checksums, computed again in place, or the slot was refused."""
 
 
 class Deviation(NamedTuple):
-    """How results compare with their checksums, on the device.
+    """Differences between results and their checksums, on the device.
 
-    residual: checksum less sum, any shape. bound: what round-off explains, above 0; broadcasts against residual.
+    residual: checksum minus sum, any shape. bound: the largest difference that round-off explains; above 0, or 0 where
+    `worst` shall be above 1 whatever the residual. It broadcasts against residual.
     """
 
     residual: torch.Tensor
     bound: torch.Tensor
 
     def bad(self) -> torch.Tensor:
-        """True where round-off does not explain the residual. NaN is bad."""
+        """Return a mask that is true where round-off does not explain the residual. NaN is bad."""
         return ~(self.residual.abs() <= self.bound)
 
     def worst(self) -> torch.Tensor:
-        """The largest residual in units of its bound, a scalar on the device; above 1, INF or NaN: it is bad."""
+        """Return the largest residual in units of its bound, a scalar on the device. Above 1, INF or NaN is wrong."""
         apart = self.residual.abs() / self.bound
         return apart.amax() if apart.numel() else apart.sum()
 
 
 class Record(NamedTuple):
-    """One check's outcome. again: from a forward that activation checkpointing computes a second time. worst: what was
-    found, in units of `bound`, whose sign it has, on whatever device: above 1, INF or NaN it is wrong."""
+    """One check's outcome. again: whether it is of a forward that activation checkpointing computes a second time.
+    worst: a scalar on any device; the result is wrong unless worst / bound <= 1. bound: negative if `worst` must not
+    lie below it."""
 
     step: int
     slot: int
@@ -49,44 +51,40 @@ class Record(NamedTuple):
 
 
 class FindingLog:
-    """Findings of one rank.
-
-    Args:
-        rank: named in every finding.
-    """
+    """The findings of one rank. Each of them names the rank."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._records: list[Record] = []
         self._findings: list[dict[str, Any]] = []
         self.last: list[dict[str, Any]] = []
-        """Findings that `refused` saw last."""
+        """Findings of the last call of `refused`."""
 
     def record(self, record: Record) -> None:
         """Keep one check's outcome."""
         self._records.append(record)
 
     def forget(self) -> None:
-        """What was recorded since it was last read is of slots that nobody will use."""
+        """Drop what was recorded since the last call of `refused`: the results of these slots are not used."""
         self._records = []
 
     def refused(self) -> frozenset[int]:
-        """Slots, of those since this was last asked, with a finding that was not repaired: their gradients must not be
-        used. One host synchronisation when anything was recorded, none otherwise."""
+        """Return the slots, of those recorded since the last call, with a finding that was not repaired. Their
+        gradients must not be used. Synchronises with the host once if anything was recorded, otherwise not."""
         records, self._records = self._records, []
         passes: defaultdict[tuple[int, int, int, str], dict[bool, list[tuple[int, float]]]] = defaultdict(dict)
         for record, worst in zip(records, _read(records), strict=True):
             size = worst / record.bound
             if not size <= 1:
                 passes[record[:4]].setdefault(record.again, []).append((ACTIONS.index(record.action), size))
-        # A finding of the first pass that checkpointing's second pass sees too is one finding. One that only
-        # the second pass sees, or does not repair, is a fault of its own: that pass feeds the backward.
+        # A fault that both the first forward and checkpointing's second forward see is one finding. The second
+        # forward also counts by itself, if it alone sees the fault or does not repair it: it feeds the backward.
         self.last = [self._finding(*place, _worse_pass(seen)) for place, seen in sorted(passes.items())]
         self._findings += self.last
         return frozenset(finding["slot"] for finding in self.last if finding["action"] == "refused")
 
     def drain(self) -> list[dict[str, Any]]:
-        """Findings since the last call, as the fields of `finding` events."""
+        """Return the findings since the last call, as the fields of `finding` events."""
         findings, self._findings = self._findings, []
         return findings
 
@@ -106,12 +104,12 @@ class FindingLog:
 
 
 def _worse_pass(seen: dict[bool, list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Of what two passes did at one place, what the one did that repaired less; the first if they did the same."""
+    """Return the outcomes of the forward that repaired less; those of the first forward if both repaired alike."""
     return max((seen[again] for again in sorted(seen)), key=lambda made: max(action for action, _ in made))
 
 
 def _read(records: list[Record]) -> list[float]:
-    """What each record says, brought to the host at once from each device."""
+    """Return each record's `worst`, copied to the host in one transfer per device."""
     by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
     for i, record in enumerate(records):
         by_device[record.worst.device].append(i)

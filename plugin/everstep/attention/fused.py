@@ -1,8 +1,9 @@
-"""A stock attention kernel, left as it is and watched.
+"""A stock attention kernel, unchanged, and watched from outside.
 
-Before the kernel q, k and v pass through a node that sees dQ, dK and dV; behind it the output passes through one that
-sees dO. The first is the last to run in the backward and compares all of them. In the forward the kernel runs twice,
-and both runs are compared: round-off hides a wrong score from every cheaper check. Whatever is found refuses the slot.
+Before the kernel q, k and v pass through an autograd node that sees dQ, dK and dV. Behind the kernel the output passes
+through a node that sees dO. In the backward the first node runs last, and compares all of these. In the forward the
+kernel runs twice and the runs are compared, because round-off hides a wrong score from every cheaper check. Every
+finding refuses the slot.
 """
 
 import math
@@ -17,25 +18,25 @@ from .private import foreach_norm, unseen_by_checkpointing
 from .roundoff import accumulator
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""The kernel: q (B, L, N, H), k and v (B, L, N_kv, ·) to the context (B, L, N, H_v) and, where the kernel
-hands it out, lse (B, L, N)."""
+"""The kernel. It takes q (B, L, N, H), k and v (B, L, N_kv, ·), and returns the context (B, L, N, H_v) and lse, the
+log-sum-exp of each row (B, L, N), or None if it has no lse."""
 
 FORWARD, BACKWARD = "attention.forward", "attention.backward"
 
 SHORT, LOST = 512, 2.0**-14
-"""Positions up to which `look_at_rows` sees a lost row of P, and by how much a healthy row's sum may be off 1 in fp32,
-as scores of a thousand make it."""
+"""Most positions for which `look_at_rows` sees a lost row of P. The most by which the sum of a healthy row differs from
+1 in fp32, with scores of a thousand."""
 
 SMALL_BYTES = 4 << 20
-"""Of Q. A layer keeps four times as much until the slot is over, to be looked at by `look_at_rows`."""
+"""Most bytes of Q for `look_at_rows`. A layer keeps four times as much for it until the slot is over."""
 
 RESULTS = ("context", "dq", "dk", "dv")
-"""The kernel's results that can be hit."""
+"""The names of the kernel's results into which faults can be injected."""
 
 
 class _Inputs(torch.autograd.Function):
-    """Before the kernel; last in the backward, where it sees dQ, dK, dV and, as gradients of `links`, what `_Output`
-    saw."""
+    """The node before the kernel. It is the last to run in the backward, where it sees dQ, dK, dV and, as gradients of
+    `links`, the tensors that `_Output` saw."""
 
     @staticmethod
     def forward(ctx, q, k, v, guard: Guard, known: tuple[float, bool, bool]):
@@ -59,7 +60,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """Behind the kernel; first in the backward, where it sees dO."""
+    """The node behind the kernel. It is the first to run in the backward, where it sees dO."""
 
     @staticmethod
     def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse):
@@ -75,8 +76,8 @@ class _Output(torch.autograd.Function):
 
 
 def links(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors without memory, of the shapes of O, O, lse and lse: as gradients of these what the output's side saw
-    reaches the inputs' side, dO, O, lse and dlse."""
+    """Return tensors without memory, of the shapes of O, O, lse and lse. As the gradients of these, dO, O, lse and dlse
+    pass from `_Output` to `_Inputs`."""
     acc = accumulator(q.dtype)
     of_out = (q.new_empty(1).expand(*q.shape[:3], v.shape[-1]) for _ in range(2))
     return *of_out, *(q.new_empty(1, dtype=acc).expand(q.shape[:3]) for _ in range(2))
@@ -90,7 +91,7 @@ def compare_forward(
     lse: torch.Tensor | None,
     scale: float,
 ) -> None:
-    """Run the kernel once more on Q, K and sums of V's columns, compare with what it gave, and report."""
+    """Run the kernel a second time, on Q, K and sums of V's columns, compare both runs, and report."""
     with torch.no_grad(), unseen_by_checkpointing(), guard.timing():
         q, k, v = operands
         columns = SUMS + 1 if guard.narrow else v.shape[-1]
@@ -100,12 +101,12 @@ def compare_forward(
 
 
 def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph: bool = False) -> None:
-    """Compare and report what this slot asks for: everything, lost rows of P, or nothing.
+    """Compare and report what is due in this slot: everything, only lost rows of P, or nothing.
 
     Args:
         operands, gradients: Q, K, V and dQ, dK, dV.
-        seen: dO, O, lse or None, and its gradient or None.
-        known: scale, plain_scores and wide_sums, as of `attention`.
+        seen: dO, O, lse or None, and the gradient of lse or None.
+        known: scale, plain_scores and wide_sums, as in `attention`.
         in_graph: whether the model is compiled.
     """
     d_out, out, lse, d_lse = seen
@@ -122,13 +123,13 @@ def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph
 
 
 def look_at_rows(calls: Iterable[tuple[Guard, torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-    """Refuse the slot if a row of P is lost, in a wide dtype and short sequences: Σ dV = Σ dO, for the price of sums.
+    """Refuse the slot if a row of P is lost, for a wide dtype and short sequences. Tests Σ dV = Σ dO with sums alone.
 
-    Each dO_i may be off by LOST of itself, which hides nothing while rows are few; else `backward_deviation` is asked.
+    Each dO_i may be off by LOST of itself. This hides no lost row if rows are few; else `backward_deviation` is used.
 
     Args:
-        calls: of each its guard, V (B, L, N_kv, H_v), read by the kernel alone, and O (B, L, N, H_v), which keep their
-            gradients, and lse (B, L, N) or None. Activation checkpointing computes forwards that have no gradients.
+        calls: of each call its guard, V (B, L, N_kv, H_v) as only the kernel reads it, O (B, L, N, H_v), and lse
+            (B, L, N) or None. V and O retain their gradients, but have none in the first forward of checkpointing.
     """
     guards, d_outs, apart = [], [], []
     for guard, v, out, lse in calls:
@@ -159,12 +160,12 @@ def attention(
     plain_scores: bool = True,
     wide_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend(q, k, v)`, watched.
+    """Return `attend(q, k, v)`, watched.
 
     Args:
         attend: the kernel; run twice if the call is checked.
         scale: of the scores; None: H ** -0.5.
-        plain_scores: False where `attend` changes scores other than by the scale and the mask.
+        plain_scores: False if `attend` changes scores other than by the scale and the mask.
         wide_sums: whether `attend` adds up dK and dV, over all queries and the query heads of a group, in its
             accumulators, and rounds them once.
 

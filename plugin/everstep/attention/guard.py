@@ -1,4 +1,4 @@
-"""What a checked module asks before a check and tells after it."""
+"""The checks as the training step sees them (`Checks`), and as a checked module sees them (`Guard`)."""
 
 import contextlib
 import itertools
@@ -18,8 +18,8 @@ from .section import AttentionCheck
 
 
 class _Slot(NamedTuple):
-    """What was timed in a slot: events of a device, or seconds without one. checks, looks: beginnings and ends, of the
-    checks of the layers that were drawn, and of what is looked at in every slot."""
+    """The times of one slot: events of the device, or seconds if there is none. checks, looks: beginnings and ends of
+    the checks of the layers that were drawn, and of the looks. layers: number of layers that were drawn."""
 
     begin: Any
     end: Any
@@ -28,7 +28,7 @@ class _Slot(NamedTuple):
     layers: int
 
     def over(self) -> bool:
-        """Whether the device has done all of it."""
+        """Return whether the device has finished the slot."""
         return isinstance(self.end, float) or self.end.query()
 
 
@@ -37,25 +37,25 @@ def _between(begin: Any, end: Any) -> float:
 
 
 SMALL_STEP = 65_536
-"""Tokens of a step from which on the loss of one row of one head (an infinite score) changes no gradient by 1 %:
-0.34 % is the most that `bench/attention_extremes.py` finds, and it falls as the root of the tokens."""
+"""Tokens of a step from which on losing one row of one head, by an infinite score, changes no gradient by 1 %.
+`bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of tokens."""
 
 
 KEPT_BYTES = 32 << 20
-"""Of results that are looked at together: between two products, which fill a CPU's caches, a look takes several times
-as long."""
+"""Bytes of results that are kept, so that one look takes them together. Between two products, which fill a CPU's
+caches, a look takes several times as long."""
 
 
 class Checks:
-    """The attention check of one rank: what the training step talks to.
+    """The attention check of one rank, as the training step calls it.
 
-    `begin` before a slot's forward, `end` after its backward, `refused` before anything of it is used,
-    `weights_changed` after the step. Between slots, as in a validation, nothing is checked.
+    Call `begin` before a slot's forward, `end` after its backward, `refused` before any result of the slot is used, and
+    `weights_changed` after the step. Between slots, for example in a validation, nothing is checked.
 
     Args:
         section: the config's `[attention_check]`.
-        rank: this rank, named in findings and drawn upon by the injector.
-        seed: draws which layers are checked when the frequency is not 0 or 1.
+        rank: this rank. Findings name it, and the injector draws the faults of each rank separately.
+        seed: the layers to check are drawn from it and the rank.
         step_tokens: tokens of a step.
     """
 
@@ -65,13 +65,13 @@ class Checks:
         self.schedule = Schedule(section.rate(), section.max_overhead, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
         self.weights_version = 0
-        """Changes whenever weights do: sums of weights are kept under it."""
+        """A number that changes whenever weights do. Kept sums of weights are valid for one version."""
         self.looks_at_rows = step_tokens < SMALL_STEP
-        """Whether a lost row of P, in the forward or the backward, refuses the slot at any rate."""
+        """Whether a lost row of P, one that does not sum to 1, refuses the slot at any rate."""
         self.coverage = ""
-        """What of the model is guarded, where that was counted."""
+        """How much of the model is guarded, e.g. "12 of 12"; empty if that was not counted."""
         self.masks: dict[int, Any] = {}
-        """The masks of the slot, by the address of the tensor that tells them apart."""
+        """The slot's masks, by the address of the tensor that identifies each."""
         self._step = self._slot = 0
         self._between_slots = False
         self._begun: Any = None
@@ -81,17 +81,17 @@ class Checks:
         self._kept_bytes = 0
         self._slots: deque[_Slot] = deque()
         self._told: Plan | None = None
-        # Asked once: to look for a device takes as long as a small check.
+        # Asked once, because looking for a device takes as long as a small check.
         self._device = torch.accelerator.current_accelerator(check_available=True)
 
     def guard(self, layer: int, name: str, sections: tuple[str, ...]) -> "Guard":
-        """The guard of one module; `sections` are the results it can check."""
+        """Make the guard of one module. `sections` are the results into which faults can be injected."""
         self.injector.register(layer, sections)
         self.schedule.add(layer)
         return Guard(self, layer, name)
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
-        """A slot's forward is about to run. step counts from 1. whole: check every call of it, at whatever rate."""
+        """Begin a slot, before its forward. step counts from 1. whole: check every layer, whatever the rate."""
         self._step, self._slot, self._between_slots = step, slot, False
         self._timed, self._looks, self._kept_bytes = [], [], 0
         self._begun = self.now()
@@ -99,7 +99,7 @@ class Checks:
         self.injector.begin(step)
 
     def end(self) -> None:
-        """A slot's backward has run: what was kept of it is looked at. No host synchronisation."""
+        """End a slot, after its backward, with the looks at what was kept of it. No host synchronisation."""
         self.look()
         if self.schedule.fixed is None:
             layers = len(self.schedule.checked)
@@ -107,10 +107,10 @@ class Checks:
         self.schedule.checked, self._between_slots = frozenset(), True
 
     def refused(self) -> frozenset[int]:
-        """Slots, of those since this was last asked, that must be computed again. One host synchronisation."""
+        """Return the slots, of those since the last call, that must be computed again. One host synchronisation."""
         self.look()
         refused = self.findings.refused()
-        # A slot of which nothing was read may not be over yet.
+        # If nothing of a slot was read just now, the device may still be busy with it.
         while self._slots and self._slots[0].over():
             slot = self._slots.popleft()
             checks_s, looks_s = (sum(_between(*times) for times in part) for part in (slot.checks, slot.looks))
@@ -118,20 +118,21 @@ class Checks:
         for finding in self.findings.last:
             self.schedule.found(finding["layer"], finding["step"])
         if self.findings.last:
-            self.weights_changed()  # what is kept of them may be what was wrong
+            self.weights_changed()  # since the kept sums of weights may have been wrong
         return refused
 
     def record(self, layer: int, section: str, action: str, again: bool, worst: torch.Tensor, bound: float) -> None:
-        """One check's outcome, of the slot that was begun; see `findings.Record`."""
+        """Keep one check's outcome in the current slot; see `findings.Record`. Between slots nothing happens."""
         if self._between_slots:
             return
         self.findings.record(Record(self._step, self._slot, layer, section, action, again, worst, bound))
 
     def look_later(self, look: Callable[[list[Any]], None], given: Any, kept_bytes: int = 0) -> None:
-        """Have `look` called with all that is given to it, once the slot is over.
+        """Have `look` called once, at the end of the slot, with a list of all that was given for it.
 
         Args:
-            kept_bytes: by `given`; above KEPT_BYTES in all it is called at once. 0: only after the backward.
+            kept_bytes: memory that `given` holds. Once it exceeds KEPT_BYTES in all, `look` is called immediately.
+                0: `look` must not be called before the backward is over.
         """
         if self._between_slots:
             return
@@ -143,7 +144,7 @@ class Checks:
             self._kept_bytes = 0
 
     def look(self) -> None:
-        """Look at all that was to be looked at later."""
+        """Call all looks that `look_later` put off."""
         if self._later:
             with self.timing(self._looks):
                 for look, given in self._later.items():
@@ -152,7 +153,7 @@ class Checks:
 
     @contextlib.contextmanager
     def timing(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
-        """Adds a span of time, for an adaptive rate."""
+        """Add the time that the block takes to `spans`, if the rate is adaptive."""
         if self.schedule.fixed is not None:
             yield
             return
@@ -161,17 +162,17 @@ class Checks:
         spans.append((begin, self.now()))
 
     def forget(self) -> None:
-        """What was computed since `refused` was last asked is not used."""
+        """Drop what was seen since the last call of `refused`: these slots are not used."""
         self._later.clear()
         self.findings.forget()
 
     def drain(self) -> list[dict[str, Any]]:
-        """Findings since the last call, as the fields of `finding` events."""
+        """Return the findings since the last call, as the fields of `finding` events."""
         return self.findings.drain()
 
     def news(self) -> dict[str, float] | None:
-        """What the checks take and how often they are made, as the fields of an event, where that changed by a quarter
-        since it was last told; else None. Of a fixed rate, once."""
+        """Return the overhead and the rate of the checks, as the fields of an event, if one of them changed by a
+        quarter since they were last returned; else None. A fixed rate is returned once."""
         fixed, told = self.schedule.fixed, self._told
         plan = self.schedule.plan if fixed is None else Plan(0.0, fixed)
         if plan is None or (
@@ -182,11 +183,11 @@ class Checks:
         return plan._asdict() if fixed is None else {"rate": fixed}
 
     def weights_changed(self) -> None:
-        """Weights changed: a commit, a heal, a checkpoint."""
+        """Note that weights changed, by a commit, a heal, a checkpoint or a finding."""
         self.weights_version += 1
 
     def now(self) -> Any:
-        """A point in what the device was given to do; without one, in seconds."""
+        """Return a point in the device's queue, as an event; without a device the time in seconds."""
         if self._device is None:
             return time.perf_counter()
         point = torch.Event(self._device, enable_timing=True)
@@ -195,35 +196,35 @@ class Checks:
 
 
 EXTREME = 1e10
-"""An element of a projection beyond this is near-INF, as ATTNChecker (arXiv 2410.11720) has it."""
+"""Magnitude above which an element of a projection is near-INF, as in ATTNChecker (arXiv 2410.11720)."""
 
 EXTREME_SCORE = 1e4
-"""No score that attention can do with is larger."""
+"""Magnitude above which a score is extreme. Attention does not work with such scores."""
 
 _numbers = itertools.count()
 _guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
 
 
 def guard_of(ticket: torch.Tensor) -> "Guard":
-    """The guard whose ticket this is."""
+    """Return the guard with this ticket."""
     return _guards[int(ticket)]
 
 
 class Guard:
-    """One module's side of the checks."""
+    """The checks as one module calls them."""
 
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name
         self.correct = checks.mode == "correct"
         self.ticket = torch.tensor(next(_numbers))
-        """This guard's number, which stands for it in a compiled graph."""
+        """This guard's number, which stands for the guard in a compiled graph."""
         self.kept: dict[str, Any] = {}
-        """What a projection keeps from call to call."""
+        """The sums of weights that a projection keeps from call to call."""
         self.narrow = False
-        """Whether this attention's kernel takes values of fewer columns than keys have."""
+        """Whether this attention's kernel accepts values with fewer columns than keys."""
         self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
-        """This attention's kernel outside of a graph, a `fused.Attend`, by what tells its mask, its scale and whether
-        it hands out lse; of an attention in a compiled model."""
+        """Makes this attention's kernel, a `fused.Attend`, for a second run outside of a compiled graph. It takes the
+        tensor that identifies the mask, the scale, and whether the kernel returns lse."""
         _guards[int(self.ticket)] = self
 
     @property
@@ -233,22 +234,22 @@ class Guard:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of this module's layer is checked or hit in this slot: it may run as if it had no guard, but
-        for what is looked at in every slot."""
+        """Whether this module may run as if it had no guard, apart from the looks: its layer is not checked in this
+        slot, and no faults are injected."""
         return not (self.checked or self.checks.injector.active)
 
     def timing(self) -> contextlib.AbstractContextManager[None]:
-        """Around a check of a layer that was drawn, or a part of one: measures what it takes, for an adaptive rate."""
+        """Measure the time of a check, or of a part of it, in a layer that was drawn."""
         return self.checks.timing(self.checks._timed)  # noqa: SLF001
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """The same, around what is looked at in every slot."""
+        """Measure the time of a look."""
         return self.checks.timing(self.checks._looks)  # noqa: SLF001
 
     def touch(
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
     ) -> torch.Tensor:
-        """`result`, or a copy with the fault that is due in it. A forward's second run is spared."""
+        """Return `result`, or a copy with the injected fault that is due. Checkpointing's second forward gets none."""
         if not backward and recomputing():
             return result
         fault = self.checks.injector.strike(self.layer, section, part, parts)
@@ -257,23 +258,23 @@ class Guard:
     def report(
         self, section: str, worst: torch.Tensor, action: str, *, backward: bool = False, bound: float = 1.0
     ) -> None:
-        """Hand over one check's outcome, in units of `bound`; action: what became of what is wrong."""
+        """Record one check's outcome: the result is wrong unless worst / bound <= 1. action: what was then done."""
         self.checks.record(self.layer, section, action, not backward and recomputing(), worst, bound)
 
     def look_at_scores(self, section: str, lse: torch.Tensor | None) -> None:
-        """As `look_for_extremes`, of a kernel's scores, by the logarithms of the rows' sums of exponentials if it hands
-        them out: a row that sees nothing has -INF."""
+        """Refuse the slot if a score of a kernel is +INF, NaN or extreme. lse: the log-sum-exp of each row, -INF for a
+        row that sees no key; None, if the kernel does not return it: nothing happens."""
         if lse is not None:
             with unseen_by_checkpointing(), self.looking():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)
 
 
 def look_for_extremes(results: Iterable[tuple[Guard, str, torch.Tensor]]) -> None:
-    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF; in every call, at any rate.
-    What the backward makes ends in gradients, of which the step protocol asks the same.
+    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF. This look runs at any rate, but
+    in the forward only: what the backward computes ends in gradients, which the step protocol tests likewise.
 
     Args:
-        results: with their sections, without their histories.
+        results: a guard, a section and the detached result of each projection.
     """
     with unseen_by_checkpointing():
         for guard, section, result in results:

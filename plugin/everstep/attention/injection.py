@@ -1,4 +1,4 @@
-"""Faults on purpose, the same ones for the same seed."""
+"""Deliberate faults, the same ones for the same seed."""
 
 import random
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: where in a tensor, by a number from 0 to 1, and what is written there.
+    """One fault in a tensor.
 
-    kind: one of `section.Inject.kind`, or `bits`, which flips all bits of the mask `bit`.
+    kind: one of `section.Inject.kind`, or `bits`, which flips all bits of the mask `bit`. place: the element that is
+    hit, as a share of the flat tensor, 0 to 1. bit: the bit that `bitflip` flips. sign: of `inf` and `near-inf`.
     """
 
     kind: str
@@ -27,12 +28,12 @@ class Fault:
     sign: int = 1
 
     def index(self, tensor: torch.Tensor) -> int:
-        """Flat index of the element that is hit."""
+        """Return the flat index of the element that is hit."""
         return min(int(self.place * tensor.numel()), tensor.numel() - 1)
 
     def places(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Flat indices of all that is hit: of `row` the last dimension through the element, of `tile` the aligned
-        16 x 16 tile around it, of every other kind the element alone. On the host."""
+        """Return the flat indices of all elements that are hit, on the host. `row` hits the last dimension through the
+        element, `tile` the aligned 16 x 16 tile around it, every other kind the element alone."""
         flat, columns = self.index(tensor), tensor.shape[-1]
         if self.kind == "row":
             return flat // columns * columns + torch.arange(columns)
@@ -46,10 +47,10 @@ class Fault:
         return (matrix * rows * columns + of_rows * columns + of_columns).flatten()
 
     def value(self, x: torch.Tensor) -> torch.Tensor:
-        """What becomes of the hit elements x; same shape and dtype."""
+        """Return the new values of the elements x that are hit; same shape and dtype."""
         largest = torch.finfo(x.dtype).max
         if self.kind in ("bitflip", "bits"):
-            # The sign bit of the widest integer is not a positive Python int that torch accepts.
+            # torch does not accept a sign bit as a positive Python int.
             mask = self.bit if self.kind == "bits" else 1 << self.bit % (8 * x.element_size())
             mask -= (mask >> (8 * x.element_size() - 1)) << (8 * x.element_size())
             return (x.contiguous().view(_INTEGERS[x.element_size()]) ^ mask).view(x.dtype)
@@ -63,7 +64,7 @@ class Fault:
 
 
 def inject(tensor: torch.Tensor, fault: Fault) -> torch.Tensor:
-    """A copy of `tensor` (..., M, N) with the fault in it."""
+    """Return a copy of `tensor` (..., M, N) with the fault in it."""
     out = tensor.clone(memory_format=torch.contiguous_format)
     flat, places = out.view(-1), fault.places(tensor).to(out.device)
     flat[places] = fault.value(flat[places])
@@ -74,7 +75,7 @@ class Injector:
     """Carries out `[attention_check.inject]` on one rank.
 
     Args:
-        plan: the section.
+        plan: the `[attention_check.inject]` of the config.
         rank: this rank.
     """
 
@@ -84,20 +85,21 @@ class Injector:
         self._hit_step = 0
         self._armed: tuple[int, str, Fault] | None = None
         self.hits: list[tuple[int, int, str]] = []
-        """Step, layer and section of every fault so far."""
+        """Step, layer and section of each fault so far."""
 
     def register(self, layer: int, sections: tuple[str, ...]) -> None:
-        """Results of `layer` that can be hit."""
+        """Add the results of `layer` that can be hit: those of `sections` that match the plan's pattern."""
         names = self._sections.setdefault(layer, [])
         names += [name for name in sections if fnmatch(name, self.plan.section)]
 
     @property
     def active(self) -> bool:
-        """Whether results may be hit at all."""
+        """Whether the plan injects faults at all."""
         return bool(self.plan.kind)
 
     def begin(self, step: int) -> None:
-        """A slot of `step` begins. A step is hit once, however often its slots are computed."""
+        """Choose the fault, if one is due, of a slot of `step` that begins. A step is hit once, however often its slots
+        are computed."""
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [(layer, name) for layer, names in self._sections.items() for name in names]
@@ -112,12 +114,13 @@ class Injector:
         self._step = step
 
     def renew(self) -> None:
-        """What was computed so far counts for nothing: no step was hit yet."""
+        """Forget all hits, because what was computed so far is not used."""
         self._armed, self._hit_step = None, 0
         self.hits.clear()
 
     def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
-        """The fault that hits this result, or None. part of parts: a result that is computed in pieces."""
+        """Return the fault that hits this result, or None. part, parts: the number of the piece and of all pieces, if a
+        result is computed in pieces."""
         if self._armed is None or self._armed[:2] != (layer, section):
             return None
         fault = self._armed[2]

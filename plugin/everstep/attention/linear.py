@@ -1,8 +1,7 @@
 """A projection y = x Wᵀ + b that checks its three products: y, dX and dW.
 
-Sums of W are kept while the weights do not change; those of x, for dW, are made when the gradient is. The
-products are the ones torch.nn.functional.linear runs, on the same operands in the same order, so results are
-equal to the last bit.
+Sums of W are kept while the weights do not change. Sums of x, for dW, are computed with the gradient. The products are
+those of torch.nn.functional.linear, on the same operands in the same order, so the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -16,9 +15,9 @@ from .product import TileSums, bias_sums, settle_rows, tile_sums
 
 
 def weight_sums(guard: Guard, name: str, b: torch.Tensor) -> TileSums:
-    """Sums of a weight, made once and kept until the weights change, or something is found: `rows` of its transpose,
-    over tiles of outputs, for y; `columns` of itself, over tiles of inputs, for dX. Sums that were made wrong refuse
-    one slot."""
+    """Return the sums of a weight, computed once and kept until the weights change or a check finds an error. For y, as
+    `rows`, b is the transposed weight, in tiles of outputs; for dX, as `columns`, it is the weight, in tiles of inputs.
+    If the sums themselves were computed wrong, one slot is refused."""
     key = guard.checks.weights_version, b.dtype, b.device, tuple(b.shape)
     kept = guard.kept.get(name)
     if kept is None or kept[0] != key:
@@ -28,11 +27,11 @@ def weight_sums(guard: Guard, name: str, b: torch.Tensor) -> TileSums:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-    """`F.linear(x, weight, bias)`, checked forward and backward.
+    """Return `F.linear(x, weight, bias)`, checked forward and backward.
 
     Args:
         x: (..., in); weight (out, in); bias (out,) or None. All of one dtype, local tensors.
-        guard: of this weight; names the layer and the projection. Results are `NAME.y`, `NAME.dx`, `NAME.dw`.
+        guard: of this weight. Findings call the results `NAME.y`, `NAME.dx` and `NAME.dw`, NAME being the guard's.
     """
     if guard.idle:
         y = F.linear(x, weight, bias)
@@ -42,18 +41,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
 
 
 def result_names(name: str) -> tuple[str, str, str]:
-    """The checked results of a projection called `name`."""
+    """Return the names of the checked results of a projection called `name`."""
     return f"{name}.y", f"{name}.dx", f"{name}.dw"
 
 
 def with_products(project: Callable, input_gradient: Callable, weight_gradient: Callable) -> type:
-    """The projection for autograd, by these products, each of which takes what stands for the guard last."""
+    """Return an autograd function of a projection with these products. Each takes the guard, or its ticket, last."""
 
     class Projection(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, bias, guard):
             flat = x.reshape(-1, x.shape[-1])
-            ctx.save_for_backward(flat, weight)  # an operator's own input, or a graph would write x twice
+            ctx.save_for_backward(flat, weight)  # `flat`, the operator's input: with x a graph would write it twice
             ctx.guard, ctx.has_bias, ctx.shape = guard, bias is not None, x.shape
             return project(flat, weight, bias, guard).view(*x.shape[:-1], weight.shape[0])
 
@@ -71,7 +70,7 @@ def with_products(project: Callable, input_gradient: Callable, weight_gradient: 
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-    """y (T, out) of x (T, in), checked."""
+    """Return y (T, out) of x (T, in), checked."""
     section = f"{guard.name}.y"
     y = guard.touch(section, F.linear(x, weight, bias))
     if not guard.checked:
@@ -88,7 +87,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gu
 
 
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torch.Tensor:
-    """dX (T, in) of dY (T, out), checked."""
+    """Return dX (T, in) of dY (T, out), checked."""
     section = f"{guard.name}.dx"
     dx = guard.touch(section, dy @ weight, backward=True)
     if not guard.checked:
@@ -104,7 +103,7 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torc
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Tensor:
-    """dW (out, in) of dY (T, out) and x (T, in), checked."""
+    """Return dW (out, in) of dY (T, out) and x (T, in), checked."""
     section = f"{guard.name}.dw"
     dw = guard.touch(section, dy.t() @ x, backward=True)
     if not guard.checked:

@@ -1,4 +1,4 @@
-"""Who sees whom, one block of query rows at a time, so that no mask of the whole square is ever made."""
+"""Attention masks, made for one block of query rows at a time. No mask of all queries and keys is ever made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Query i sees key j when every field allows it.
+    """The rules of a mask: query i sees key j if every field allows it.
 
-    causal: j <= i. window: i - j <= window. documents: (B, L) ids that must be equal. mod: any further rule,
-    as flex_attention's mask_mod, called with broadcasting indices (batch, head, query, key).
+    causal: j <= i. window: i - j <= window. documents: (B, L) ids, which must be equal for i and j. mod: a further
+    rule, like flex_attention's mask_mod; it is called with broadcasting indices (batch, head, query, key).
     """
 
     causal: bool = True
@@ -22,15 +22,15 @@ class Visible:
     mod: MaskMod | None = None
 
     def keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
-        """The range of keys that queries start..stop can see at all."""
+        """Return a range of keys outside of which queries start..stop see no key."""
         low = 0 if self.window is None else max(0, start - self.window) // 64 * 64
         return low, min(stop, length) if self.causal else length
 
     def block(
         self, start: int, stop: int, low: int, high: int, *, batch: int, heads: int, device: torch.device
     ) -> torch.Tensor | None:
-        """Mask of queries start..stop against keys low..high: True where seen, broadcastable to (B, heads,
-        queries, keys); None where all is seen."""
+        """Return the mask of queries start..stop against keys low..high: true where a query sees a key, broadcastable
+        to (B, heads, queries, keys). None: every query sees every key."""
         i = torch.arange(start, stop, device=device).view(1, 1, -1, 1)
         j = torch.arange(low, high, device=device).view(1, 1, 1, -1)
         seen: torch.Tensor | None = None
@@ -51,7 +51,6 @@ class Visible:
 
 
 def documents_of(cu_seq: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Document ids (batch, length) of packed sequences with cumulative lengths `cu_seq` over batch·length
-    tokens."""
+    """Return document ids (batch, length) of packed sequences; `cu_seq` are their cumulative lengths."""
     token = torch.arange(batch * length, device=cu_seq.device, dtype=cu_seq.dtype)
     return torch.searchsorted(cu_seq, token, right=True).view(batch, length)

@@ -1,10 +1,9 @@
-"""The checks for silent errors as operators of PyTorch, so that torch.compile takes a checked block as one graph.
+"""The checks as operators of PyTorch, so that torch.compile takes a checked block as one graph.
 
-Python cannot run inside a graph, and what a check decides changes from slot to slot. So the graph holds one opaque
-operator for each checked result, with a fake kernel for its shapes; what runs in it is the code that eager mode runs.
-An operator finds its guard by `ticket`, a small tensor on the host, which is an input of the graph like any other: a
-number would be compiled in, once for every layer. Every operator is declared to mutate its ticket, so the
-operator is not dropped, merged or reordered.
+Python cannot run inside a graph, and a check decides anew in each slot. So the graph holds one opaque operator for each
+checked result, with a fake kernel for its shapes. The operator runs the code of eager mode. It finds its guard by
+`ticket`, a small tensor on the host, which is an ordinary input of the graph. A number would be compiled into the
+graph, once for every layer. Every operator is declared to mutate its ticket, so it is not dropped, merged or reordered.
 """
 
 from collections.abc import Callable
@@ -21,10 +20,9 @@ _LIBRARY = Library("everstep", "FRAGMENT")
 
 
 def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An operator of that name, declared to mutate its ticket; fake: makes its result without values.
-
-    `torch.library.custom_op` would work, but takes twice as long per call, for autograd that is not needed here.
-    """
+    """Return a decorator that makes a function an operator of this name, declared to mutate its ticket. fake: makes the
+    operator's result without values."""
+    # `torch.library.custom_op` would work, but takes twice as long per call, for autograd that is not needed here.
 
     def made(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = infer_schema(function, mutates_args=("ticket",))
@@ -55,14 +53,14 @@ _Linear = with_products(_project, _input_gradient, _weight_gradient)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-    """`linear.linear` for a graph."""
+    """Return the result of `linear.linear`, in a graph."""
     return _Linear.apply(x, weight, bias, guard.ticket)
 
 
 @_operator("touch", lambda x, ticket, section, backward: torch.empty_like(x))
 def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
     touched = guard_of(ticket).touch(section, x, backward=backward)
-    return torch.empty_like(x).copy_(touched)  # with the strides that the graph was told
+    return torch.empty_like(x).copy_(touched)  # with the strides of the fake result
 
 
 @_operator("look_at_scores", lambda *_: None)
@@ -174,12 +172,12 @@ def attention(
     mask: torch.Tensor | None = None,
     twice: bool = True,
 ) -> tuple[torch.Tensor, Any]:
-    """`fused.attention` for a graph. The kernel is run again outside of the graph, by the guard's `kernel`.
+    """Return the result of `fused.attention`, in a graph. The guard's `kernel` is the second run, outside of the graph.
 
     Args:
         hands_out_lse: whether `attend` returns lse. uses_lse: whether the model computes with it.
         mask: a tensor that identifies the mask to `kernel`; None: no mask.
-        twice: whether `kernel` computes what `attend` does, and is run.
+        twice: whether the forward runs twice; only if `kernel` computes the same as `attend`.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     ticket, injecting = guard.ticket, guard.checks.injector.active

@@ -1,16 +1,15 @@
-"""One matrix product, checked and, where it is wrong, repaired.
+"""Checks a matrix product, and repairs it if it is wrong.
 
-Two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
-the accumulator's precision: there the checksums rebuild the element (`settle`). Projections are stored
-rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile: they are computed again
-from their inputs, which is exact (`settle_rows`).
+There are two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
+the accumulator's precision: there the checksums rebuild the wrong element (`settle`). Projections are stored rounded,
+often to bf16, so a rebuilt element would carry the rounding of a whole tile. They are computed again from their inputs,
+which is exact (`settle_rows`).
 
-A fault that hit several elements may leave some of them within the bounds. What is repaired is therefore wider
-than what was seen, and where that cannot be had the slot is refused: nothing is called repaired on the word of
-the very sums that could not see all of the damage.
+A fault that hit several elements may leave some of them within the bounds. Sums that cannot see all of the damage
+cannot prove that it is repaired. The product is then computed again as a whole, or the slot is refused.
 
-`settle` looks at its verdict. `settle_rows` does so on a CPU; on an accelerator nothing waits for it, and what is wrong
-refuses the slot.
+`settle` waits for its verdict. `settle_rows` does so on a CPU only. On an accelerator nothing waits for the verdict,
+and a wrong result refuses the slot.
 """
 
 import functools
@@ -41,18 +40,18 @@ from .roundoff import (
 )
 
 PROBES = 16
-"""Sums with signs from which an accelerator estimates norms of rows."""
+"""Sums of a row under signs from which an accelerator estimates the row's norm."""
 
 SLACK = math.sqrt(20.0)
-"""By how much such an estimate is raised: of PROBES normal numbers' mean square one in 10^8 is below 1/20."""
+"""Factor that raises such an estimate: the mean square of PROBES normal numbers is below 1/20 once in 10^8 draws."""
 
 
 class TileSums(NamedTuple):
-    """Sums of the columns of a matrix b (K, N), tile by tile, in the accumulator dtype.
+    """Sums over tiles of the columns j of a matrix b (K, N), in the accumulator dtype.
 
-    plain: Σ_j b_kj (K, T). reach: at least Σ_j |b_j|₂, so that |a_i|₂·reach bounds any tile's sum of magnitudes (T,).
-    step: the largest over k of the root of Σ_j b_kj² + (Σ_j b_kj)², what one term of the inner sum can add to a tile's
-    round-off (T,).
+    plain: Σ_j b_kj (K, T). reach: at least Σ_j |b_j|₂ (T,), so |a_i|₂·reach bounds the magnitudes of a tile of a @ b,
+    added up. step: the largest over k of the root of Σ_j b_kj² + (Σ_j b_kj)² (T,), the most that one term of the inner
+    sum can add to a tile's round-off.
     """
 
     plain: torch.Tensor
@@ -61,21 +60,22 @@ class TileSums(NamedTuple):
 
 
 class InnerSums(NamedTuple):
-    """Sums of the rows of a batch of matrices, tile by tile: plain (..., K, T) and Σ_j |b_j|₂ as norms (..., T)."""
+    """Sums over tiles of the rows j of a batch of matrices b (..., N, K): Σ_j b_jk as plain (..., K, T), and Σ_j |b_j|₂
+    as norms (..., T)."""
 
     plain: torch.Tensor
     norms: torch.Tensor
 
 
 class BiasSums(NamedTuple):
-    """Sums of a bias (N,), tile by tile, and those of its magnitudes (T,)."""
+    """Sums over tiles of a bias (N,), and of its magnitudes; both (T,)."""
 
     plain: torch.Tensor
     magnitudes: torch.Tensor
 
 
 def tile_sums(b: torch.Tensor) -> TileSums:
-    """TileSums of b (K, N)."""
+    """Return the TileSums of b (K, N)."""
     inner, columns = b.shape
     width = tile_width(columns)
     plain, energies = tile_totals(b), tile_energies(b)
@@ -85,23 +85,23 @@ def tile_sums(b: torch.Tensor) -> TileSums:
 
 
 def bias_sums(bias: torch.Tensor) -> BiasSums:
-    """BiasSums of a bias (N,), in the accumulator dtype."""
+    """Return the BiasSums of a bias (N,), in the accumulator dtype."""
     return BiasSums(tile_totals(bias), tile_magnitudes(bias))
 
 
 def apply_sums(a: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """a (M, K) @ plain (K, T) in plain's dtype."""
+    """Return a (M, K) @ plain (K, T) in plain's dtype."""
     wide = a if a.dtype == plain.dtype else a.to(plain.dtype)
-    # A CPU takes up to five times as long for the product of a matrix and a narrow one in the other order.
+    # A CPU takes up to five times as long for `wide @ plain`, as plain has few columns.
     return (plain.mT @ wide.mT).mT if wide.device.type == "cpu" or wide.stride(0) == 1 else wide @ plain
 
 
 def sums_and_norms(a: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_sums`, and about SLACK times the norms of a's rows (M,), in one product: a is read once, and stays narrow.
+    """Return `apply_sums`, and about SLACK times the norms of a's rows (M,), from one product that reads `a` once.
 
-    The sums are split in two of a's dtype, since copying `a` to fp32 would cost more. Beside them stand PROBES columns
-    of signs: the mean square of a row's sums under them is about the square of its norm. Where the result is
-    rounded to a narrow dtype, what a norm bounds is less than a tenth of the whole bound.
+    The sums are split into two summands of a's dtype, because copying `a` to fp32 would cost more. Beside them are
+    PROBES columns of signs. The mean square of a row's sums under these signs is about the square of the row's norm.
+    The norm bounds less than a tenth of the whole, as the result is rounded to a narrow dtype.
     """
     high, tiles = plain.to(a.dtype), plain.shape[-1]
     b = torch.cat([high, (plain - high.to(plain.dtype)).to(a.dtype), signs(a.shape[-1], a.dtype, a.device)], dim=-1)
@@ -111,13 +111,13 @@ def sums_and_norms(a: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def narrow_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b, or batches of it, of narrow operands, in the wide dtype that they are summed in."""
+    """Return a @ b, or batches of it, of operands in a narrow dtype, in the wide dtype in which they are summed."""
     return (torch.bmm if a.dim() == 3 else torch.mm)(a, b, out_dtype=dtype)
 
 
 @functools.cache
 def signs(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """1 and -1 without a pattern, always the same (length, PROBES)."""
+    """Return 1 and -1 without a pattern, always the same (length, PROBES)."""
     mixed = (torch.arange(length * PROBES, device=device, dtype=torch.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
     mixed = (mixed ^ mixed >> 15) * 0x85EBCA6B & 0x7FFFFFFF
     mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 >> 16
@@ -125,7 +125,7 @@ def signs(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
-    """How the row tiles of y = a @ b (+ bias) compare with their checksums; residual (M, T).
+    """Return how far the row tiles of y = a @ b (+ bias) are from their checksums; residual (M, T).
 
     Args:
         y: (M, N), any float dtype.
@@ -141,12 +141,12 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         expected, size = apply_sums(a, sums.plain), norms(a, -1)
     size = size.unsqueeze(-1)
     product = reach = size * sums.reach
-    # Errors of terms whose signs vary grow with the root of their squares, those of terms alike (one token repeated)
-    # with the result, in all columns in one direction. No correct tile's magnitudes add up to more than `reach`:
-    # infinity must not excuse itself.
+    # If the signs of terms vary, errors grow with the root of the terms' squares. If terms are alike (one token
+    # repeated), they grow with the result, in all columns in one direction. The magnitudes of a correct tile add up to
+    # `reach` at most. Without this limit an infinite result would widen its own bound.
     magnitude = tile_magnitudes(y).nan_to_num(nan=math.inf)
     terms = size * sums.step + torch.minimum(magnitude, 1.01 * reach)
-    # A CPU that sums fp16 in fp16 rounds every partial sum that coarsely; TF32 rounds the terms alone.
+    # A CPU that sums fp16 in fp16 rounds every partial sum to fp16. TF32 rounds only the terms.
     loss = growth(inner, y.dtype) * terms
     operands = operand_roundoff(y.dtype, y.device)
     if operands:
@@ -157,17 +157,18 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # Half the digits of the checksum product may be lost on a GPU (`sums_and_norms`), hence store² more.
+        # On a GPU the sums are split in two (`sums_and_norms`) and are off by store² of themselves.
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
-    # What a tile's sum can be off by because products, or what is stored of them, vanish.
+    # The error of a tile's sum if products, or stored results, are so small that they vanish.
     lost = tile_width(y.shape[-1]) * (vanishing(y.dtype) + inner * vanishing(accumulator(y.dtype)))
     return Deviation(expected - tile_totals(y), loss + lost)
 
 
 def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
-    """`row_deviation`, where nothing excuses a tile with an extreme in it, whose magnitudes the same pass adds up."""
+    """Return `row_deviation`, with a bound of 0 for a tile with an extreme in it: no residual excuses it. The pass that
+    adds up the magnitudes is the same."""
     found = row_deviation(y, a, sums, bias)
     return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
 
@@ -181,15 +182,15 @@ def settle_rows(
     *,
     backward: bool = False,
 ) -> torch.Tensor:
-    """Check y (M, N) by rows. What is wrong refuses the slot; on a CPU, where the verdict is at hand, y is computed
-    again first.
+    """Check y (M, N) by rows. If y is wrong, refuse the slot. On a CPU, where the verdict is at hand, mode `correct`
+    first computes y again, and refuses the slot only if the second y is wrong too.
 
     Args:
-        operands: what `row_deviation` takes beside y.
-        compute: y from its inputs.
+        operands: returns what `row_deviation` takes beside y.
+        compute: computes y from its inputs.
 
     Returns:
-        y, or what was computed in its place.
+        y, or the y that was computed again.
     """
     with unseen_by_checkpointing(), guard.timing():
         worst_of_rows, given = worst_of(row_deviation if backward else finite_row_deviation, y), operands()
@@ -202,12 +203,8 @@ def settle_rows(
 
 
 def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
-    """EEC in both directions on y = a @ b; y (..., M, N), a (..., M, K), b (..., K, N), in the accumulator
-    dtype.
-
-    Returns:
-        `checksums.MatrixCorrection`.
-    """
+    """Return y = a @ b corrected by its checksums in both directions, a `checksums.MatrixCorrection`. y (..., M, N),
+    a (..., M, K) and b (..., K, N) are in the accumulator dtype."""
     width = tile_width(b.shape[-1])
     rows_of_a, columns_of_b = norms(a, -1), norms(b, -2)
     b_tiles = tiles(b)
@@ -239,11 +236,11 @@ def settle(
     *,
     backward: bool = False,
 ) -> torch.Tensor:
-    """Check y = a @ b with `check`, the cheapest sum that sees every element; rebuild what is wrong, or where its sums
-    cannot vouch for that compute it again. Looks at the verdict, on any device.
+    """Check y = a @ b with `check`, the cheapest sums that see every element. In the mode `correct`, rebuild wrong
+    elements, or compute y again if its sums cannot prove the repair. Waits for the verdict, on any device.
 
     Returns:
-        y itself when nothing was wrong.
+        y itself if nothing was wrong, or in the mode `detect`; else the repaired y.
     """
     with unseen_by_checkpointing():
         seen = check(y)

@@ -1,18 +1,19 @@
 """How far a correct result may be from its checksum.
 
-A product y = a @ b of inner length K, accumulated in a dtype of unit roundoff u, is off by at most
-`growth(K) · Σ_k |a_ik| |b_kj|` in element (i, j). The classical bound has K·u for the growth; rounding errors
-of different steps are not all of one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13
-(Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019). The smaller of both is used, with a floor of 64 u for the
-sums themselves. Σ|a||b| is what partial sums can add up to; what they do add up to is the root of the sum of squares of
-their terms, where signs vary, and the result, where they do not, with errors that are of one sign in a whole tile where
-terms repeat. `product.row_deviation` takes the growth of those two: a bound on Σ|a||b| alone would be √K times as wide,
-and at K = 32k hide an error as large as the result.
+Let y = a @ b be a product of inner length K, accumulated in a dtype of unit roundoff u. Its element (i, j) is off by at
+most `growth(K) · Σ_k |a_ik| |b_kj|`. The classical growth is K·u. But the rounding errors of the steps do not all have
+one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13 (Higham and Mary, SIAM J. Sci. Comput. 41(5),
+2019). `growth` is the smaller of the two, plus 64 u for the sums themselves.
 
-A result that is stored in a narrower dtype is off by a further u_store·|y_ij|, and nothing averages out for
-certain: a constant row is rounded the same way everywhere. Sums of such a result are therefore bounded by
-u_store·Σ|y_ij|, which no input can exceed. Checksums are kept over tiles of 64 elements, not whole rows,
-because that sum, and with it the smallest error that can be seen, grows with the number of elements.
+Partial sums can reach Σ|a||b|, but usually do not. If the signs of their terms vary, they reach the root of the sum of
+squares of the terms. If the signs do not vary, they reach the result, and if terms repeat, the errors of a whole tile
+have one sign. `product.row_deviation` applies the growth to the sum of these two sizes. A bound from Σ|a||b| would be
+√K times as wide, and at K = 32k hide an error as large as the result.
+
+A result that is stored in a narrower dtype is off by a further u_store·|y_ij|. These errors need not average out: a
+constant row is rounded the same way everywhere. The bound for sums of such a result is therefore u_store·Σ|y_ij|, which
+no input can exceed. It grows with the number of elements, and with it the smallest error that can be seen. Checksums
+are therefore kept over tiles of 64 elements, not over whole rows.
 """
 
 import math
@@ -21,30 +22,29 @@ from typing import Any
 import torch
 
 TILE = 64
-"""Widest run of elements under one checksum."""
+"""Most elements under one checksum, unless `tile_width` finds no divisor."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of rounding to `dtype` (round to nearest)."""
+    """Return the largest relative error of rounding to `dtype` (round to nearest)."""
     return torch.finfo(dtype).eps / 2
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which products of `dtype` are summed, and in which checksums are kept."""
+    """Return the dtype in which products of `dtype` are summed and checksums are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def growth(inner: int, dtype: torch.dtype) -> float:
-    """Relative error of a product of inner length `inner`, accumulated in `accumulator(dtype)`, against
-    Σ|a||b|."""
+    """Return the error, as a share of Σ|a||b|, of a product of inner length `inner` in `accumulator(dtype)`."""
     return unit_roundoff(accumulator(dtype)) * (64 + min(inner, 8 * math.sqrt(inner)))
 
 
 def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error, beyond the accumulator's, with which the device multiplies: fp32 read as TF32 or bf16 where
-    PyTorch was told to, and fp16 summed in fp16 on CPUs that can."""
+    """Return the relative error, beyond the accumulator's, with which the device multiplies. PyTorch may be set to read
+    fp32 as TF32 or bf16, and some CPUs sum fp16 in fp16. Otherwise it is 0."""
     if dtype == torch.float32:
-        # Not `allow_tf32`: PyTorch raises where that is read after `fp32_precision` was set.
+        # PyTorch raises if `allow_tf32` is read after `fp32_precision` was set.
         matmul = _settings(device) or getattr(torch.backends.mkldnn, "matmul", None)
         return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(str(getattr(matmul, "fp32_precision", "")), 0.0)
     if device.type == "cpu" and dtype == torch.float16:
@@ -53,10 +53,8 @@ def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error of storing an accumulated product in `dtype`.
-
-    Twice the unit roundoff where a GPU may reduce split products in the narrow dtype.
-    """
+    """Return the relative error of storing an accumulated product in `dtype`. For a narrow dtype it is the unit
+    roundoff, or twice that if a GPU may reduce split products in the narrow dtype."""
     if dtype == accumulator(dtype):
         return 0.0
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
@@ -65,13 +63,13 @@ def store_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _settings(device: torch.device) -> Any:
-    """How a device of this type was told to multiply, where it has settings of its own."""
+    """Return PyTorch's settings for products on this type of device, or None if it has none."""
     return getattr(getattr(torch.backends, device.type, None), "matmul", None)
 
 
 def tile_width(length: int) -> int:
-    """Elements under one checksum: the largest divisor of `length` up to TILE, or all where only a small one
-    divides."""
+    """Return the number of elements under one checksum: the largest divisor of `length` from 32 to TILE; if there is
+    none, `length` itself."""
     for width in range(min(length, TILE), min(32, length) - 1, -1):
         if length % width == 0:
             return width
@@ -79,13 +77,13 @@ def tile_width(length: int) -> int:
 
 
 def tiles(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """x with `dim` split into (tiles, width)."""
+    """Return x with `dim` split into (tiles, width)."""
     width = tile_width(x.shape[dim])
     return x.unflatten(dim, (x.shape[dim] // width, width))
 
 
 def tile_totals(x: torch.Tensor) -> torch.Tensor:
-    """Sums over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    """Return sums over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     acc = accumulator(x.dtype)
     if x.dim() > 1 and x.mT.is_contiguous() and not x.is_contiguous():
         return tiles(x.mT, -2).sum(-2, dtype=acc).mT
@@ -93,32 +91,34 @@ def tile_totals(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_energies(x: torch.Tensor) -> torch.Tensor:
-    """Sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
-    if x.device.type == "cpu" and x.is_contiguous():  # no squares in memory
+    """Return sums of squares over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    if x.device.type == "cpu" and x.is_contiguous():  # this way the squares are not written to memory
         return torch.linalg.vector_norm(tiles(x), dim=-1, dtype=accumulator(x.dtype)).square()
     return tile_totals(x.to(accumulator(x.dtype)).square())
 
 
 def tile_magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Sums of magnitudes over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
+    """Return sums of magnitudes over tiles of the last dimension: (..., N) to (..., T), in the accumulator dtype."""
     if x.device.type == "cpu":
-        # torch's 1-norm takes ten times as long there.
+        # On a CPU torch's 1-norm takes ten times as long.
         return tile_totals(x.abs())
     return torch.linalg.vector_norm(tiles(x), ord=1, dim=-1, dtype=accumulator(x.dtype))
 
 
 def underflow(terms: int, dtype: torch.dtype) -> float:
-    """The most that a root of `terms` squares is too small by because squares vanish below the least normal number."""
+    """Return how much too small a root of a sum of `terms` squares can be, because squares below the least normal
+    number vanish."""
     return math.sqrt(terms * torch.finfo(accumulator(dtype)).tiny)
 
 
 def vanishing(dtype: torch.dtype) -> float:
-    """The largest number that a device may take for 0: fp16's denormals are kept by all, other dtypes' are not."""
+    """Return the size below which a device may take numbers for 0. All devices keep the denormals of fp16, but not
+    those of other dtypes."""
     info = torch.finfo(dtype)
     return info.smallest_normal * (info.eps if dtype == torch.float16 else 1.0)
 
 
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Euclidean norms along `dim`, -1 or -2, in the accumulator dtype; not below the true ones."""
+    """Return Euclidean norms along `dim`, -1 or -2, in the accumulator dtype. They are not below the true norms."""
     acc = accumulator(x.dtype)
     return torch.linalg.vector_norm(x, dim=dim, dtype=acc) + underflow(x.shape[dim], x.dtype)

@@ -1,10 +1,10 @@
-"""Which layers are checked in which slots.
+"""Draws the layers that are checked in each slot.
 
-A layer is checked in a slot with everything there is, forward and backward, or not at all; then it runs as if it had no
-checks. The share of slots in which a layer is checked, its rate, is fixed, or follows from what checks take on this
-device: the highest one at which they, and what is looked at in every slot, take no more than `max_overhead` of the time
-that slots take without them. At an adaptive rate a layer with a finding is
-checked in every slot, and less from then on as steps pass.
+In a slot a layer either runs all of its checks, forward and backward, or none. A *look* is a cheap test that runs in
+every slot. The rate of a layer is the share of slots in which it is checked. A rate is fixed or adaptive. The adaptive
+rate is the highest at which checks and looks together take no more than `max_overhead` of the time that slots take
+without them, measured on this device. After a finding in a layer an adaptive rate checks that layer in every slot, and
+less often as steps pass.
 """
 
 import math
@@ -14,28 +14,28 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SLOTS_MEASURED = 3
-"""Slots with checks after which what they took is believed; until then every layer is checked."""
+"""Slots with checks that are timed before the rate adapts. Until then every layer is checked."""
 
 REMEMBERED = 9
-"""The last slots of which what they, and their checks, took is known."""
+"""Number of the last slots whose times are kept."""
 
 SELDOM = 64
-"""An adaptive rate has some layer checked once in so many slots at least: what is not looked at cannot be measured."""
+"""Slots in which an adaptive rate checks at least one layer, on average: checks that never run cannot be timed."""
 
 HALF_LIFE_STEPS = 100
-"""Steps in which the rate of a layer that had a finding falls by half."""
+"""Steps in which the raised rate of a layer with a finding falls by half."""
 
 
 class Plan(NamedTuple):
-    """overhead: time of all checks by that of the slots without them. rate: share of slots in which a layer is
-    checked."""
+    """overhead: time of all checks and looks, divided by the time of the slots without them. rate: share of slots in
+    which a layer is checked."""
 
     overhead: float
     rate: float
 
 
 def uniform(*key: int) -> float:
-    """A number in [0, 1), the same for the same key (splitmix64)."""
+    """Return a number in [0, 1) that depends on `key` alone (splitmix64)."""
     z = 0
     for part in key:
         z = (z ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -46,10 +46,8 @@ def uniform(*key: int) -> float:
 
 
 def drawn(rates: Mapping[int, float], point: float) -> frozenset[int]:
-    """The layers on a grid of spacing 1 that begins at `point`, with their rates laid end to end on a line.
-
-    Each is drawn as often as its rate says if points are uniform, and no two draws differ by more than one layer.
-    """
+    """Return the layers that a grid of spacing 1 from `point` hits, if their rates are laid end to end on a line. For a
+    uniform `point` each layer is drawn as often as its rate says. The sizes of two draws differ by one at most."""
     found, end = set(), 0.0
     for layer, rate in rates.items():
         begin, end = end, end + rate
@@ -62,10 +60,10 @@ class Schedule:
     """Draws the layers that are checked, slot by slot.
 
     Args:
-        rate: the fixed share of slots, or None for the one that `max_overhead` allows. 1.0 checks every call, 0.0 none.
-        max_overhead: the most that checks take at an adaptive rate, those of every slot among them, by what slots take
-            without them.
-        seed: draws the layers.
+        rate: the fixed share of slots in which a layer is checked (1.0: all, 0.0: none), or None for an adaptive rate.
+        max_overhead: the most time that checks and looks take at an adaptive rate, as a share of the time that slots
+            take without them.
+        seed: the layers are drawn from it.
     """
 
     def __init__(self, rate: float | None, max_overhead: float = math.inf, *, seed: int = 0) -> None:
@@ -73,30 +71,30 @@ class Schedule:
         self.max_overhead = max_overhead
         self.seed = seed
         self._slots: deque[float] = deque(maxlen=REMEMBERED)
-        """What slots take on this device without checks."""
+        """Seconds that each of the last slots took without checks and looks."""
         self._checks: deque[float] = deque(maxlen=REMEMBERED)
-        """What the checks of one layer take in a slot."""
+        """Seconds that the checks of one layer took in each of the last slots with checks."""
         self._looks: deque[float] = deque(maxlen=REMEMBERED)
-        """What a slot takes for what is looked at in every one."""
+        """Seconds that the looks took in each of the last slots."""
         self.plan: Plan | None = None
-        """What checks take, at an adaptive rate, once that is measured."""
+        """At an adaptive rate, the measured overhead and the rate that follows from it; None before it is measured."""
         self.checked: frozenset[int] = frozenset()
-        """The layers that are checked in this slot."""
+        """The layers that are checked in the current slot."""
         self._layers: list[int] = []
         self._found: dict[int, int] = {}
 
     def add(self, layer: int) -> None:
-        """There is such a layer."""
+        """Add a layer; nothing changes if it is known."""
         if layer not in self._layers:
             self._layers.append(layer)
 
     def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
-        """A slot's forward is about to run; whole: every layer is checked, whatever the rate."""
+        """Draw the layers of a slot, before its forward. whole: all layers, whatever their rates."""
         rates = dict.fromkeys(self._layers, 1.0) if whole else {x: self.rate(x, step) for x in self._layers}
         self.checked = drawn(rates, uniform(self.seed, step, slot))
 
     def rate(self, layer: int, step: int) -> float:
-        """The share of slots of a step in which this layer is checked."""
+        """Return the share of slots in which this layer is checked during a step."""
         if self.fixed is not None:
             return self.fixed
         usual = 1.0 if self.plan is None else self.plan.rate
@@ -104,18 +102,18 @@ class Schedule:
         return usual if found is None else max(usual, 0.5 ** (max(0, step - found) / HALF_LIFE_STEPS))
 
     def found(self, layer: int, step: int) -> None:
-        """A finding in `layer`: it is checked in every slot from now on, less as steps pass."""
+        """Note a finding in `layer`: an adaptive rate checks it in every slot from now on, less often as steps pass."""
         self._found[layer] = step
 
     def slot_took(self, seconds: float, checks_s: float, layers: int, looks_s: float = 0.0) -> None:
-        """A slot took so long, of which the checks of so many layers took `checks_s`, and what is looked at in every
-        slot `looks_s`."""
+        """Note that a slot took `seconds`, of which the checks of `layers` layers took `checks_s` and the looks
+        `looks_s`; then adapt the rate."""
         self._slots.append(max(0.0, seconds - checks_s - looks_s))
         self._looks.append(looks_s)
         if layers:
             self._checks.append(checks_s / layers)
         if len(self._checks) >= SLOTS_MEASURED:
-            # The fastest of the last slots has the least of other work in it.
+            # The fastest of the last slots was disturbed least by other work.
             slot_s = max(min(self._slots), 1e-9)
             whole = len(self._layers) * statistics.median(self._checks) / slot_s
             looks = statistics.median(self._looks) / slot_s

@@ -11,18 +11,17 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Inject:
-    """`[attention_check.inject]`: faults on purpose, to see the checks at work."""
+    """`[attention_check.inject]`: deliberate faults, to see the checks at work."""
 
     kind: Literal["", "bitflip", "inf", "nan", "near-inf", "scale", "row", "tile"] = ""
-    """What is written into a result: one flipped bit, an infinity, a NaN, a value near the largest of the
-    dtype, a value times 1000, a row or a 16 x 16 tile of values times 1000. Empty: nothing is
-    injected."""
+    """The fault that is written into a result: one flipped bit, an infinity, a NaN, a value near the dtype's largest,
+    a value times 1000 (`scale`), a row or a 16 x 16 tile of values times 1000. Empty: no fault."""
 
     section: str = "*"
-    """Which results, as a pattern over the names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
+    """Which results are hit: a pattern over the section names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
 
     rank: int = -1
-    """Which rank; -1: every rank."""
+    """The rank that is hit; -1: every rank."""
 
     first_step: int = 1
     """The first step that is hit."""
@@ -31,7 +30,7 @@ class Inject:
     """Steps from one hit to the next."""
 
     seed: int = 0
-    """Draws the element, the layer and the section of each hit."""
+    """Seed from which the element, the layer and the section of each hit are drawn."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, f"attention_check.inject.every = {self.every}: must be 1 or more.")
@@ -46,27 +45,27 @@ class AttentionCheck:
     """`[attention_check]`: check the attention's own arithmetic, forward and backward."""
 
     enable: bool = False
-    """Check the attention of every layer. Off: the model is torchtitan's own, unchanged."""
+    """Whether the attention of every layer is checked. If not, the model is torchtitan's own, unchanged."""
 
     mode: Literal["correct", "detect"] = "correct"
-    """`correct`: repair what can be repaired in place (on the explicit path; projections on CPUs) and refuse the slot
-    otherwise. `detect`: refuse the slot on every finding."""
+    """`correct`: repair a wrong result in place if possible (on the explicit path; projections on CPUs), and refuse the
+    slot otherwise. `detect`: refuse the slot on every finding."""
 
     frequency: Literal["adaptive"] | float = "adaptive"
-    """Share of slots in which a layer is checked, forward and backward: 0.0 to 1.0, or `adaptive`: as many as
-    `max_overhead` allows."""
+    """Share of the slots in which a layer is checked, forward and backward: 0.0 to 1.0, or `adaptive`: the largest
+    share that `max_overhead` allows."""
 
     max_overhead: float = 0.01
-    """For frequency = "adaptive": the most that checks take, as a share of what slots take without them, measured on
-    the device. What is looked at in every slot comes first, whatever it takes; the rest goes to the sampled checks, of
-    which one layer in 64 slots is made at least."""
+    """For frequency = "adaptive": the most time that checks take, as a share of the time that slots take without them,
+    measured on the device. The cheap looks of every slot come first, whatever they take. The sampled checks get the
+    rest, but check one layer in 64 slots at least."""
 
     path: Literal["explicit", "fused"] = "fused"
     """How attention is computed. `explicit`: scores, softmax and context as matrices, each checked and corrected.
-    `fused`: the stock kernel, run twice and watched through identities."""
+    `fused`: the stock kernel. Its forward runs twice and is compared; its backward is checked by identities."""
 
     inject: Inject = field(default_factory=Inject)
-    """Faults on purpose. Never in a run whose result matters."""
+    """Deliberate faults. Never use them in a run whose result matters."""
 
     def __post_init__(self) -> None:
         self.rate()
@@ -76,7 +75,7 @@ class AttentionCheck:
         )
 
     def rate(self) -> float | None:
-        """The fixed share of calls to check, or None for `adaptive`.
+        """Return the fixed share of slots in which a layer is checked, or None for `adaptive`.
 
         Raises:
             ValueError: frequency is neither `adaptive` nor a number from 0 to 1.

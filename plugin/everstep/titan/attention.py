@@ -1,8 +1,8 @@
-"""torchtitan's attention, checked.
+"""Puts the attention check into torchtitan's models.
 
-`apply` has torchtitan's own override mechanism swap the Configs of the attention's projections and inner
-attention for subclasses of the same; `attach` gives the modules built from them their guards. Between the
-two, and with `attention_check.enable = false`, the model computes as torchtitan's does.
+`apply` uses torchtitan's own override mechanism to replace the Configs of the attention's projections and inner
+attention by subclasses of them. `attach` gives the modules built from these their guards. Between the two calls, and
+with `attention_check.enable = false`, the model computes as torchtitan's does.
 """
 
 import functools
@@ -38,16 +38,16 @@ _INNER = ["model_spec.model.*.attention.inner_attention"]
 
 
 class _CheckedProjection:
-    """What the checked projections share: a guard, and their results' names."""
+    """The base of the checked projections: a guard, and the names of their results."""
 
     guard: Guard | None = None
 
     def results(self, name: str) -> tuple[str, ...]:
-        """Names of what is checked."""
+        """Return the names of the checked results."""
         return result_names(name)
 
     def _checked(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-        """x Wᵀ + b under the guard."""
+        """Return x Wᵀ + b, checked."""
         return (operators.linear if torch.compiler.is_compiling() else linear)(x, weight, bias, guard)
 
 
@@ -79,43 +79,42 @@ class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear
 
 
 class _CheckedInner:
-    """An inner attention that is watched, or replaced by attention as matrices.
-
-    The stock class, next in line, is the kernel. A subclass says what its masks mean (`_visible`), and what is
-    particular to its kernel.
-    """
+    """An inner attention that is watched (`fused`), or replaced by attention as matrices (`explicit`). The stock class,
+    next in the method resolution order, is the kernel. A subclass says what its masks mean (`_visible`), and sets the
+    properties of its kernel."""
 
     guard: Guard | None = None
     hands_out_lse: Literal["always", "asked", "never"] = "always"
-    """Whether the stock forward gives lse to an `out_transform`; `asked`: where the model has one, at a price."""
+    """Whether the kernel returns lse, by giving it to an `out_transform`. `asked`: it costs extra, and is returned only
+    if the model has an `out_transform`."""
     wide_sums: bool = False
     """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
     narrow: bool = False
-    """Whether the kernel takes values of fewer columns than keys have; its second run then takes half as long."""
+    """Whether the kernel accepts values with fewer columns than keys. Its second run then takes half as long."""
     reads: torch.dtype | None = None
-    """The dtype that the kernel casts its operands to; None: theirs. The identities hold for what it reads."""
+    """The dtype to which the kernel casts its operands; None: it does not cast. Identities hold for the cast ones."""
     explicit_path: bool = False
-    """Whether it is attention as matrices."""
+    """Whether attention is computed as matrices."""
 
     def settle(self, section: AttentionCheck) -> None:
-        """How it computes is settled when it gets its guard."""
+        """Choose the path, and adapt the properties of the kernel to this machine. Called before the guard is set."""
         self.explicit_path = section.path == "explicit"
-        if getattr(self, "kernel_options", {}).get("BACKEND") == "FLASH":  # has widths of its own
+        if getattr(self, "kernel_options", {}).get("BACKEND") == "FLASH":  # accepts certain widths only
             self.narrow = False
         if isinstance(self, FlexAttention | VarlenAttention) and not cpu.has_attention_kernels():  # `cpu_attention`
             self.wide_sums = self.narrow = False
             self.hands_out_lse, self.reads = "asked", None
 
     def results(self, name: str) -> tuple[str, ...]:
-        """Names of what is checked."""
+        """Return the names of the results into which faults can be injected."""
         return explicit.RESULTS if self.explicit_path else fused.RESULTS
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
-        """The mask that `masks`, the keyword arguments of the stock forward about it, stand for."""
+        """Return the rules of the mask that `masks`, the keyword arguments of the stock forward, describe."""
         raise NotImplementedError
 
     def kernel(self, mask: torch.Tensor | None, scale: float, with_lse: bool) -> fused.Attend:
-        """See `guard.Guard.kernel`."""
+        """Return the kernel for a second run; see `guard.Guard.kernel`."""
         assert self.guard is not None
         if mask is None:
             return self._attend({"scale": scale}, with_lse=with_lse)
@@ -128,7 +127,7 @@ class _CheckedInner:
         return self._attend({"attention_masks": known, "scale": scale}, with_lse=with_lse)
 
     def _attend(self, given: dict[str, Any], *, with_lse: bool) -> fused.Attend:
-        """The stock kernel, under these keyword arguments."""
+        """Return the stock kernel with these keyword arguments."""
         stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -140,7 +139,7 @@ class _CheckedInner:
         return attend
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **kwargs):
-        """What the stock forward computes, under its signature."""
+        """Return what the stock forward returns. The signature is the same."""
         guard = self.guard
         if self.explicit_path:
             visible = self._visible(q_BLNH, kwargs)
@@ -148,7 +147,7 @@ class _CheckedInner:
             return out if out_transform is None else out_transform(out, lse)
         stock: Callable[..., Any] = super().forward  # pyrefly: ignore[missing-attribute] of the class next in line
         if self.hands_out_lse == "never":
-            out_transform = None  # as the stock forward, which takes it and does nothing with it
+            out_transform = None  # the stock forward ignores it too
         if guard is None:
             transform = {} if out_transform is None else {"out_transform": out_transform}
             return stock(q_BLNH, k_BLNH, v_BLNH, scale=scale, **transform, **kwargs)
@@ -222,15 +221,15 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
 
 
 def _told_by(mask: Any) -> torch.Tensor | None:
-    """What a mask can be told by in a graph, where it is not itself: one of its tensors."""
+    """Return a tensor of the mask that identifies it. In a graph the mask object itself is not available."""
     if isinstance(mask, BlockMask):
         return mask.kv_num_blocks
     return mask.cu_seq_q if isinstance(mask, VarlenMetadata) else None
 
 
 def _seen_by_block_mask(mask: BlockMask) -> Visible:
-    """The rule of a BlockMask. Whether it is causal is known of a matrix; on an accelerator it would be a look at the
-    device's data, so every key is gone through there."""
+    """Return the rules of a BlockMask. From a `MatrixMask` it is known whether it is causal. On an accelerator finding
+    out would read the device's data, so there every query goes through all keys."""
     if not isinstance(mask, MatrixMask):
         return Visible(causal=False, mod=mask.mask_mod)
     if mask.seen is None:
@@ -240,13 +239,13 @@ def _seen_by_block_mask(mask: BlockMask) -> Visible:
 
 @override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
 def checked_projections(config: Linear.Config) -> Linear.Config:
-    """The checked counterpart of a projection of attention.
+    """Return the Config of the checked counterpart of an attention's projection.
 
     Raises:
-        ValueError: for a projection whose product is not a plain one (quantised, fused with a collective).
+        ValueError: the projection's product is not a plain one, but quantised or fused with a collective.
     """
     if isinstance(config, (CheckedLinear.Config, CheckedScaledBiasRowwiseLinear.Config)):
-        return config  # a layer that the model's config has in two places
+        return config  # the model's config has this layer in two places
     if type(config) is Linear.Config:
         return derive(config, CheckedLinear.Config)
     if type(config) is ScaledBiasRowwiseLinear.Config:
@@ -259,19 +258,19 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
 
 @override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_flex(config: FlexAttention.Config) -> FlexAttention.Config:
-    """The checked counterpart of FlexAttention."""
+    """Return the Config of the checked counterpart of FlexAttention."""
     return derive(config, CheckedFlexAttention.Config)
 
 
 @override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_varlen(config: VarlenAttention.Config) -> VarlenAttention.Config:
-    """The checked counterpart of VarlenAttention."""
+    """Return the Config of the checked counterpart of VarlenAttention."""
     return derive(config, CheckedVarlenAttention.Config)
 
 
 @override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
 def checked_sdpa(config: ScaledDotProductAttention.Config) -> ScaledDotProductAttention.Config:
-    """The checked counterpart of ScaledDotProductAttention."""
+    """Return the Config of the checked counterpart of ScaledDotProductAttention."""
     return derive(config, CheckedScaledDotProductAttention.Config)
 
 
@@ -285,12 +284,11 @@ _OVERRIDES = {
 def apply(config: Any, section: AttentionCheck) -> None:
     """Have torchtitan build the model of `config`, a `Trainer.Config`, with checked attention.
 
-    Call before the Trainer is made: it adds entries to `config.override.imports`. Nothing happens with
-    `section.enable = false`.
+    Call it before the Trainer is made, because it adds entries to `config.override.imports`. With
+    `section.enable = false` nothing happens.
 
     Raises:
-        ValueError: the model has no attention to check, or another setting rules the check out; names the
-        key.
+        ValueError: the model has no attention that can be checked, or another setting forbids it; names the key.
     """
     if not section.enable:
         return
@@ -308,14 +306,14 @@ def apply(config: Any, section: AttentionCheck) -> None:
             'attention_check.path = "explicit": cannot be compiled; use attention_check.path = "fused" or remove '
             "model from compile.components."
         )
-    if compiled:  # as selective activation checkpointing keeps what plain projections compute
+    if compiled:  # selective activation checkpointing keeps the results of plain projections, so also of checked ones
         private.keep_in_checkpointing(torch.ops.everstep.project.default)
     factories = [checked_projections, *(_OVERRIDES[kind] for kind in kinds)]
     config.override.imports += sorted(f"{__name__}.{factory.__name__}" for factory in factories)
 
 
 def _refuse(config: Any) -> None:
-    """Raise for settings under which checks would be wrong or silent."""
+    """Raise ValueError if a setting would make checks wrong or silent."""
     parallelism = config.parallelism
     for is_set, why in (
         (
@@ -352,8 +350,9 @@ def _refuse(config: Any) -> None:
 
 
 def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
-    """What of these models' attention is guarded ("12 of 12"), and the names of what is not. Every linear layer and
-    every kernel inside a torchtitan attention counts, and every attention of another kind, by its class's name."""
+    """Return how much of these models' attention is guarded ("12 of 12"), and the names of the modules that are not.
+    Each linear layer and each kernel inside a torchtitan attention counts, and each module whose class is named like an
+    attention of another kind."""
     guarded, missing = 0, []
     for part in model_parts:
         within: list[str] = []
@@ -369,7 +368,7 @@ def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
 
 
 def _attends(module: nn.Module, inside: bool) -> bool:
-    """Whether a module is to be guarded. `inside`: of a torchtitan attention."""
+    """Return whether a module should be guarded. inside: whether it is inside a torchtitan attention."""
     if isinstance(module, (FlexAttention, VarlenAttention, ScaledDotProductAttention)):
         return True
     if inside or isinstance(module, BaseAttention):
@@ -378,7 +377,7 @@ def _attends(module: nn.Module, inside: bool) -> bool:
 
 
 def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a model's forward: keep its masks for what runs outside of its compiled blocks."""
+    """Keep a model's masks, before its forward, for the second runs of kernels outside of its compiled blocks."""
     given = [*args, *kwargs.values()]
     masks = [mask for one in given for mask in (one.values() if isinstance(one, dict) else [one])]
     told = ((_told_by(mask), mask) for mask in masks)
@@ -398,15 +397,15 @@ def attach(
     Args:
         model_parts: as the Trainer holds them, parallelized or not.
         rank: this rank in its group, named in findings.
-        seed: draws which calls are checked.
+        seed: the layers to check are drawn from it.
         step_tokens: tokens of a step.
 
     Returns:
-        What the training step calls, before and after it computes a slot.
+        The checks, which the training step calls before and after it computes a slot.
 
     Raises:
-        ValueError: something of the attention is not checked, `apply` having been called after the model was built, or
-            the model having an attention that it does not know.
+        ValueError: a part of the attention would not be checked, because `apply` was called after the model was built,
+            or because `apply` does not know this kind of attention.
     """
     checks = Checks(section, rank=rank, seed=seed, step_tokens=step_tokens)
     model_parts = list(model_parts)
@@ -425,7 +424,7 @@ def attach(
                 layer = re.search(r"\b(mtp_)?layers\.(\d+)\.", fqn)
                 name = fqn.rsplit(".", 1)[-1]
                 number = int(layer.group(2)) if layer else -1
-                if layer and layer.group(1):  # layers that predict further tokens are counted on behind the others
+                if layer and layer.group(1):  # layers that predict further tokens get the numbers after the others
                     number += len(list(part.get_submodule("layers").children()))
                 module.guard = checks.guard(number, name, module.results(name))
                 if isinstance(module, _CheckedInner):

@@ -1,8 +1,8 @@
-"""FlexAttention and varlen attention on a machine without an accelerator, under the masks that the model asks for.
+"""FlexAttention and varlen attention on a machine without an accelerator, under the model's own masks.
 
-PyTorch has no backward of FlexAttention on a CPU and no varlen attention at all. Both are computed here by scaled dot
-product attention, which CPUs have a kernel of, with their mask as a matrix: for tries and tests, with rows of a few
-hundred tokens. Where a model wants the logarithms of the rows' sums too (sinks), scores and weights are matrices.
+On a CPU PyTorch has no backward of FlexAttention and no varlen attention at all. Both are computed here by scaled dot
+product attention, for which CPUs have a kernel, with the mask as a matrix. This is meant for tries and tests with rows
+of a few hundred tokens. If a model also needs lse (for attention sinks), scores and weights are matrices too.
 
 Shape suffixes, as torchtitan's: B batch, L positions, N heads, H head dimension; S positions of keys.
 """
@@ -25,15 +25,15 @@ Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class MatrixMask(BlockMask):
     """A BlockMask of one block, with its mask as a matrix, made once for all layers.
 
-    seen: bool [B or 1, N or 1, L, S], true where a query sees a key; None: all keys up to its own, and no other.
+    seen: bool [B or 1, N or 1, L, S], true where a query sees a key; None: the mask is causal, with no further rule.
     """
 
     seen: torch.Tensor | None
 
 
 def prepare(config: Any) -> None:
-    """Have FlexAttention and varlen attention computed on a CPU in this process, under a trainer config's own masks."""
-    split_rows = config.parallelism.context_parallel_degree > 1  # and so masks
+    """Have this process compute FlexAttention and varlen attention as here, under the masks of a trainer config."""
+    split_rows = config.parallelism.context_parallel_degree > 1  # and the masks with them
     private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
     replace(FlexAttention, "forward", forward)
     replace(VarlenAttention, "forward", forward)
@@ -48,7 +48,7 @@ def matrix_mask(
     device: Any = None,
     **blocks: Any,
 ) -> MatrixMask:
-    """In place of torch's `create_block_mask`, as torchtitan calls it; blocks: sizes that a kernel would want."""
+    """Make a MatrixMask, in place of torch's `create_block_mask`. blocks: sizes for a kernel; they are ignored."""
     sizes = batch or 1, heads or 1, queries, keys
     b, h, i, j = (
         torch.arange(size, device=device).view([-1 if at == place else 1 for at in range(4)])
@@ -76,11 +76,11 @@ def attend(
     scale: float | None,
     out_transform: Transform | None,
 ) -> torch.Tensor:
-    """Attention under a mask (see `MatrixMask.seen`), with fewer heads of keys than of queries where there are.
+    """Return attention under a mask (see `MatrixMask.seen`). Keys may have fewer heads than queries.
 
     Args:
-        out_transform: makes the result of the output [B, L, N, H] and of the logarithm of each row's sum of
-            exponentials [B, L, N].
+        out_transform: makes the result from the output [B, L, N, H] and from lse [B, L, N], the log-sum-exp of each
+            row. None: the result is the output.
     """
     q_BNLH, k_BNSH, v_BNSH = (part.transpose(1, 2) for part in (q_BLNH, k_BSNH, v_BSNH))
     grouped = k_BNSH.shape[1] != q_BNLH.shape[1]
@@ -115,7 +115,7 @@ def forward(
     **kwargs: Any,
 ) -> torch.Tensor:
     """The forward of FlexAttention and VarlenAttention, by scaled dot product attention, in the dtype of its inputs.
-    torchtitan shards arguments by these names."""
+    The arguments keep torchtitan's names, by which it shards them."""
     if kwargs.get("score_mod") is not None:
         raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
     with spmd.no_typecheck():
@@ -123,19 +123,19 @@ def forward(
             seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
         elif isinstance(attention_masks, MatrixMask):
             seen = attention_masks.seen
-        else:  # a part of a mask, that rows split among ranks were given
+        else:  # a part of a mask, since context parallelism splits rows among ranks
             sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
             seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
         return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
 def _document_mask(starts: torch.Tensor, shape: torch.Size, window: tuple[int, int]) -> torch.Tensor:
-    """Bool [B, 1, L, L]: which key a query sees, of rows packed one behind the other.
+    """Return the mask [B, 1, L, L] of packed rows: true where a query sees a key.
 
     Args:
-        starts: where documents begin in the packed rows, and where the last one ends; `cu_seq_q`.
+        starts: `cu_seq_q`: where documents begin in the packed rows, and where the last one ends.
         shape: B, L.
-        window: of VarlenAttention.Config.
+        window: `window_size` of VarlenAttention.Config: positions seen back and ahead; below 0: all.
     """
     rows, length = shape
     token = torch.arange(rows * length, device=starts.device).view(rows, length)
