@@ -1,7 +1,7 @@
-"""Configuration: a TOML file becomes a torchtitan Config, checked before anything starts.
+"""Configuration: turns a TOML file into a torchtitan Config, and checks it before anything starts.
 
-Where each key of a file stands (`positions`), what torchtitan 0.2's keys are called today (`legacy`), keys set with
-their types checked (`assign`), combinations that cannot work (`checks`), and the resolved result as TOML, as an
-identity and as a list of differences (`resolved`). The way in is `everstep.titan.load`, which knows torchtitan's
+`source` reads a file, and `positions` finds the line of a key. `legacy` translates the keys of torchtitan 0.2. `assign`
+sets keys on a Config and checks their types. `checks` refuses combinations that cannot work. `resolved` writes a Config
+as TOML, as an identity, and as differences to another. Callers use `everstep.titan.load`, which knows torchtitan's
 registries.
 """

@@ -1,9 +1,8 @@
-"""Sets the keys of a TOML table on a tree of config dataclasses, with the types checked.
+"""Sets the keys of a TOML table on a tree of config dataclasses, and checks their types.
 
-Two kinds of section can be one of several classes, and say which by a key of their own:
-`mode` where torchtitan declares a union (`[activation_checkpoint] mode = "full"`), with the names its
-command line uses; `class` where a component may be exchanged for another (`[dataloader] class =
-"package.module.Component"`)."""
+Two kinds of section can have one of several classes, which an extra key selects. `mode` selects a member of a union
+that torchtitan declares (`[activation_checkpoint] mode = "full"`), by the name that torchtitan's command line uses.
+`class` exchanges a component for another of its kind (`[dataloader] class = "package.module.Component"`)."""
 
 import dataclasses
 import functools
@@ -22,15 +21,15 @@ from .private import component_of, is_component
 from .source import Source, describe, describe_table
 
 MODEL = "model_spec"
-"""The one field of a trainer's Config that files do not set: `[job]` says which model it is."""
+"""The field of a trainer's Config that a file cannot set, because `[job]` selects the model."""
 
 NONE = "None"
-"""How TOML, which has no null, spells None; as torchtitan's command line does."""
+"""The string that stands for None, because TOML has no null. torchtitan's command line uses the same."""
 
 
 @functools.cache
 def field_types(config_class: type) -> dict[str, Any]:
-    """Names and types, annotations included, of the fields of a config dataclass that a file may set."""
+    """Return name -> type, with annotations, of the fields of a config dataclass that a file may set."""
     hints = typing.get_type_hints(config_class, include_extras=True)
     names = [f.name for f in dataclasses.fields(config_class) if not f.name.startswith("_")]
     return {name: hints[name] for name in names if name != MODEL}
@@ -42,14 +41,14 @@ def assign_table(
     """Set the keys of `table` on `config`, in place, and run the checks of each section that changes.
 
     Args:
-        config: a config dataclass. Its own `__post_init__` runs unless `path` is empty (the root).
-        table: TOML values by key.
+        config: a config dataclass. Its `__post_init__` runs again, unless `path` is empty (the root).
+        table: key -> TOML value.
         source: the file, for messages.
-        path: where in the file `table` stands.
-        extra_keys: keys that the caller reads from the same table, to be proposed when a key is misspelled.
+        path: the keys that lead to `table` in the file.
+        extra_keys: further keys that the caller reads from this table; candidates for the nearest key in messages.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type, or one that the section itself refuses.
+        ConfigError: a key is unknown, a value has the wrong type, or the section refuses its values.
     """
     known = field_types(type(config))
     for key, value in table.items():
@@ -62,7 +61,7 @@ def assign_table(
 
 
 def run_own_checks(config: Any, to_error: Callable[[str], ConfigError]) -> None:
-    """Run a config dataclass's own `__post_init__` again, with what it raises turned into a ConfigError."""
+    """Run a config dataclass's `__post_init__` again, and turn an exception that it raises into a ConfigError."""
     own_checks = getattr(config, "__post_init__", None)
     if own_checks is None:
         return
@@ -75,14 +74,14 @@ def run_own_checks(config: Any, to_error: Callable[[str], ConfigError]) -> None:
 
 
 def convert(declared: Any, value: Any, current: Any, source: Source, path: Path) -> Any:
-    """The value that a field of type `declared` takes for the TOML value `value`.
+    """Convert a TOML value for a field of type `declared`.
 
     Args:
         declared: the field's type, possibly Annotated.
-        value: as tomli gives it.
-        current: what the field holds now; a table is applied to this object itself.
+        value: as tomli returns it.
+        current: the field's current value. If it is a section, a table is applied to it in place.
         source: the file, for messages.
-        path: where in the file the value stands.
+        path: the keys that lead to the value in the file.
 
     Raises:
         ConfigError: the value does not fit.
@@ -112,7 +111,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
 
 
 def shown(value: Any) -> str:
-    """A TOML value as an error message quotes it."""
+    """Return a TOML value as error messages quote it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -124,7 +123,7 @@ def shown(value: Any) -> str:
 
 
 def class_name(config: Any) -> str:
-    """What the `class` key says for a component's config: the import path of the class that it builds."""
+    """Return a value for the `class` key: the import path of the class that a component's config builds."""
     owner = component_of(config) if is_component(config) else None
     owner = owner or type(config)
     return f"{owner.__module__}.{owner.__qualname__}"
@@ -137,7 +136,7 @@ def _bare(declared: Any) -> Any:
 
 
 def variants(declared: Any) -> dict[str, type | None]:
-    """The names that `mode` may have for a field declared as a union of sections; empty if it is none."""
+    """Return name -> class for the values of `mode`, if a field is declared as a union of sections; else {}."""
     declared = _bare(declared)
     if typing.get_origin(declared) not in (typing.Union, types.UnionType):
         return {}
@@ -220,7 +219,8 @@ def _set_variant(modes: dict[str, type | None], value: Any, current: Any, source
 
 
 def _component_config(name: Any, declared: type, source: Source, path: Path) -> type:
-    """The Config class of the component with this import path, which must fit where it stands."""
+    """Return the Config class of the component with this import path. Raises ConfigError if it is of another kind than
+    `declared`."""
     module_name, _, attribute = str(name).rpartition(".")
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")) or not module_name:
         raise source.error(path, f"{source.name(path)} must be the import path of a class, got {shown(name)}")
@@ -231,8 +231,8 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
             field_types(typing.cast(type, config_class))
     except (Exception, SystemExit) as error:
         raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
-    # The section must be able to stand for any other of its kind, so what counts is the root of the kind. The one below
-    # it, which first has `build`, all components share.
+    # Any component of the same kind is accepted: a subclass of the kind's root, which is the last dataclass of the MRO
+    # before the base Config with `build` that all components share.
     line = [c for c in declared.__mro__ if dataclasses.is_dataclass(c)]
     root = line[-2] if is_component(line[-1]) and len(line) > 1 else line[-1]
     if not isinstance(config_class, type) or not issubclass(config_class, root):

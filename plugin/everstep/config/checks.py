@@ -1,8 +1,8 @@
-"""Combinations of settings that cannot work, refused before anything starts.
+"""Refuses combinations of settings that cannot work, before anything starts.
 
 Each check is a function of the whole config that yields rows: whether something is wrong, with which key, and what.
-torchtitan's sections check their own values; here stands what takes two sections, or is ours. What nothing reads is not
-checked.
+torchtitan's sections check their own values. The checks here concern several sections, or Everstep's own. Settings that
+nothing reads, because their section is off, are not checked.
 """
 
 import math
@@ -24,13 +24,13 @@ _TIMEOUTS = (
     ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
     ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
 )
-"""(shorter, longer, why) of [fault_tolerance]'s timeouts."""
+"""(shorter, longer, why): pairs of timeouts of [fault_tolerance] of which the first must be less than the second."""
 
 SMALLEST_EPS = 1e-10
-"""Adam's least eps with exact sums: beside it, what is lost below their quantum of 2^-40 moves no parameter by 1 % of a
-step."""
+"""Smallest eps of Adam with exact sums. With it, the part of a gradient that is lost below the sums' quantum of 2^-40
+changes no parameter by 1 % of a step."""
 _LONGEST_S = 3e8
-"""Ten years; the libraries that wait count milliseconds in 64 bits or fewer."""
+"""Longest timeout: ten years. The libraries that wait count milliseconds in 64 bits or fewer."""
 _SMALLEST, _BELOW_1 = 1e-9, 1 - 1e-9
 _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "fault_tolerance": {
@@ -57,7 +57,7 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
     },
 }
-"""The least and the largest value of keys that are read. A group_id has at most six digits."""
+"""Section -> key -> (smallest, largest) value. A group_id has at most six digits."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Problem:
     """The key to change first."""
 
     what: str
-    """What is wrong with it, with values and what to do."""
+    """The rest of the message after the key: what is wrong, with values and what to do."""
 
     @property
     def message(self) -> str:
@@ -76,28 +76,28 @@ class Problem:
 
 
 Row = tuple[bool, str, str]
-"""Whether something is wrong, with which key (`section.key`), and what."""
+"""(whether something is wrong, the key as `section.key`, what is wrong with it)."""
 
 
 def sharing(parallelism: Any) -> int:
-    """How many ranks of a group compute one microbatch together: tensor x context x pipeline parallel degrees."""
+    """Return how many ranks of a group compute one microbatch together: tensor x context x pipeline degrees."""
     return (
         parallelism.tensor_parallel_degree * parallelism.context_parallel_degree * parallelism.pipeline_parallel_degree
     )
 
 
 def fewest_ranks(parallelism: Any) -> int:
-    """The fewest ranks of a group that the parallel degrees can be laid out on."""
+    """Return the smallest number of ranks of a group that the parallel degrees fit."""
     return sharing(parallelism) * max(1, parallelism.data_parallel_shard_degree)
 
 
 def problems(config: Any, ranks: int = 0) -> Iterator[Problem]:
-    """Everything that is wrong with a trainer config, the most basic first.
+    """Yield everything that is wrong with a trainer config, the most basic problem first.
 
     Args:
-        ranks: of a group; 0: not known, the fewest that the config can be computed on.
+        ranks: ranks of a group; 0: unknown, so assume the fewest that the parallel degrees fit.
     """
-    if out_of_bounds := list(_bounds(config)):  # what follows computes with these values
+    if out_of_bounds := list(_bounds(config)):  # the checks below calculate with these values
         yield from out_of_bounds
         return
     for check in _CHECKS:
@@ -180,7 +180,7 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
 
 
 def _without_groups(config: Any) -> Iterator[Row]:
-    """What torchtitan's own trainer would leave out in silence."""
+    """Refuse sections that torchtitan's own trainer would ignore without a word."""
     for key, on in (
         ("semi_sync.method", config.semi_sync.enabled),
         ("attention_check.enable", config.attention_check.enable),
@@ -221,7 +221,7 @@ def _exact(config: Any) -> Iterator[Row]:
 
 
 def _training(config: Any) -> Iterator[Row]:
-    """Settings that torchtitan takes, with which nothing can be trained."""
+    """Refuse settings that torchtitan accepts but cannot train with."""
     spec = config.model_spec
     yield (
         spec is not None and spec.name == "gpt_oss" and config.training.mixed_precision_param == "float32",
@@ -241,14 +241,14 @@ def _data(config: Any) -> Iterator[Row]:
     data = config.data
     tokens, path = data.source == "tokens", f'= "{data.path}"'
     yield tokens and not data.path, "data.source", '= "tokens" needs path, the token file of `everstep pack`'
-    missing = tokens and bool(data.path) and not os.path.isfile(data.path)  # a Path's raises for some names
+    missing = tokens and bool(data.path) and not os.path.isfile(data.path)  # Path.is_file raises for some names
     yield missing, "data.path", f"{path}: there is no such file"
     unread = f'{path} is read with source = "tokens" only, but source is "{data.source}"'
     yield bool(data.path) and not tokens, "data.path", unread
 
 
 def _ranks(config: Any, ranks: int) -> Iterator[Row]:
-    """Whether a group's ranks can be laid out in the parallel degrees."""
+    """Refuse parallel degrees that do not fit the ranks of a group."""
     parallelism = config.parallelism
     names = (
         "tensor_parallel_degree",
@@ -342,7 +342,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
 
 
 def _outer(semi: Any, layers: int) -> Iterator[Row]:
-    """The outer step, and what is synchronised when."""
+    """Refuse keys of the outer step and the schedule of fragments that cannot work."""
     defaults, other = type(semi)(), 'is read with method = "diloco" only, but method is "local_sgd"'
     for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing"):
         changed = semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key)

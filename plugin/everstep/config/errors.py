@@ -1,20 +1,19 @@
-"""The one error a config raises, and how it says what was probably meant."""
+"""The error that every refused config raises, and the search for the key that the user probably meant."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used. `str()` is one sentence a user can act on: file, line, key, what is
+    """A config cannot be used. `str()` is one sentence for the user, with file, line and key if known, and what is
     wrong."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like `word`, or None if there is none at all.
+    """Return the candidate most similar to `word`, or None if there are no candidates.
 
-    Prefers a candidate that differs only by words added or left out (`batch_size` → `local_batch_size`),
-    then the smallest edit distance as difflib sees it. There is no cutoff: of the wrong keys, one nearest
-    valid key is always worth naming.
+    Similarity is difflib's ratio, plus 0.5 if one contains the other (`batch_size` → `local_batch_size`). There is no
+    lower limit, because the nearest valid key is always worth naming.
     """
     ranked = sorted(candidates)
     if not ranked:

@@ -1,6 +1,6 @@
-"""One grammar for everything on a command line, tyro's; what it refuses is told in one sentence.
+"""Parses every command line with tyro, and reports an error as one sentence.
 
-tyro prints a panel and exits. Its own errors say what was wrong as values.
+tyro itself would print a panel and exit. `private.errors` has the cause of an error as values instead.
 """
 
 import re
@@ -17,11 +17,11 @@ from .private import errors
 T = TypeVar("T")
 
 ROOT_KEYS = ("dump_folder", "hf_assets_path")
-"""torchtitan's flags without a section."""
+"""torchtitan's flags that belong to no section."""
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word of a command line begins a flag, and is no negative number."""
+    """Return whether a word of a command line is a flag, and not a negative number or a value."""
     return word.startswith("-") and not re.fullmatch(r"-[\d.].*", word)
 
 
@@ -34,16 +34,16 @@ def parse(
     registry: Any = None,
     known: Iterable[str] | None = None,
 ) -> tuple[Any, list[str]]:
-    """`kind` (a dataclass) as `args` say, and the arguments that it does not know.
+    """Parse `args` into an instance of `kind`, a dataclass. Return it with the unknown arguments.
 
     Args:
-        default: the values of what is not given; None: the dataclass's own.
+        default: an instance with the values of flags that are not given; None: the dataclass's defaults.
         registry: tyro's rules for types.
-        known: names of all flags (`section.key`), to refuse what is unknown with the nearest one; None: unknown
-            arguments are returned.
+        known: names of all flags (`section.key`). An unknown argument is then refused, with the nearest flag. None:
+            unknown arguments are returned.
 
     Raises:
-        ConfigError: an argument is missing, unknown, or has a value of the wrong kind.
+        ConfigError: an argument is missing, unknown, or has a value of the wrong type.
     """
     args = list(args)
 
@@ -85,7 +85,7 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
 
 
 def _stray(word: str, args: Sequence[str]) -> str:
-    """What to say of a word that belongs to no flag, a switch's value for instance."""
+    """Return the error message for a word that belongs to no flag, e.g. `true` after a switch."""
     attached = next(
         (arg.removesuffix(f"={word}") for arg in args if arg.startswith("--") and arg.endswith(f"={word}")), ""
     )
@@ -106,7 +106,7 @@ def _wanted(argument: Any) -> str:
 
 
 def _given(flags: Sequence[str], args: Sequence[str]) -> str | None:
-    """The last value that one of these flags was given."""
+    """Return the last value in `args` of these flags, which are spellings of one flag; None without."""
     names = {flag.replace("-", "_") for flag in flags}
     value = None
     for position, arg in enumerate(args):

@@ -1,9 +1,9 @@
-"""torchtitan 0.2's TOML keys, and what has become of each.
+"""Translates the TOML keys of torchtitan 0.2 and 0.1.
 
-torchtitan 0.3 reads no TOML; files written for 0.2 (and its 0.1 spellings) are still what people have. The
-tables below name every key of 0.2.2's `JobConfig`, of its torchft extension, and the older spellings of
-both, that today's grammar lacks: either where it moved, or why nothing reads it. Keys that kept section
-and name are not listed. A dropped key that would have changed the arithmetic is refused."""
+torchtitan 0.3 reads no TOML, but users still have files written for 0.2, also with spellings of 0.1. The tables below
+list every key of 0.2.2's `JobConfig`, of its torchft extension, and the older spellings of both, unless a key of the
+same section and name exists today. `MOVED` has the new place of a key, `GONE` the replacement of a key that nothing
+reads any more. A key that would change the arithmetic and has no counterpart is refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +61,7 @@ MOVED: dict[str, str] = {
     "validation.dataset": "validator.dataloader.dataset",
     "validation.dataset_path": "validator.dataloader.dataset_path",
 }
-"""0.2's key or table → today's, for the same value (`process_group_timeout_ms` is divided by 1000)."""
+"""Key or table of 0.2 -> today's, with the same value (but `process_group_timeout_ms` is divided by 1000)."""
 
 _CONVERTERS = "a registry config that applies the converter, named in [job] config, e.g. llama3_debugmodel_float8"
 _VALIDATOR = "[training]: validation uses the batch size and length of training"
@@ -108,18 +108,17 @@ GONE: dict[str, str] = {
     "validation.local_batch_size": _VALIDATOR,
     "validation.seq_len": _VALIDATOR,
 }
-"""0.2's key or table → where what it did is found today."""
+"""Key or table of 0.2 that nothing reads any more -> what to use instead, or why nothing replaces it."""
 
 
 def translate(source: Source) -> str:
-    """Rewrite `source.table` from 0.2's keys to today's, in place.
+    """Rewrite `source.table` from 0.2's keys to today's, in place. Keys without a counterpart are removed.
 
     Returns:
-        One message that names every key without a counterpart, which is removed, its line and what to use instead;
-        empty if there is none.
+        A message with each removed key, its line and what to use instead; "" if no key was removed.
 
     Raises:
-        ConfigError: a key is there twice, as 0.2's and as today's; or it asks for what is not supported.
+        ConfigError: a key is set under its old and its new name, or it asks for a feature that is not supported.
     """
     dropped: list[tuple[int, str]] = []
     _refuse_converters(source)
@@ -130,7 +129,7 @@ def translate(source: Source) -> str:
     if _section(source, "activation_checkpoint").get("selective_ac_option") == "op":  # what `selective` does today
         _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
     for path in list(_leaves(source.table)):
-        # of a key and the tables that it stands in, the innermost that is known
+        # The longest of the key's path and its parent tables' paths that is in MOVED or GONE.
         names = [".".join(map(str, path[:end])) for end in range(len(path), 0, -1)]
         name = next((name for name in names if name in MOVED or name in gone), "")
         if name in gone:
@@ -139,7 +138,7 @@ def translate(source: Source) -> str:
             _pop(source.table, path)
         elif name:
             _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
-        elif path in (("model",), ("experimental",)):  # written empty, they say nothing
+        elif path in (("model",), ("experimental",)):  # an empty table, which sets nothing
             _pop(source.table, path)
     rows = [row for _, row in sorted(dropped)]
     head = f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:"
@@ -152,7 +151,7 @@ def _section(source: Source, name: str) -> dict[str, Any]:
 
 
 def _refuse_converters(source: Source) -> None:
-    """A converter changes the arithmetic: a run without it is another run than the file asks for."""
+    """Refuse an active converter. It changes the arithmetic: a run without it is not the run that the file asks for."""
     for section, key, what in (("model", "converters", "a converter"), ("float8", "enable_float8_linear", "float8")):
         if _section(source, section).get(key) not in (None, False, "", [], "None", ["None"]):
             raise source.error(
@@ -163,8 +162,8 @@ def _refuse_converters(source: Source) -> None:
 
 
 def _settle_semi_sync(source: Source) -> dict[str, str]:
-    """0.2's values and defaults of semi-synchronous training, whose keys move to [semi_sync]; which of them the method
-    does not read, and why."""
+    """Set 0.2's defaults of semi-synchronous training, and change values that are spelt differently today. The keys
+    themselves move to [semi_sync] later. Return key -> reason for the keys that the method does not read."""
     section = _section(source, "fault_tolerance")
     method = section.get("semi_sync_method", "")
     of_diloco = [f"fault_tolerance.{key}" for key in ("num_fragments", "fragment_sync_delay", "fragment_update_alpha")]
@@ -204,7 +203,7 @@ def _move(source: Source, old: Path, new: Path) -> None:
 
 
 def _leaves(table: Any, path: Path = ()) -> Iterator[Path]:
-    """Paths of everything in `table` that is not itself a table, and of empty tables."""
+    """Yield the paths of all values in `table` that are not tables, and of empty tables."""
     if isinstance(table, dict) and (table or not path):
         for key, value in table.items():
             yield from _leaves(value, (*path, key))
@@ -213,7 +212,7 @@ def _leaves(table: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def _pop(table: dict[str, Any], path: Path) -> Any:
-    """Take a value out, and the tables that this leaves empty."""
+    """Remove and return a value, and remove the tables that become empty."""
     key = str(path[0])
     if len(path) == 1:
         return table.pop(key)

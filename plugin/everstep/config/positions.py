@@ -1,7 +1,7 @@
-"""Where a key of a TOML document stands.
+"""Finds the line of a key in a TOML document.
 
-tomli tells values, not places. But the first lines of a document are a document too, wherever a statement ends: a key
-stands in the statement with which it first appears.
+tomli returns values without positions. But if a statement ends on line n, lines 1 to n are a TOML document too. So the
+line is found by bisection: the key is in the first statement whose prefix of the document contains it.
 """
 
 from bisect import bisect_left
@@ -10,26 +10,26 @@ from typing import Any
 import tomli
 
 Path = tuple[str | int, ...]
-"""Keys from the root down; an int is an index into an array (of tables, or a value's)."""
+"""Keys from the root down. An int is an index into an array of tables or an array value."""
 
 LONGEST_STATEMENT, LARGEST = 200, 1 << 20
-"""Lines, and characters of a document: where there are more no line is told, as finding it would take long."""
+"""Limits: lines of a statement, characters of a document. Above them no line is searched, as it would take too long."""
 
 
 def line_of(text: str, path: Path) -> int | None:
-    """The line, from 1, on which the header or `key = value` begins that `path` first appears with, or else the longest
-    beginning of it that is in the document; None if not even its first key is. `text` is a valid document."""
+    """Return the line, from 1, of the header or `key = value` that first contains `path`, or the longest prefix of
+    `path` in the document. None if even the first key is missing, or above the limits. `text` is a valid document."""
     lines, whole = text.replace("\r\n", "\n").split("\n"), tomli.loads(text)
     there = next((path[:end] for end in range(len(path), 0, -1) if _has(whole, path[:end])), None)
     if there is None or len(text) > LARGEST:
         return None
 
     def appears(line: int) -> bool:
-        """Whether it is there once the statement ends that is written on this line."""
+        """Return whether the document contains it up to the end of the statement on this line."""
         for end in range(line, min(line + LONGEST_STATEMENT, len(lines)) + 1):
             try:
                 return _has(tomli.loads("\n".join(lines[:end])), there)
-            except tomli.TOMLDecodeError:  # it goes on in the next line
+            except tomli.TOMLDecodeError:  # the statement continues on the next line
                 continue
         raise LookupError("a statement is too long")
 

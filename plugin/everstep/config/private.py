@@ -1,6 +1,6 @@
-"""Private names of tyro and torchtitan that this room relies on, neither of which is imported for the other's sake.
+"""Private names of tyro and torchtitan that this room uses. torchtitan is not imported for them.
 
-The tests of this room fail if a release takes one away.
+The tests of this room fail if a release removes one.
 """
 
 from typing import Any
@@ -8,15 +8,15 @@ from typing import Any
 from tyro import _errors as errors
 
 __all__ = ["component_of", "errors", "is_component"]
-"""`errors`: why tyro refuses a command line, as values, and `on_parse_error`, by which it tells them instead of
-printing a panel."""
+"""`errors` has tyro's reasons to refuse a command line, as values, and `on_parse_error`, which makes tyro pass them to
+a function instead of printing a panel."""
 
 
 def is_component(config: Any) -> bool:
-    """Whether this is the Config of a torchtitan component, or one's class, and no plain section."""
+    """Return whether `config` is a torchtitan component's Config, or the class of one, and not a plain section."""
     return hasattr(config, "build")
 
 
 def component_of(config: Any) -> type | None:
-    """The class that a torchtitan component's Config builds; None for the Config that all have in common."""
+    """Return the class that a torchtitan component's Config builds; None for the base class of all these Configs."""
     return config._owner

@@ -1,5 +1,4 @@
-"""A config written out: as TOML that loads to an equal config, as an identity, and as differences to
-another."""
+"""Writes a config as TOML that loads to an equal config, as an identity, and as a list of differences to another."""
 
 import dataclasses
 import functools
@@ -16,25 +15,25 @@ from .source import describe
 
 
 def resolved_toml(config: Any) -> str:
-    """The whole config as TOML, every key written, such that `load_config` gives an equal config.
+    """Return the whole config as TOML, with every key. `load_config` of the text gives an equal config.
 
-    What TOML cannot say (callables that a registry config brought along) is left to the base config that
-    `[job]` names, and listed in a comment.
+    Values that TOML cannot express, e.g. callables of a registry's config, are left to the base config that `[job]`
+    names. Comments list their keys.
     """
     left_out: list[str] = []
     table = _to_table(config, (), left_out)
-    table = {"job": table.pop("job"), **table}  # what a reader wants to know first
+    table = {"job": table.pop("job"), **table}  # first, as a reader looks for it first
     lines = [f"# left to the base config: {name}" for name in left_out]
     lines += _toml_lines(table, ())
     return "\n".join(lines).strip() + "\n"
 
 
 def config_identity(config: Any) -> str:
-    """A hash (SHA-256, hexadecimal) of the settings that decide the result of a run: model, data, batch,
-    seed, optimizer, learning rate schedule; and the number of steps, over which the schedule decays, unless
-    `[lr_scheduler] total_steps` says how long that is.
+    """Return a hash (SHA-256, hexadecimal) of the settings that decide a run's result: model, data, batch, seed,
+    precision, optimizer and learning rate schedule. The number of steps is one of them unless `[lr_scheduler]
+    total_steps` is set, because the schedule decays over it.
 
-    What decides only how the result is reached does not belong: groups, timeouts, process group, parallelism,
+    Settings that change only how the result is computed are not included: groups, timeouts, process group, parallelism,
     compilation, recomputation, checkpoint intervals, folders, logs. A run directory belongs to one identity.
     """
     text = json.dumps(identity_keys(config), sort_keys=True)
@@ -42,7 +41,7 @@ def config_identity(config: Any) -> str:
 
 
 def differing_keys(old: Any, new: Any) -> list[str]:
-    """The settings in which the identities of two configs differ, one sentence part each:
+    """Return the settings in which the identities of two configs differ, each as text like
     `[training] seq_len: 128 → 256`. Empty if and only if the identities are equal."""
     before, after = ({key: json.dumps(value) for key, value in identity_keys(one).items()} for one in (old, new))
     differing = (key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
@@ -54,18 +53,18 @@ def _short(text: str) -> str:
 
 
 def identity_keys(config: Any) -> dict[str, Any]:
-    """The settings that `config_identity` hashes: JSON values by their name."""
+    """Return name -> JSON value of the settings that `config_identity` hashes."""
     keys = {}
     for path, value in _flat(_to_table(config, (), [])):
         if _decides_result(path, config):
             keys[describe(path)] = value
-    # implementations of an optimizer differ by rounding, except the one with states in lower precision
+    # An optimizer's implementations differ only by rounding, except the one with states of lower precision.
     keys["optimizer states in bfloat16"] = config.optimizer.implementation == "fused_opt_states_bf16"
     if config.semi_sync.enabled:
         keys["[semi_sync] workers"] = config.semi_sync.workers or config.fault_tolerance.groups
     spec = config.model_spec
     keys["model"] = f"{spec.name} {spec.flavor}"
-    # the model's structure as one value: its parts have hundreds of keys, none of which a TOML file sets
+    # One value for the model's structure: it has hundreds of keys, none of which a TOML file sets.
     structure = json.dumps(_structure(spec.model), sort_keys=True)
     keys["model structure"] = hashlib.sha256(structure.encode()).hexdigest()
     return keys
@@ -99,9 +98,9 @@ def _decides_result(path: Path, config: Any) -> bool:
     if path[:2] in _NOT_THE_RESULT:
         return False
     if path == ("training", "steps"):
-        return config.lr_scheduler.total_steps is None  # else the schedule knows its own length
+        return config.lr_scheduler.total_steps is None  # total_steps is the schedule's length
     if path[0] in ("dataloader", "tokenizer", "hf_assets_path"):
-        # other sources bring their own data, already in tokens
+        # The other sources read none of these: their data is in tokens already.
         return config.data.source == "dataloader"
     if path[0] == "semi_sync":
         return config.semi_sync.enabled
@@ -109,10 +108,10 @@ def _decides_result(path: Path, config: Any) -> bool:
 
 
 def _structure(value: Any) -> Any:
-    """A model config as JSON values that are the same in every process: functions by name and what they
-    close over.
+    """Return a model config as JSON values that are equal in every process. A function is represented by its name and
+    the values that it closes over.
 
-    The attention kernel is left out: which one computes is a matter of the device.
+    The attention kernel is left out, because it depends on the device.
     """
     if dataclasses.is_dataclass(value):
         fields = {
@@ -135,7 +134,7 @@ def _structure(value: Any) -> Any:
 
 
 def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
-    """A config dataclass as a table of TOML values; what cannot be written is named in `left_out`."""
+    """Return a config dataclass as a table of TOML values. Keys that TOML cannot express are added to `left_out`."""
     table = {}
     for name, declared in field_types(type(config)).items():
         value = _to_value(getattr(config, name), declared, (*path, name), left_out)
@@ -147,7 +146,7 @@ def _to_table(config: Any, path: Path, left_out: list[str]) -> dict[str, Any]:
 
 
 def _to_value(value: Any, declared: Any, path: Path, left_out: list[str]) -> Any:
-    """A value as TOML has it; None if it cannot be written."""
+    """Return a value as TOML can express it; None if TOML cannot."""
     if modes := variants(declared):
         name = next(n for n, kind in modes.items() if kind is (None if value is None else type(value)))
         return {"mode": name} | ({} if value is None else _to_table(value, path, left_out))
@@ -189,7 +188,7 @@ def _flat(table: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """A table as lines of TOML: its own keys first, as TOML demands, then the tables in it."""
+    """Yield the lines of a table in TOML: its own keys first, as TOML requires, then its sub-tables."""
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     if path:
         yield ""
@@ -210,8 +209,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped, and surrogate pairs, which it
-        # refuses
+        # JSON's escapes are valid in TOML except surrogate pairs, which ensure_ascii=False avoids. TOML requires an
+        # escape for DEL, which JSON does not write.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float):
         if math.isfinite(value):

@@ -1,4 +1,4 @@
-"""A TOML file read: its values, and a way to say where in it something is wrong."""
+"""Reads a TOML file, and makes errors that name the file and line of a key."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,36 +21,36 @@ class Source:
     """One TOML document."""
 
     file: str
-    """Its name, as error messages begin."""
+    """Name of the file, with which error messages begin."""
 
     table: dict[str, Any]
-    """Its values, under today's keys once `legacy.translate` has run."""
+    """The document's values. Keys are today's after `legacy.translate` has run."""
 
     text: str = ""
-    """As it stands in the file."""
+    """The document's text."""
 
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """For keys of one section alone: that section. A key in the wrong section is sent there."""
+    """Key that only one section has -> that section, to name it if the key is in a wrong section."""
 
     written_as: dict[Path, Path] = field(default_factory=dict)
-    """For each key that was moved: the key as written."""
+    """Path of a key that `legacy.translate` moved -> its path in the file."""
 
     def as_written(self, path: Path) -> Path:
-        """The path as the file has it, for a path in today's keys."""
+        """Return the path in the file of a path in today's keys."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.written_as:
                 return self.written_as[path[:end]] + path[end:]
         return path
 
     def name(self, path: Path) -> str:
-        """The key as users know it, and as the file has it where that differs."""
+        """Return the key as users write it, with the key in the file if that is another one."""
         written = self.as_written(path)
         return describe(path) if written == path else f"{describe(path)} ({describe(written)} in the file)"
 
     def error(self, path: Path, message: str) -> ConfigError:
-        """A ConfigError that begins with file and line of `path`; with the file alone if the file lacks
-        it."""
-        message = "".join(c if c.isprintable() else "?" for c in message)  # a key may have what a terminal obeys
+        """Return a ConfigError whose message begins with file and line of `path`, or with the file alone if no line is
+        known."""
+        message = "".join(c if c.isprintable() else "?" for c in message)  # a key may contain terminal control codes
         line = line_of(self.text, self.as_written(path))
         return ConfigError(f"{self.file}:{line}: {message}" if line else f"{self.file}: {message}")
 
@@ -59,11 +59,11 @@ def read_source(path: FilePath) -> Source:
     """Read and parse a TOML file.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it is not TOML.
+        ConfigError: the file does not exist, cannot be read, or is not TOML.
     """
     try:
         with open_regular(path, limit=LARGEST_BYTES) as file:
-            text = file.read().decode("utf-8-sig")  # some editors begin a file with a byte order mark
+            text = file.read().decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except OSError as error:
@@ -74,10 +74,10 @@ def read_source(path: FilePath) -> Source:
 
 
 def parse_source(text: str, file: str) -> Source:
-    """Parse a TOML document that calls itself `file`.
+    """Parse a TOML document, which error messages call `file`.
 
     Raises:
-        ConfigError: it is not TOML.
+        ConfigError: it is not TOML, or has a value that cannot be used.
     """
     try:
         table = tomli.loads(text)
@@ -93,8 +93,8 @@ def parse_source(text: str, file: str) -> Source:
 
 
 def _unusable(value: Any, path: Path = ()) -> tuple[Path, str] | None:
-    """The first value that cannot be used, and why: a number that is infinite, not a number, or of more than 64 bits,
-    or what is nested too deep."""
+    """Return the path of the first value that cannot be used, and why: an infinity, a NaN, an integer of more than 64
+    bits, or nesting deeper than DEEPEST. None if there is none."""
     if len(path) > DEEPEST:
         return path[:1], f"is nested more than {DEEPEST} deep"
     if isinstance(value, dict | list):
@@ -108,7 +108,7 @@ def _unusable(value: Any, path: Path = ()) -> tuple[Path, str] | None:
 
 
 def describe(path: Path) -> str:
-    """`("training", "seq_len")` as users write it: `[training] seq_len`."""
+    """Return a key's path as users write it: `[training] seq_len` for `("training", "seq_len")`."""
     *tables, key = path
     name = ""
     for part in tables:
@@ -119,5 +119,5 @@ def describe(path: Path) -> str:
 
 
 def describe_table(path: Path) -> str:
-    """`("validator", "dataloader")` as users write it: `[validator.dataloader]`."""
+    """Return a table's path as users write it: `[validator.dataloader]` for `("validator", "dataloader")`."""
     return describe((*path, "")).rstrip() or "the top level"
