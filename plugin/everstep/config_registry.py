@@ -1,8 +1,8 @@
-"""The door torchtitan opens: `--module everstep --config FILE.toml`.
+"""The module that torchtitan imports for `--module everstep --config FILE.toml`.
 
-torchtitan looks NAME of `--config NAME` up on this module and calls it. A module-level `__getattr__` lets
-NAME be the path of a TOML file. Nothing of ours is imported before that call: torchtitan swallows an
-ImportError of the module, and one in the call names what is missing.
+torchtitan takes the NAME of `--config NAME` as an attribute of this module, and calls it. A module-level
+`__getattr__` lets NAME be the path of a TOML file. Everstep is imported in that call only: torchtitan swallows
+an ImportError of this module, but one that is raised in the call names what is missing.
 """
 
 import sys
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """A function that loads the TOML file `name`. Any name without a leading underscore is taken for a
-    file."""
+    """Return a function that loads the TOML file `name`. Any name that ends in `.toml`, or does not begin with
+    an underscore, is taken for a file."""
     if name.startswith("_") and not name.endswith(".toml"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

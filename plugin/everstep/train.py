@@ -1,8 +1,8 @@
-"""torchtitan's entry point, and on a machine without an accelerator the CPU stand-in before it.
+"""torchtitan's entry point for machines with or without an accelerator; without one, it installs the CPU stand-in.
 
     torchrun --nproc_per_node 2 -m everstep.train --module everstep --config FILE.toml [--section.key value]
 
-With an accelerator this is `python -m torchtitan.train`, which may be used just as well.
+With an accelerator, `-m torchtitan.train` does the same.
 """
 
 import sys
@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train as `torchtitan.train` would.
 
     Args:
-        argv: command line without the program's name, torchtitan's grammar; the process's own if None.
+        argv: command line in torchtitan's grammar, without the program's name; if None, that of the process.
     """
     import_all()
     if argv is not None:

@@ -1,4 +1,4 @@
-"""torchtitan: the trainer, its state, checkpoints, checked attention, config door and CPU stand-in.
+"""All that is built on torchtitan: the trainer, its state, checkpoints, checked attention, config and CPU stand-in.
 
 The only room that imports torchtitan.
 """

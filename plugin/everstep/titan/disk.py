@@ -1,4 +1,4 @@
-"""A trainer's checkpoints on disk: which one a run goes on from, when one is written, and when it gets its name."""
+"""A run's checkpoints on disk: which one it resumes from, when one is written, and when it gets its name."""
 
 import dataclasses
 import functools
@@ -44,21 +44,21 @@ DATA = "data"
 PARAMETERS = "parameters"
 NAMING_S, POLL_S = 2.0, 0.02
 OF_RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
-"""What a checkpoint has of the streams that a data-parallel rank knew."""
+"""Matches the key under which a checkpoint has the data streams that a data-parallel rank knew."""
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
-"""What a trainer's counters have besides torchtitan's."""
+"""The keys of `EverstepTrainer.state_dict` that torchtitan's trainer does not have."""
 
 
 def not_saved(why: str) -> CheckpointException:
-    """What torch.distributed.checkpoint raises, for a reason that all ranks of the group know."""
+    """Return the exception of torch.distributed.checkpoint for a failure that all ranks of the group know of."""
     return CheckpointException(why, {0: (RuntimeError(why), traceback.StackSummary())})
 
 
 class DiskCheckpoints:
-    """One rank's part in the run's checkpoints.
+    """Loads and saves one rank's part of the run's checkpoints.
 
     Args:
-        trainer: an `EverstepTrainer`, which has built torchtitan's manager, and whose counters are in a checkpoint.
+        trainer: an `EverstepTrainer` that has built torchtitan's checkpoint manager, which also saves its counters.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -66,11 +66,11 @@ class DiskCheckpoints:
         self._manager: Any = trainer.checkpointer
         self._events, self._files = trainer.place.events, trainer.place.files
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
-        """What a checkpoint is made of, by name: `Stateful`s."""
+        """Name -> `Stateful`: what a checkpoint consists of."""
 
     def newest(self) -> int | None:
-        """The newest checkpoint that training can go on from; else the newest. A run may leave the model alone at its
-        end."""
+        """Return the step of the newest checkpoint that training can resume from, else of the newest one, as the last
+        checkpoint of a run may have the model only. None if there is none."""
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
         newest = private.newest_checkpoint(self._manager)
@@ -79,12 +79,12 @@ class DiskCheckpoints:
         return next(whole, newest if newest >= 0 else None)
 
     def _has_all(self, step: int, keys: Collection[str]) -> bool:
-        """Whether a checkpoint has what torchtitan loads of it: of step 0 the model, of others counters too."""
+        """Return whether a checkpoint has what torchtitan loads: the model, and after step 0 the counters too."""
         return step == 0 or TRAIN_STATE in self._config.exclude_from_loading or f"{TRAIN_STATE}.step" in keys
 
     def _to_load(self) -> tuple[int, Path | None]:
-        """The checkpoint that is going to be loaded: its step, -1 if it is none of this run's, and its folder. None:
-        there is none, or one in another format."""
+        """Return the step and folder of the checkpoint to load. The step is -1 if the run has none of its own. The
+        folder is None if there is no checkpoint, its format is not torch's, or only a model is loaded."""
         step = self._config.load_step
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return step, None
@@ -95,9 +95,9 @@ class DiskCheckpoints:
         return step, Path(folder) if folder and (Path(folder) / ".metadata").exists() else None
 
     def load(self) -> bool:
-        """Load the checkpoint that `[checkpoint]` names, or the newest; whether there was one. torchtitan's own lack
-        some of our keys, and a key that is not there cannot be loaded. Raises TrainerEnds for the model alone, OSError
-        for one that is damaged."""
+        """Load the checkpoint that `[checkpoint]` names, or the newest. Return whether there was one. Of our keys it
+        loads those that the checkpoint has, as torchtitan's own checkpoints lack some. Raises TrainerEnds if training
+        cannot resume from it, for instance as it has the model only, and OSError if it is damaged."""
         step, folder = self._to_load()
         source: SlotSource = self._trainer.dataloader
         if folder is not None:
@@ -115,7 +115,7 @@ class DiskCheckpoints:
         return bool(found)
 
     def _tell_damaged(self, step: int) -> None:
-        """Say which newer checkpoints are passed over."""
+        """Warn of newer checkpoints that are skipped because they are damaged."""
         newer = {at: path for at, path in checkpoints_in(Path(self._manager.folder)).items() if at > step}
         damaged = [str(path) for path in newer.values() if not tensors_in(path)]
         if damaged and self._config.load_step == -1 and dist.get_rank() == 0:
@@ -123,7 +123,7 @@ class DiskCheckpoints:
             self._events.emit("warning", text=text)
 
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
-        """Raises TrainerEnds if a checkpoint lacks what torchtitan would load of it."""
+        """Raise TrainerEnds if a checkpoint lacks something that torchtitan would load from it."""
         why, position = "", {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
         if not keys:
             why = "has a damaged .metadata: move it away, or give [checkpoint] load_step with another one"
@@ -140,20 +140,20 @@ class DiskCheckpoints:
         if why:
             raise TrainerEnds(USAGE_EXIT, f"{folder} {why}")
 
-    # Own states of a semi-synchronous run's workers
+    # The workers' own states in a semi-synchronous run
 
     def workers_to_load(self) -> int:
-        """How many workers the checkpoint has that is going to be loaded."""
+        """Return how many workers have their own states in the checkpoint that will be loaded."""
         folder = None if WORKERS in self._config.exclude_from_loading else self._to_load()[1]
         return len(workers_in(folder)) if folder else 0
 
     def is_due(self, step: int) -> bool:
-        """Whether one is written after this step, which is not the last."""
+        """Return whether a checkpoint is written after this step, if it is not the last."""
         return self._config.enable and private.saves_after(self._manager, step)
 
     def workers(self, step: int, history: int) -> dict[int, Path]:
-        """By worker where its state is after this step of this history, as far as checkpoints have it, also of one
-        that is not whole yet."""
+        """Return worker -> folder of its own state after this step of this history, for the workers of which a
+        checkpoint has it, be it complete or still being written."""
         if not self._config.enable or WORKERS in self._config.exclude_from_loading:
             return {}
         place, initial = Path(self._manager.folder), self._config.initial_load_path
@@ -170,8 +170,8 @@ class DiskCheckpoints:
         return (told[f"{TRAIN_STATE}.{HISTORY}"] or ledger.extend(0, step, "restored")) == history
 
     def require_whole(self, step: int, history: int) -> None:
-        """Raises CheckpointException unless there is a checkpoint after this step of this history, or another group is
-        just giving it its name. A collective of the group."""
+        """Raise CheckpointException unless there is a complete checkpoint after this step of this history. Waits for it
+        up to NAMING_S, as another group may be just renaming it. A collective of the group."""
         folder, end = Path(self._manager.folder) / f"step-{step}", time.monotonic() + NAMING_S
         while not (found := self._is_of(folder, step, history)) and time.monotonic() < end:
             time.sleep(POLL_S)
@@ -179,7 +179,7 @@ class DiskCheckpoints:
             raise not_saved(f"{folder} lacks workers")
 
     def read(self, folder: Path, into: dict[str, Any]) -> bool:
-        """Load this rank's part of something in a checkpoint; whether it could be had."""
+        """Load this rank's part of some entries of a checkpoint. Return False, with a warning, if that fails."""
         try:
             read_alone(folder, into)
         except OSError as error:
@@ -188,10 +188,10 @@ class DiskCheckpoints:
         return True
 
     def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
-        """Write a checkpoint of this step if one is due, or a `part` of it. A folder without room stops nothing but the
-        last one. `commit`: for events."""
+        """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
+        training goes on, but for the `last` one CheckpointException is raised. `commit` is the number for events."""
         self._files.beat("checkpoint", commit)
-        is_part = WORKERS in self.states and (not last or self.saves_all())  # of the whole `Parts.whole` tells
+        is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.whole` tells once all are there
         tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
         try:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
@@ -200,14 +200,14 @@ class DiskCheckpoints:
                 raise
             tell(error)
             return
-        begun = self._manager.save_future if saved else None  # one that saves nothing has no such name
-        if begun is not None:  # whoever waits for it goes on in any case
+        begun = self._manager.save_future if saved else None  # a manager that saves nothing lacks the attribute
+        if begun is not None:  # replaced by a future that does not fail, so that a wait for it does not raise
             self._manager.save_future = _then(begun, lambda done: tell(done.exception()))
         elif saved:
             tell(None)
 
     def _tell(self, step: int, commit: int, begin: float, is_part: bool, error: BaseException | None) -> None:
-        """What became of a checkpoint."""
+        """Tell in events that a checkpoint was written, or that it or its part failed; not that a part was written."""
         if error is None:
             if not is_part:
                 self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
@@ -221,7 +221,7 @@ class DiskCheckpoints:
     def _save_part(self, step: int, part: dict[str, torch.Tensor], last: bool) -> bool:
         manager = self._manager
         manager.maybe_wait_for_saving()
-        # What is on the host already needs no page-locked memory.
+        # The part is in host memory already, so it needs no staging in page-locked memory.
         at_once = last or manager.async_mode == "disabled"
         mode = type(manager.async_mode)("disabled" if at_once else "async")
         begun = manager.dcp_save({WORKERS: part}, str(Path(manager.folder) / f"step-{step}"), mode)
@@ -229,22 +229,22 @@ class DiskCheckpoints:
         return True
 
     def saves_all(self) -> bool:
-        """Whether the last checkpoint has more than the model."""
+        """Return whether the last checkpoint has more than the model."""
         if not self._config.enable or self._config.load_only:
             return False
         return self._trainer.should_continue_training() or not getattr(self._manager, "last_save_model_only", True)
 
     def save_last(self, step: int, commit: int, *, goes_on: bool) -> None:
-        """The last checkpoint of the run, or if it `goes_on` one day, of this part of it."""
+        """Write the last checkpoint of the run, or of this start of it if the run `goes_on` later."""
         if goes_on and self._config.enable:
-            # The optimizer has to be in it.
+            # To resume, a run needs more than the model.
             self._manager.last_save_model_only = False
             self._manager.last_save_in_hf = False
         self.save(step, commit, last=True)
 
 
 def _room(folder: str) -> str:
-    """How much room a folder has, in words: torch's errors of a full disk do not name it. "" where nobody can say."""
+    """Return a folder's free space in words, as torch's errors do not name a full disk; "" if it is not known."""
     try:
         return f" ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free there)"
     except OSError:  # object storage
@@ -252,14 +252,14 @@ def _room(folder: str) -> str:
 
 
 def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
-    """Have torchtitan's checkpoint manager write aside: a checkpoint gets its name when it is whole. A group that is
-    killed while it writes leaves nothing that could be taken for a checkpoint, and two that write the same step, in
-    two histories, do not mix their files. Another manager, or one of a folder that is no local one, stays as it is.
+    """Have torchtitan's checkpoint manager write to a temporary folder, and rename that once a checkpoint is complete.
+    A group that is killed while it writes then leaves nothing that could be taken for a checkpoint, and two groups that
+    write the same step, in two histories, do not mix their files. Other managers and remote folders stay as they are.
 
     Args:
-        life: names the folder that this group writes to; another one after every start. What earlier starts of the
-            group have left half written is removed.
-        parts: of a semi-synchronous run.
+        life: part of the temporary folder's name, new after every start of the group. Folders that earlier starts of
+            the group have left are removed.
+        parts: collects the groups' parts in a semi-synchronous run; else None.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
         if parts is not None and manager.enable:
@@ -279,7 +279,7 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
                 draft = target.with_name(f"{draft.name}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
                 name = f"{folder.name}-{draft.name}"
             put = functools.partial(parts.bring, folder=folder, name=name, target=target)
-        if is_first:  # the others write after a collective that rank 0 has not come to yet
+        if is_first:  # the other ranks write only after a collective that rank 0 has not reached yet
             shutil.rmtree(draft, ignore_errors=True)
         name_it = functools.partial(put, draft) if is_first else lambda: None
 
@@ -292,7 +292,7 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
             return dataclasses.replace(begun, upload_completion=_then(begun.upload_completion, named))
         if isinstance(begun, Future):
             return _then(begun, named)
-        dist.barrier()  # what is written in another format is put together by all ranks
+        dist.barrier()  # in Hugging Face's format, other ranks may still combine files
         error = ""
         try:
             name_it()
@@ -306,13 +306,13 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
 
 
 def _then(begun: Future, act: Callable[[Future], None]) -> Future:
-    """Ends as what is done with another one when that has ended."""
+    """Return a future with the result, or error, of `act`, which is called with `begun` once that is done."""
     ended: Future = Future()
 
     def end(done: Future) -> None:
         try:
             ended.set_result(act(done))
-        except BaseException as error:  # noqa: BLE001  as CheckpointException is; whoever waits is told of it
+        except BaseException as error:  # noqa: BLE001  CheckpointException is a BaseException; the waiter gets it
             ended.set_exception(error)
 
     begun.add_done_callback(end)

@@ -1,8 +1,8 @@
-"""What `[fault_tolerance] exact` asks of a group besides exact sums: a slot has the same bits on every group.
+"""What `[fault_tolerance] exact` requires besides exact sums: a slot must have the same bits on every group.
 
-Kernels are deterministic, checks repair nothing in place, and all groups compute alike. The last is compared: the first
-start of a run writes its fingerprint to RUN_DIR/state/exact.json, and a start with another one ends before it computes
-anything. A part of the fingerprint is the bits that a small computation comes to on this device.
+So kernels are deterministic, checks repair nothing in place, and all groups compute in the same way. The last is
+verified: the first start of a run writes its fingerprint to RUN_DIR/state/exact.json, and a start with another
+fingerprint ends before it computes anything. A fingerprint includes the result of a small computation, to the bit.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS
 
 
 def prepare(config: Any) -> None:
-    """Settings of a trainer's config, in place, without which a slot has no bits of its own. An operator that is not
-    deterministic raises then (`naming_operators`)."""
+    """Change a trainer's config, in place, so that computing a slot again gives the same bits. An operator that is not
+    deterministic then raises an error (see `naming_operators`)."""
     config.debug.deterministic, config.debug.deterministic_warn_only = True, False
     config.attention_check.mode = "detect"
 
 
 def after_build() -> None:
-    """PyTorch's deterministic mode also fills memory before its first use, for programs that read what nobody wrote:
-    a write of all activations in every slot."""
+    """Turn off the filling of new memory in PyTorch's deterministic mode. It is for programs that read uninitialized
+    memory, and costs another write of all activations in every slot."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute] set by its class
 
 
 @contextlib.contextmanager
 def naming_operators() -> Iterator[None]:
-    """Raises TrainerEnds for an operator that has no deterministic implementation: it has none on any group."""
+    """Turn the error for an operator without a deterministic implementation into TrainerEnds: a retry cannot help."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def naming_operators() -> Iterator[None]:
 
 
 def fingerprint(config: Any, device: torch.device) -> dict[str, str]:
-    """What this rank's bits depend on, besides model, data and seed: by name a value."""
+    """Return name -> value of what this rank's bits depend on, besides model, data and seed."""
     module = torch.get_device_module(device)
     found = {
         "torch": torch.__version__,
@@ -79,12 +79,13 @@ def _parallelism(config: Any) -> str:
 
 
 def layout(config: Any) -> str:
-    """On what a checksum of a group's parameters depends besides their values: equal where it can be compared."""
+    """Return what a checksum of a group's parameters depends on besides their values. Checksums can be compared only if
+    it is equal."""
     return f"{dist.get_world_size()} {config.training.dtype} {_parallelism(config)}"
 
 
 def agree(run_dir: Path, mine: dict[str, str]) -> None:
-    """Raises TrainerEnds if the run was started with another fingerprint."""
+    """Raise TrainerEnds if the run's first start had another fingerprint."""
     if told := differences(run_dir, FILE, mine):
         raise TrainerEnds(
             UNFIT_EXIT,
@@ -94,7 +95,7 @@ def agree(run_dir: Path, mine: dict[str, str]) -> None:
 
 
 def _probe(device: torch.device) -> str:
-    """A digest of the bits that a product, a softmax, a norm and their gradients come to."""
+    """Return a digest of the bits that products, a softmax, a norm and their gradients have on this device."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         torch.manual_seed(0)
         x, w = (torch.randn(64, 192).to(device).requires_grad_() for _ in range(2))

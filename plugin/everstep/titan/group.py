@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one replica group, torch's world, on the backend that the trainer has."""
+"""Collectives over the ranks of one replica group, which is torch's world, on the trainer's backend."""
 
 import hmac
 import secrets
@@ -13,18 +13,19 @@ NONCE_BYTES = 32
 
 
 def _device() -> torch.device:
-    """Where the group's collectives want their tensors."""
+    """Return the device on which the backend needs the tensors of a collective."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if dist.get_backend() == "gloo" or accelerator is None else accelerator
 
 
 def all_in_group(flag: bool) -> bool:
-    """Whether `flag` holds on all ranks of the group; a collective of the group."""
+    """Return whether `flag` is true on all ranks of the group; a collective of the group."""
     return bool(least_in_group(flag)[0])
 
 
 def least_in_group(*values: int) -> list[int]:
-    """Each value's least over the group's ranks, as int64 (of a flag: whether it holds on all); a collective of it."""
+    """Return each value's minimum over the group's ranks, as int64; a flag's is true if it is true on all ranks. A
+    collective of the group."""
     if dist.get_world_size() == 1:
         return list(values)
     least = torch.tensor(values, dtype=torch.int64, device=_device())
@@ -33,7 +34,7 @@ def least_in_group(*values: int) -> list[int]:
 
 
 def sum_in_group(value: int) -> int:
-    """Sum of an integer over the group's ranks, modulo 2^62 (of a flag: on how many it holds); a collective of it."""
+    """Return the sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
     if dist.get_world_size() > 1:
         total = torch.tensor([value], dtype=torch.int64, device=_device())
         dist.all_reduce(total)
@@ -42,7 +43,7 @@ def sum_in_group(value: int) -> int:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's value, by rank; a collective of the group. Not `all_gather_object`, which unpickles what comes."""
+    """Return every rank's value, by rank; a collective of the group. `all_gather_object` would unpickle what comes."""
     mine = typed.dumps(value)
     lengths = [int.from_bytes(length) for length in _everyones(len(mine).to_bytes(8))]
     everyone = _everyones(mine.ljust(max(lengths), b"\0"))
@@ -50,12 +51,12 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def require_members(token: bytes) -> None:
-    """The first collective of the group: whoever reaches torch's store in time can take a rank's place, and what comes
-    over the group is believed, and checkpoint plans are unpickled. Each rank answers everyone's random numbers with an
-    HMAC under the run's token.
+    """Check that every rank of the group has the run's token: each answers everyone's random numbers with an HMAC under
+    it. To be the group's first collective. Any process that reaches torch's store in time can take a rank's place, and
+    what a rank sends later is trusted: checkpoint plans are even unpickled.
 
     Raises:
-        RuntimeError: a rank's answer is wrong: a process without the run's token has its place.
+        RuntimeError: the answer of a rank is wrong, so a process without the token has its place.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -72,7 +73,7 @@ def require_members(token: bytes) -> None:
 
 
 def _everyones(mine: bytes) -> list[bytes]:
-    """Bytes of one length from every rank, by rank; a collective of the group."""
+    """Return every rank's bytes, by rank; all have the same length. A collective of the group."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(received, sent)

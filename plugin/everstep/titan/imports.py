@@ -1,17 +1,18 @@
-"""How torchtitan is imported: by a launcher, by a trainer that torchrun starts, and by who reads a config."""
+"""Imports torchtitan, for launchers, for trainers that torchrun starts, and for commands that read a config."""
 
 import gc
 import importlib
 from collections.abc import Callable, Sequence
 
 TORCHTITAN = ("torchtitan.train", "everstep.titan.load", "everstep.titan.trainer")
-"""What every trainer uses."""
+"""The modules that every trainer uses."""
 
 
 def import_all(modules: Sequence[str] = TORCHTITAN, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules`, until `stopping`, and stand in for the accelerator if torchtitan is one of them and there is
-    none: it asks for its device while it is imported. Raises a module's own error if it cannot be imported."""
-    # Objects of thousands of modules, all of which stay: looking through them again and again is a quarter of the time.
+    """Import `modules` in order; stop early once `stopping` returns True. If torchtitan is among them and there is no
+    accelerator, install the CPU stand-in (`titan.cpu`) first, as torchtitan chooses its device while it is imported.
+    Raises a module's own error if it cannot be imported."""
+    # A quarter of the import time would go into collections, which free none of the modules' objects.
     gc.disable()
     try:
         if any(module.startswith("torchtitan") for module in modules):
@@ -23,6 +24,6 @@ def import_all(modules: Sequence[str] = TORCHTITAN, stopping: Callable[[], bool]
             if stopping():
                 return
             importlib.import_module(module)
-        gc.freeze()  # nor should a forked process look at them, and so copy their pages
+        gc.freeze()  # a collection in a forked process would write to these objects' pages, and so copy them
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""A TOML file becomes a config."""
+"""Makes a trainer's config from a TOML file and command line arguments."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ C = TypeVar("C")
 logger = logging.getLogger("everstep.config")
 
 _GROUP_KEYS = {"name": str, "lr": float, "beta1": float, "beta2": float, "eps": float, "weight_decay": float}
-"""Keys of [optimizer] that mean every parameter group at once, as in torchtitan 0.2."""
+"""Keys of [optimizer], with their types, that apply to every parameter group at once, as in torchtitan 0.2."""
 
 
 def load_config(
@@ -38,23 +38,23 @@ def load_config(
     check: bool = True,
     warnings: list[str] | None = None,
 ) -> C:
-    """The config that a TOML file describes.
+    """Return the config that a TOML file describes.
 
     Args:
         path: the file. Relative paths inside it are relative to the working directory, as torchtitan's are.
         config_class: a subclass of `torchtitan.trainer.Trainer.Config` with the fields `job`,
-            `fault_tolerance` and `data`. Each further field of it is a section of the file, without
-            another word here.
+            `fault_tolerance` and `data`. Each further field is a section of the file, and needs no code
+            here.
         overrides: command line arguments in torchtitan's grammar, `--section.key value`; they win over the
             file.
-        groups: replica groups, instead of what file and overrides say.
-        ranks: of a group, for the checks; 0: not known.
+        groups: number of replica groups, instead of the one in file and overrides.
+        ranks: number of ranks of a group, for the checks; 0 if not known.
         check: whether to refuse combinations that cannot work. A caller that applies more settings to the
             result checks afterwards, with `check_config`.
-        warnings: takes what the user should read; None: it goes to the log.
+        warnings: list to which warnings for the user are added; if None, they are logged.
 
     Raises:
-        ConfigError: file, line, key, and what to do.
+        ConfigError: names file, line and key, and says what to do.
     """
     source = read_source(FilePath(path))
     config = config_from_source(source, config_class, warnings=warnings)
@@ -70,13 +70,13 @@ def load_config(
 
 
 def parse_any() -> None:
-    """Have torchtitan parse a command line, for what its parser imports and remembers when it is first used: a process
-    that is forked from this one finds it."""
+    """Have torchtitan parse a command line, so that processes that are forked later need not repeat what its parser
+    imports and caches at its first use."""
     ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
 
 
 def config_from_source(source: Source, config_class: type[C], *, warnings: list[str] | None = None) -> C:
-    """As `load_config`, for a document already parsed and without checks across sections."""
+    """Do what `load_config` does, for a parsed document, without overrides and checks across sections."""
     if dropped := translate(source):
         _tell(dropped, warnings)
     job = Job()
@@ -101,10 +101,10 @@ def _tell(warning: str, warnings: list[str] | None) -> None:
 
 
 def _replicas_as_groups(config: Any, groups: int | None) -> str:
-    """Settle the number of groups, in place; what to tell about it.
+    """Set the number of groups, in place. Return a sentence for the user, or "" if replicas did not become groups.
 
-    torchtitan's replicas become replica groups, as many as there are unless their number is said. Each group is one
-    replica then, and the global batch what torchtitan would have given all of them.
+    torchtitan's data-parallel replicas become replica groups, as many as there are replicas unless a number is given.
+    Each group then is one replica, and the global batch is that which torchtitan would give all replicas together.
     """
     parallelism, training, ft = config.parallelism, config.training, config.fault_tolerance
     replicas = parallelism.data_parallel_replicate_degree
@@ -121,7 +121,7 @@ def _replicas_as_groups(config: Any, groups: int | None) -> str:
 
 
 def _sections_by_key(config: Any) -> dict[str, str]:
-    """The section that has a key, for the keys of sections that only one section has."""
+    """Return key -> section, for the keys that only one section has."""
     sections: dict[str, set[str]] = {key: {"optimizer"} for key in _GROUP_KEYS}
     for section in field_types(type(config)):
         value = getattr(config, section)
@@ -139,7 +139,7 @@ def _section(source: Source, name: str) -> dict[str, Any]:
 
 
 def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any], source: Source) -> None:
-    """Set [optimizer], where `lr` and its kin stand for the same key of every parameter group."""
+    """Set [optimizer], in which the keys of `_GROUP_KEYS` (such as `lr`) apply to every parameter group."""
     own = {key: value for key, value in table.items() if key not in _GROUP_KEYS}
     assign_table(config, own, source, ("optimizer",), extra_keys=_GROUP_KEYS)
     for group in config.param_groups:
@@ -185,7 +185,7 @@ def _set_group_value(group: Any, key: str, value: Any) -> None:
 
 
 def _override(config: Any, arguments: Sequence[str]) -> Any:
-    """Apply command line arguments as torchtitan does, without its help screens."""
+    """Return the config with command line arguments applied as torchtitan does, without its help screens."""
     ConfigManager()  # registers torchtitan's rules for lists with custom_registry
     screen = io.StringIO()
     try:
@@ -198,7 +198,7 @@ def _override(config: Any, arguments: Sequence[str]) -> Any:
 
 
 def _flags(config: Any, above: str = "") -> Iterator[str]:
-    """The names of all flags of a config: `training.steps`."""
+    """Yield the names of all flags of a config, such as `training.steps`."""
     for key in field_types(type(config)):
         value = getattr(config, key)
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""What a config asks of the machine: a GPU, said before the start where there is none, and memory."""
+"""What a config needs of the machine: a GPU, which is checked before the start, an attention that runs, and memory."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -19,7 +19,7 @@ _KERNELS = {
     "torchtitan.overrides.fused_mla": "Triton",
     "torchtitan.overrides.helion_rope": "Helion",
 }
-"""torchtitan's overrides that are kernels for GPUs, and what they are written in."""
+"""Override of torchtitan that is a kernel for GPUs -> the language of the kernel."""
 
 _MODULES = {
     token_dispatcher.DeepEPTokenDispatcher.Config: "which writes to other GPUs' memory",
@@ -27,11 +27,11 @@ _MODULES = {
     token_dispatcher.MinimalAsyncEPTokenDispatcher.Config: "which writes to other GPUs' memory",
     dist_gemm.AllGatherFusedQKVLinear.Config: "a product that is fused with its communication",
 }
-"""Modules of torchtitan's models that only GPUs can carry out, and what they do."""
+"""Module of torchtitan's models that needs a GPU, by its Config -> what it does, for messages."""
 
 
 def needs_gpu(config: Any) -> Iterator[Problem]:
-    """Every setting of a trainer config that only a GPU can carry out."""
+    """Yield every setting of a trainer config that needs a GPU."""
     for item in config.override.imports:
         if kernel := _kernel(item):
             yield _problem(
@@ -54,16 +54,16 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
 
 
 def _kernel(item: Any) -> str:
-    """What the kernel is written in that an override of torchtitan's puts into the model; empty for any other."""
+    """Return the language of the GPU kernel that an override puts into the model; "" if it is none of `_KERNELS`."""
     name = item if isinstance(item, str) else item[0]
     return _KERNELS.get(name.rpartition(".")[0], "")
 
 
 def choose_attention(config: Any) -> None:
-    """Give a trainer config's model, in place, an attention that this machine runs, checked where that is asked for.
+    """Give a trainer config's model, in place, an attention that runs on this machine, with checks if they are enabled.
 
     Raises:
-        ValueError: it cannot be checked.
+        ValueError: the model's attention cannot be checked.
     """
     if not cpu.has_attention_kernels():
         cpu_attention.prepare(config)
@@ -71,12 +71,12 @@ def choose_attention(config: Any) -> None:
 
 
 def why_not_built(config: Any) -> str:
-    """Why the model of a trainer config cannot be built as the config asks for, with checks and overrides; empty if it
-    can, as far as one sees without building it. Changes nothing."""
+    """Return why the model of a trainer config cannot be built with its checks and overrides; "" if no reason is found.
+    Neither builds the model nor changes the config."""
     copy = deepcopy(config)
     try:
         choose_attention(copy)
-        if not cpu.has_accelerator():  # a login node need not have what a kernel is written in
+        if not cpu.has_accelerator():  # on a login node, the kernel's language may not be installed
             copy.override.imports = [item for item in copy.override.imports if not _kernel(item)]
         apply_overrides(copy.override, copy)
     except (ValueError, ImportError, TypeError) as error:
@@ -85,7 +85,7 @@ def why_not_built(config: Any) -> str:
 
 
 def built_on_meta(config: Any) -> nn.Module:
-    """The model of a trainer config, without values."""
+    """Return the model of a trainer config on the meta device, so without values. May change the config."""
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
     if config.override.imports:
@@ -95,7 +95,7 @@ def built_on_meta(config: Any) -> nn.Module:
 
 
 def trained_parameters(model: nn.Module, config: Any) -> tuple[int, int]:
-    """How many parameters of a trainer config's model are trained, and the bytes of each."""
+    """Return how many parameters of a trainer config's model are trained, and the bytes of each."""
     number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return number, TORCH_DTYPE_MAP[config.training.dtype].itemsize
 

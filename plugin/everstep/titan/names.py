@@ -1,9 +1,9 @@
-"""All that Everstep takes of torchtitan's data and checkpoints: a release that renames some of it is met here and in
-`titan.private`.
+"""Every name that Everstep imports from torchtitan's data and checkpoint modules: what a release of torchtitan renames
+is to be changed here, and in `titan.private`.
 
-pyproject.toml allows torchtitan 0.3 and not 0.4: 0.3.0 is what was tried. torchtitan's main branch has other names for
-the text dataloader, for three names of `components.dataloader` and for the interleaved datasets, reads through Grain,
-and has renamed `components.checkpoint_utils`.
+pyproject.toml allows torchtitan 0.3 but not 0.4; 0.3.0 was tried. torchtitan's main branch has renamed the text
+dataloader, three names of `components.dataloader`, the interleaved datasets and `components.checkpoint_utils`, and
+reads data through Grain.
 """
 
 from torchtitan.components.checkpoint_utils import init_optim_state as init_optim_state

@@ -1,4 +1,4 @@
-"""One rank's part in the step protocol: what it is built of, and when the other groups begin to wait for it."""
+"""Connects one rank's trainer to the step protocol, and decides when the other groups begin to wait for its group."""
 
 import os
 import time
@@ -25,18 +25,18 @@ from everstep.titan.rounds import Rounds
 from everstep.titan.steps import Steps
 
 OF_STALL = 0.8
-"""Of `stall_timeout_s`: whoever waits for longer would be taken for stalled."""
+"""Longest wait for other groups, as a part of `stall_timeout_s`, after which this rank would be killed as stalled."""
 HEAL_SUMS = 3.0
-"""Longest silence of a state's source, in `reduce_timeout_s`: a source that computes may be silent for a while."""
+"""Longest silence of a heal's source, in multiples of `reduce_timeout_s`: it may be silent while it computes."""
 GIVE_UP_STARTS = 4.0
-"""How long a group goes on that commits nothing, in `startup_timeout_s`: the others may be starting."""
+"""Time without a commit after which a group gives up, in multiples of `startup_timeout_s`: others may be starting."""
 
 
 class Participation:
-    """Makes steps with the other groups.
+    """One rank's connections to the other ranks and groups; `run` makes steps with them.
 
     Args:
-        trainer: an `EverstepTrainer`, whose place and streams are known.
+        trainer: an `EverstepTrainer` that has set `place` and `streams`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -45,12 +45,12 @@ class Participation:
         self._ft = ft
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
         self.life: str = Decisions(self._ranks).first("life", uuid.uuid4().hex)
-        """Differs after every start of the group; the same on all its ranks."""
+        """Identifier of this start of the group: new at every start, the same on all its ranks."""
         parallel = asdict(config.parallelism).items()
         self._degrees = tuple(f"{key} = {value}" for key, value in parallel if key.endswith("degree"))
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(self._degrees)}"
-        """What this rank's state is of."""
+        """Describes whose state this rank has: rank, run and parallelism. Only ranks with an equal one heal from it."""
         self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
             ft.process_group,
@@ -66,19 +66,19 @@ class Participation:
 
     @property
     def _longest_sum(self) -> timedelta:
-        """Longest wait for one sum over the groups. Those that began a round together need not end it within the time
-        of a step."""
+        """Longest wait for one sum over the groups. It is longer in semi-synchronous runs, as groups that began a round
+        together may end it at more different times than a step."""
         ft = self._ft
         rounds_s = OF_STALL * ft.stall_timeout_s if self._config.semi_sync.enabled else 0.0
         return timedelta(seconds=max(ft.reduce_timeout_s, rounds_s))
 
     def warm(self) -> None:
-        """Load what the sums over the groups need, before anybody waits for this group."""
+        """Load what the sums over groups need (NCCL's kernels, for instance), before other groups wait for this one."""
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
     def run(self, work: Steps | Rounds) -> Turn:
-        """Announce this rank's group, for which the others wait in every quorum from here on, and make steps to the
-        end."""
+        """Announce this group at the lighthouse and make steps until the run is over or the group leaves: returns which
+        (see `Driver.run`). Once announced, every quorum waits for this group."""
         ft, semi, place = self._ft, self._config.semi_sync, self._place
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
@@ -118,7 +118,7 @@ class Participation:
         return Driver(protocol, work, host, give_up).run()
 
     def leave(self) -> None:
-        """The others go on without this group."""
+        """End heartbeats and transfers of state, so that the other groups go on without this one."""
         if self._membership is not None:
             self._membership.leave()
         self.door.shutdown()

@@ -1,9 +1,9 @@
-"""What a checkpoint is made of, and how it gets its name.
+"""The parts of a checkpoint on disk, and how a complete one is renamed.
 
-One of a semi-synchronous run is written by all groups, so that no host has the own states of all workers: the first
-group writes what all have, and each one the states of the workers that it carries. Each part is a checkpoint of its
-own. They wait for one another in a folder of their step and history; whoever brings the last gives the checkpoint its
-name, with the parts below it.
+In a semi-synchronous run all groups write a checkpoint together, so that no host needs the own states of all workers.
+The first group writes what all groups have, and each group writes the states of the workers that it carries. Each part
+is a torch checkpoint in itself. The parts are collected in a folder for their step and history. The group that adds the
+last one moves the others below the first group's part, and renames that to the checkpoint's name.
 """
 
 import re
@@ -20,31 +20,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
 WORKERS = "semi_sync"
-"""Of what a checkpoint has, by name: a semi-synchronous run's."""
+"""Name, within a checkpoint, of what only semi-synchronous runs have."""
 FIRST = "first"
-"""The part that torchtitan's manager writes."""
+"""Folder name of the part that the first group writes through torchtitan's manager, while it waits for the others."""
 _OWN = re.compile(rf"{WORKERS}\.worker\.(\d+)\.")
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """By step the checkpoints in a local folder that were written to their end, in torch's format."""
+    """Return step -> folder for the complete checkpoints, in torch's format, in a local folder."""
     found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path.parent) for path in folder.glob("step-*/.metadata"))
     return {int(named[1]): path for named, path in found if named is not None}
 
 
 def parts_in(folder: Path) -> set[Path]:
-    """The folders that a checkpoint lies in: its own, and those of its parts."""
+    """Return the folders of a checkpoint that have a `.metadata`: its own, and those of its parts."""
     return {path.parent for path in (*folder.glob(".metadata"), *folder.glob("*/.metadata"))}
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
-    """What a checkpoint has, its parts included: by name in which of them it is, and what is said of it there. Nothing
-    of a part whose `.metadata` is damaged."""
+    """Return name -> (folder, metadata) for each entry of a checkpoint and its parts; `folder` is the part that has it.
+    A part with a damaged `.metadata` is left out, with a warning."""
     found: dict[str, tuple[Path, Any]] = {}
     for part in sorted(parts_in(folder)):
         try:
             entries = FileSystemReader(part).read_metadata().state_dict_metadata
-        except OSError:  # it is just being moved
+        except OSError:  # another group is just moving it
             continue
         except Exception as error:  # noqa: BLE001  whatever reading a damaged one can raise
             logger.warning(f"{part / '.metadata'} is damaged: {type(error).__name__}: {error}")
@@ -54,14 +54,14 @@ def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
 
 
 def workers_in(folder: Path) -> dict[int, Path]:
-    """By worker the part of a checkpoint that has its own state."""
+    """Return worker -> folder of the part of a checkpoint that has the worker's own state."""
     found = ((_OWN.match(name), part) for name, (part, _) in tensors_in(folder).items())
     return {int(own[1]): part for own, part in found if own is not None}
 
 
 def read_alone(folder: Path, into: dict[str, Any]) -> None:
-    """Load some of what a checkpoint has, each rank for itself. Raises OSError if it is damaged or not there."""
-    with warnings.catch_warnings():  # that this is one process
+    """Load entries of a checkpoint without the other ranks. Raises OSError if they are damaged or missing."""
+    with warnings.catch_warnings():  # torch warns that only one process loads
         warnings.simplefilter("ignore", UserWarning)
         try:
             dcp.load(into, checkpoint_id=str(folder), no_dist=True)
@@ -70,19 +70,19 @@ def read_alone(folder: Path, into: dict[str, Any]) -> None:
 
 
 def cause_of(error: BaseException) -> str:
-    """What failed, in words; the text of an exception of torch.distributed.checkpoint begins with the ranks."""
+    """Return what failed, in words. A CheckpointException's own text would begin with the ranks."""
     first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     return f"{type(first).__name__}: {first}"
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How this group's part of a checkpoint comes together with the others'.
+    """Collects the groups' parts of a checkpoint.
 
     Attributes:
-        workers: whose states a whole one has.
-        history: of the state that is written now.
-        whole: called with its step by who brings the last part.
+        workers: number of workers whose states make a checkpoint complete.
+        history: returns the history of the state that is being written.
+        whole: called with the step, in the group that adds the last part.
     """
 
     workers: int
@@ -90,12 +90,12 @@ class Parts:
     whole: Callable[[int], None]
 
     def folder(self, target: Path) -> Path:
-        """Where parts wait."""
+        """Return the folder in which the parts of `target` are collected."""
         return target.with_name(f"writing-{target.name.removeprefix('step-')}-{self.history():x}")
 
     def bring(self, draft: Path, folder: Path, name: str, target: Path) -> None:
-        """Put a part that is written to the others. Raises OSError."""
-        if (folder / name).exists() or any(target.glob(f"{folder.name}*")):  # others have done this group's part
+        """Add the written part `draft` to the others, and complete the checkpoint if it is the last. Raises OSError."""
+        if (folder / name).exists() or any(target.glob(f"{folder.name}*")):  # this part is there, or all are
             shutil.rmtree(draft)
             return
         folder.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ class Parts:
         try:
             (folder / FIRST).rename(whole)
         except FileNotFoundError:
-            return  # another group saw as well that all are there
+            return  # another group has also seen that all are there, and was faster
         for part in folder.iterdir():
             part.rename(whole / part.name)
         put_in_place(whole, target)
@@ -115,15 +115,15 @@ class Parts:
 
 
 def give_up(folder: Path, step: int) -> None:
-    """Remove what waits for the other parts of checkpoints up to a step, and takes room: they will not be whole."""
+    """Remove incomplete checkpoints up to `step`, which no group will complete, to free their space."""
     for waiting in folder.glob("writing-[0-9]*"):
         if int(waiting.name.split("-")[1]) <= step:
             shutil.rmtree(waiting, ignore_errors=True)
 
 
 def put_in_place(draft: Path, target: Path) -> None:
-    """A whole checkpoint gets its name at once. One of the same step, from before the run went back, makes way."""
+    """Rename a complete checkpoint to `target`. One of the same step, from before the run went back, is removed."""
     if target.exists():
-        (target / ".metadata").unlink(missing_ok=True)  # from here on torchtitan does not believe it
+        (target / ".metadata").unlink(missing_ok=True)  # without it, torchtitan ignores the folder
         shutil.rmtree(target)
     draft.rename(target)

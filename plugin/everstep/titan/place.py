@@ -1,4 +1,4 @@
-"""This rank's place in the run directory, opened before torchtitan builds anything."""
+"""Opens what a rank has in the run directory, before torchtitan builds anything."""
 
 import os
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from everstep.titan.snapshots import Snapshots
 @dataclass(frozen=True, slots=True)
 class RunPlace:
     """Attributes:
-    run_dir: of the run.
-    host: what this rank's servers listen on and advertise.
-    token: the run's.
-    events, files: this rank's.
-    snapshots: of this rank's state; None without `[snapshot]`.
+    run_dir: the run directory.
+    host: address that this rank's servers listen on and advertise.
+    token: the run's token.
+    events, files: this rank's event log, and its other files in the run directory.
+    snapshots: takes and restores snapshots of this rank's state; None without `[snapshot]`.
     """
 
     run_dir: Path
@@ -36,12 +36,12 @@ class RunPlace:
 
 
 def open_place(config: Any) -> RunPlace:
-    """The place of this rank in the run of an `EverstepTrainer.Config`, of which some settings are made the group's
-    own; it beats from here on, so that a start that takes too long is seen. Raises TrainerEnds if this machine cannot
-    carry the groups' sums."""
+    """Open this rank's place in the run, and change those settings of an `EverstepTrainer.Config` that must differ
+    between groups. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
+    machine cannot carry the groups' sums, or if the run has no group of this id."""
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
-        # Once more: a file may be checked on a login node, or by nobody.
+        # Checked here too: the file may have been checked on another machine, or not at all.
         raise TrainerEnds(
             USAGE_EXIT, f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
@@ -54,10 +54,10 @@ def open_place(config: Any) -> RunPlace:
         host = use_interface(ft.bind_host).address
     except InterfaceError as error:
         raise TrainerEnds(USAGE_EXIT, str(error)) from error
-    # Curves are drawn from the run's events, by one process for all groups: report/curves.py.
+    # One process draws the curves of all groups, from the run's events: report/curves.py.
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.comm.save_traces_folder += f"/group-{ft.group_id}"
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft tells of every quorum otherwise
+    os.environ.setdefault("RUST_LOG", "warn")  # by default torchft logs every quorum
     events = EventLog(run_dir, ft.group_id, rank, "worker")
     files = RankFiles(
         run_dir,

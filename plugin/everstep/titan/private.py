@@ -1,8 +1,8 @@
-"""Private and undocumented names of torch and torchtitan that this room relies on, each with what it is for.
+"""Private and undocumented names of torch and torchtitan that this room relies on, and what each is for.
 
-A name that is gone raises where it is used, instead of a patch that silently does nothing; of those whose loss would be
-silent tests/test_foreign.py tells. torchtitan is imported by whoever calls: it asks for its device while it is
-imported, and `train_on` comes before.
+A name that a release has removed raises an error where it is used, instead of a patch that silently does nothing.
+tests/test_foreign.py covers the names whose loss would be silent. torchtitan is imported inside the functions, because
+it chooses its device while it is imported, and `train_on` has to run before that.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,27 +14,27 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from everstep.foreign import replace
 
 EXPERT_LOADS = "tokens_per_expert_E"
-"""Buffer in which torchtitan's experts count their tokens (`models/common/moe`); what its balancing reads."""
+"""Name of the buffer in which torchtitan's experts count their tokens for load balancing (`models/common/moe`)."""
 
 local_box = compute_local_shape_and_global_offset
-"""(shape, mesh, placements) → shape and offset of this rank's part of a DTensor."""
+"""Function of a DTensor's (shape, mesh, placements) that returns the shape and offset of this rank's part."""
 
 
 def train_on(device: str) -> None:
-    """The kind of device that torchtitan finds when it is imported from now on."""
+    """Make torchtitan use devices of this type, such as "cpu". To be called before torchtitan is imported."""
     replace(torch._utils, "_get_available_device_type", lambda: device)
 
 
 def metrics_rank(parallel_dims: Any, pp_schedule: str) -> int:
-    """The rank that torchtitan logs on: with a pipeline one of the last stage's."""
+    """Return the rank on which torchtitan logs; with a pipeline, one of the last stage."""
     from torchtitan.components.metrics import _get_metrics_rank
 
     return _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
 
 
 def make_masks_with(make: Callable[..., Any], make_parts: Callable[..., Any]) -> None:
-    """What torchtitan makes FlexAttention's masks with, and what PyTorch's context parallelism makes the parts of them
-    with that its ranks have; their own are compiled."""
+    """Replace the compiled functions that make FlexAttention's masks: torchtitan's with `make`, and with `make_parts`
+    that of PyTorch's context parallelism, which makes each rank's part of a mask."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
     from torchtitan.models.common import attention
 
@@ -43,7 +43,7 @@ def make_masks_with(make: Callable[..., Any], make_parts: Callable[..., Any]) ->
 
 
 def keep_in_checkpointing(operator: Any) -> None:
-    """Have selective activation checkpointing keep what an operator computes, as it keeps a matrix product's."""
+    """Have selective activation checkpointing save the results of `operator`, as it saves those of matrix products."""
     from torchtitan.distributed import activation_checkpoint
 
     default = activation_checkpoint._get_default_save_ops
@@ -52,22 +52,22 @@ def keep_in_checkpointing(operator: Any) -> None:
 
 
 def models() -> Mapping[str, Any] | frozenset[str]:
-    """The names of torchtitan's models."""
+    """Return the names of torchtitan's models."""
     from torchtitan.models import _supported_models
 
     return _supported_models
 
 
 def computes_eagerly(trainer: Any) -> bool:
-    """Whether a torchtitan trainer runs forward and backward as they are, and replays no recorded graph."""
+    """Return whether a torchtitan trainer runs forward and backward directly, without replaying a recorded graph."""
     return trainer.fwd_bwd_fn == trainer._forward_backward_body
 
 
 def newest_checkpoint(manager: Any) -> int:
-    """The step of the newest checkpoint that the manager would load; -1 for none."""
+    """Return the step of the newest checkpoint that the manager would load; -1 if there is none."""
     return manager._find_load_step()
 
 
 def saves_after(manager: Any, step: int) -> bool:
-    """Whether the manager writes a checkpoint after a step that is not the last."""
+    """Return whether the manager writes a checkpoint after `step`, if it is not the last one."""
     return manager._should_save(step)

@@ -1,4 +1,4 @@
-"""What the run directory says to one rank of a group, and what this rank says there."""
+"""What one rank of a group reads and writes in the run directory, besides its events."""
 
 import os
 import signal
@@ -13,12 +13,12 @@ from everstep.run.poison import poisoned
 
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
-"""Phases of a group that has no state to offer."""
+"""Phases of a beat in which a group has no state to offer."""
 
 
 def differences(run_dir: Path, name: str, mine: dict[str, str]) -> str:
-    """How this start differs from the first one of the run, which wrote what it is like to state/NAME; empty if it does
-    not."""
+    """Return in words how `mine` differs from the properties that the run's first start wrote to state/NAME; "" if they
+    are equal. If there is no such file, this is the first start, which writes it."""
     path = run_dir / "state" / name
     write_first(path, typed.dumps(mine))
     first, unset = read_json(path), "not set"
@@ -27,12 +27,12 @@ def differences(run_dir: Path, name: str, mine: dict[str, str]) -> str:
 
 
 class RankFiles:
-    """Implements `everstep.step.interfaces.RunFiles`; a SIGTERM asks this rank to leave.
+    """Implements `everstep.step.interfaces.RunFiles`. Installs a SIGTERM handler, which asks this rank to leave.
 
     Args:
-        run_dir, group, rank: whose.
-        steps: of the whole run.
-        stall_timeout_s: a group that was not heard of for longer has no state to offer.
+        run_dir, group, rank: of this rank.
+        steps: number of commits of the whole run.
+        stall_timeout_s: seconds after which a group that has not beaten is taken to have no state to offer.
     """
 
     def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
@@ -53,11 +53,11 @@ class RankFiles:
         self._heartbeat.beat(phase, step)
 
     def computes(self, step: int, slot: int) -> None:
-        """This slot is computed now: what ends the process here may lie in its data."""
+        """Write in the beat that this slot is being computed: if the process dies now, its data may be the cause."""
         self._heartbeat.beat("compute", step, slot)
 
     def is_poison(self, step: int, slot: int) -> bool:
-        """Whether this slot has ended so many groups that it is not to be computed, as far as this rank sees."""
+        """Return whether this slot has ended so many groups that it is left out. Another rank may not see it yet."""
         return bool(poisoned(self._run_dir, (step, slot)))
 
     def fenced(self) -> bool:
@@ -65,7 +65,7 @@ class RankFiles:
         return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
 
     def asked_to_leave(self) -> bool:
-        """See `RunFiles.asked_to_leave`. A stop is a level: the file is there for a rank that missed the signal."""
+        """See `RunFiles.asked_to_leave`. Rank 0 also looks for the stop file, which stays, as signals can be missed."""
         return self._terminated or (self._rank == 0 and stop_file(self._run_dir).exists())
 
     def groups_with_state(self) -> list[int]:
@@ -90,8 +90,8 @@ class RankFiles:
         write_json(self._run_dir / FINISHED, {"step": step, "for_all": for_all})
 
     def restored(self, step: int) -> None:
-        """The run goes on after this step. If an earlier start of it ended later, and that state is gone, what comes is
-        not saved yet."""
+        """Note that the run goes on after `step`. If an earlier start ended at a later step, that state is lost, so
+        only `step` counts as finished, and the steps that follow as not saved."""
         if step < self.finished_step() == self._finished_before:
             self.mark_finished(step, for_all=False)
 
@@ -100,9 +100,9 @@ class RankFiles:
         return self.finished_step() >= self._steps
 
     def end_run(self, reason: str) -> None:
-        """No group can go on: their agents end them, and none starts over before somebody starts the run again."""
+        """End the run for all groups: their agents stop them, and none starts before a user starts the run again."""
         write_json(ended_file(self._run_dir), {"reason": reason})
 
     def why_run_ended(self) -> str:
-        """What `end_run` of some group said since the run was started; empty if none did."""
+        """Return the reason that a group gave to `end_run` since the run was started; "" if none did."""
         return str(read_json(ended_file(self._run_dir)).get("reason", ""))

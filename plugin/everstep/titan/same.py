@@ -1,4 +1,4 @@
-"""Where two runs diverge: the first step whose losses or checksums differ, and the first tensor of checkpoints."""
+"""Compares two runs to the bit: the losses and checksums of their steps, and the tensors of their checkpoints."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from everstep.titan.parts import checkpoints_in, parts_in, read_alone, tensors_i
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Attributes:
-    steps: how many steps (rounds, if semi-synchronous) both runs committed.
-    checksums: after how many steps, counting the start as one, both have a checksum of the parameters.
-    diverged: the first step at which they differ, and how; empty if none does.
-    checkpoint: the newest optimizer step of which both have a checkpoint; 0: none.
-    tensors: how many tensors of it were compared.
+    steps: number of steps (rounds, if semi-synchronous) that both runs committed.
+    checksums: number of steps after which both have a checksum of the parameters; the start counts as a step.
+    diverged: the first step at which the runs differ, and how; empty if none does.
+    checkpoint: the newest optimizer step of which both have a checkpoint; 0 if there is none.
+    tensors: number of tensors of it that were compared.
     differing: the first of them that differs, and how; empty if none does.
     """
 
@@ -34,13 +34,13 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all that could be compared has the same bits, and a step was among it."""
+        """Whether all that was compared has the same bits, with at least one step."""
         return self.steps > 0 and not self.diverged and not self.differing
 
 
 def compare(one: Path, other: Path) -> Comparison:
-    """Compare what two runs committed, to the bit. Of a step that both made, all events of all groups have to say the
-    same, also if one of them made it more than once."""
+    """Compare what two runs committed, to the bit. For each step that both committed, the events of all groups of both
+    runs have to agree, also if a run committed the step more than once."""
     (losses, sums), (other_losses, other_sums) = _losses_and_sums(one), _losses_and_sums(other)
     steps, checksums = losses.keys() & other_losses.keys(), sums.keys() & other_sums.keys()
     diverged = ""
@@ -59,7 +59,7 @@ def compare(one: Path, other: Path) -> Comparison:
 
 
 def _losses_and_sums(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], dict[int, set[Any]]]:
-    """By step the losses and gradient norms that all groups told, and the checksums of the parameters after it."""
+    """Return, by step, the losses and gradient norms in all groups' events, and the parameters' checksums after it."""
     losses: dict[int, set[tuple[Any, Any]]] = defaultdict(set)
     sums: dict[int, set[Any]] = defaultdict(set)
     for event in read_events(run_dir, {"commit", "audit"}):
@@ -71,7 +71,7 @@ def _losses_and_sums(run_dir: Path) -> tuple[dict[int, set[tuple[Any, Any]]], di
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
-    """By step the folders of a run's checkpoints that were written to their end. Raises ValueError."""
+    """Return step -> folder of a run's complete checkpoints. Raises ValueError if its config does not name a folder."""
     config = config_file(run_dir)
     try:
         folder = read_source(config).table["checkpoint"]["folder"] if config.exists() else "checkpoint"
@@ -81,7 +81,7 @@ def checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
-    """How many tensors were compared, and the first that differs."""
+    """Return how many tensors were compared, and how the first differs that does; "" if none does."""
     ours, theirs = tensors_in(one), tensors_in(other)
     for folder, found in ((one, ours), (other, theirs)):
         if damaged := sorted(parts_in(folder) - {part for part, _ in found.values()}):
@@ -107,5 +107,5 @@ def _load(key: str, folder: Path, entry: Any) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as rows of bytes."""
+    """Return a tensor's elements as rows of bytes."""
     return tensor.contiguous().view(-1, 1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The global batch of a torchtitan trainer, computed slot by slot, and the optimizer step."""
+"""Computes a global batch slot by slot with a torchtitan trainer, and makes the optimizer step."""
 
 import time
 from collections import defaultdict
@@ -24,16 +24,16 @@ from everstep.titan.run_files import differences
 from everstep.titan.state import digest, rows_of, slot_seed
 
 OPTIMIZER_SLOT = -1
-"""The slot that a step of the optimizer is seeded as."""
+"""Slot number that seeds the random numbers of an optimizer step (`slot_seed`)."""
 AUDIT_BITS = 1 << 52
-"""What a float64 of a tally holds."""
+"""Number of values that a slot's checksum can have: a tally carries it as a float64."""
 
 
 class Slots:
-    """Computes slots; gradients are added to `param.grad`, tokens and losses are kept by slot until `discard`.
+    """Computes slots. Gradients add up in `param.grad`; tokens and losses are kept by slot until `discard`.
 
     Args:
-        trainer: an `EverstepTrainer`, which has built its model, its dataloader and its checks.
+        trainer: an `EverstepTrainer` that has built its model, dataloader and checks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -42,19 +42,19 @@ class Slots:
         self._checks: Checks | None = trainer.checks
         self.seed = config.debug.seed or 0
         self.number = trainer.gradient_accumulation_steps
-        """S."""
+        """S, the number of slots of an optimizer step."""
         self.source = self._opened_source()
         self.workers = (semi.workers or config.fault_tolerance.groups) if semi.enabled else 1
-        """Into how many parts a step's slots are divided, each of which is an optimizer step of its own."""
+        """Number of semi-synchronous workers that share a step's slots, each with its own optimizer steps; else 1."""
         self.steps_per_commit = semi.round_steps if semi.enabled else 1
-        """Optimizer steps."""
+        """Optimizer steps of a commit: 1, or those of a semi-synchronous round."""
         self.tokens_per_step = (
             config.training.local_batch_size * config.training.seq_len * self.source.dp_size * self.number
         )
         self.nominal_tokens = self.tokens_per_step / self.workers
-        """Tokens of a step if all were valid. Backward divides by this number, the commit corrects it: what the valid
-        ones are is known only when all slots are there, and gradients in bfloat16 round differently at another
-        scale, torchtitan's in particular."""
+        """Tokens of an optimizer step if every label were valid. Backward divides by it, and the commit corrects the
+        scale: the number of valid tokens is known only when all slots are computed. Without the division, bfloat16
+        gradients would be scaled, and so rounded, differently from torchtitan's."""
         self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
         self.trainable = [p for part in trainer.model_parts for p in part.parameters() if p.requires_grad]
         self.expert_loads = [
@@ -63,32 +63,34 @@ class Slots:
             for name, buffer in part.named_buffers()
             if name.endswith(private.EXPERT_LOADS)
         ]
-        """Tokens each expert got, summed over slots like a gradient; torchtitan's balancing reads them."""
+        """Buffers that count the tokens of each expert, summed over slots like gradients, for torchtitan's load
+        balancing."""
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._reached: set[int] = set()
-        """Places in `trainable` of parameters of which the slots had a gradient."""
+        """Indices in `trainable` of the parameters to which a held slot gave a gradient."""
         self._places = {param: place for place, param in enumerate(self.trainable)}
         self._slot = 0
-        """The one that was computed last."""
+        """The slot that is being computed, or was last."""
         self._rows: defaultdict[int, dict[int, list[torch.Tensor]]] = defaultdict(dict)
-        """With exact sums, what checksums of the slots' gradients are made of, by place in `trainable`."""
+        """With exact sums, slot -> index in `trainable` -> `rows_of` its gradient: input of the slot's checksum."""
         self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
-        """Whether backward runs hooks of parameters and gives each slot's gradients new memory if they have none. A
-        replayed graph does neither, and one that is recorded must not start sums; some pipeline schedules add weights'
-        gradients without hooks."""
+        """Whether backward runs the parameters' hooks, and allocates a gradient that is None. A replayed graph does
+        neither, and while a graph is recorded no sum may start. Some pipeline schedules add weight gradients without
+        hooks."""
         self._refused: set[int] = set()
-        """Slots in which this rank's checks found what was not repaired."""
+        """Slots in which this rank's checks found an error and did not repair it."""
 
     def _opened_source(self) -> SlotSource:
-        """The dataloader, read by slot. Raises TrainerEnds if another start of the run read other data."""
+        """Return the dataloader, opened to be read by slot. Raises TrainerEnds if the run's first start read other
+        data."""
         trainer = self._trainer
         source = trainer.dataloader
         assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
         source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
-        # Of a dataloader of torchtitan's the content is not known, and of the others a run may turn to another one.
+        # What torchtitan's dataloaders read is not known. With the others, a run may be told to switch to other data.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading
         told = not may_differ and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
         if told:
@@ -106,7 +108,7 @@ class Slots:
             batches = self._fetch(step, slot)
         if not batches:
             raise OutOfData
-        self._seed(step, slot)  # once more: a dataset may have drawn, and how often depends on where its stream began
+        self._seed(step, slot)  # again: datasets may draw random numbers, more of them if batches had to be skipped
         trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
         tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
@@ -126,25 +128,25 @@ class Slots:
             self._checks.end()
         self._tokens[slot] = valid
         self._reached.update(at for at, param in enumerate(self.trainable) if param.grad is not None)
-        # Of a pipeline's stages only the last one knows the loss; the others give -1.
+        # In a pipeline only the last stage knows the loss; on the others torchtitan returns -1.
         known = not pipelined or trainer.pp_has_last_stage
         self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
 
     def _seed(self, step: int, slot: int) -> None:
-        """Begin the random numbers of a slot. Not by `torch.manual_seed`, which takes 0.2 ms: without an accelerator it
-        notes the stack, for the day that there is one."""
+        """Seed the random numbers of a slot. `torch.manual_seed` would take 0.2 ms: without an accelerator it records a
+        stack trace, in case an accelerator is initialized later."""
         seed = slot_seed(self.seed, step, slot, self.source.dp_rank)
         torch.default_generator.manual_seed(seed)
         if self._trainer.device.type != "cpu":
             torch.get_device_module(self._trainer.device).manual_seed(seed)
 
     def hold_nothing(self, slot: int) -> None:
-        """Hold a slot like any other, with nothing in it."""
+        """Hold a slot as if it had been computed, with no tokens, loss or gradient."""
         self._tokens[slot], self._losses[slot] = 0, torch.zeros((), dtype=torch.float64)
 
     def _fetch(self, step: int, slot: int) -> list[Batch]:
-        """The slot's batches, one for each microbatch of a pipeline; none on all ranks of the group if one of them has
-        too few."""
+        """Return the slot's batches, one for each microbatch of a pipeline. If the data has ended on one rank of the
+        group, return an empty list on all of them."""
         size = self._trainer.num_pipeline_parallel_microbatches
         try:
             batches = [self.source.microbatch(step, slot * size + part) for part in range(size)]
@@ -162,11 +164,9 @@ class Slots:
         }
         return moved, labels.to(device, non_blocking=True)
 
-    # What they came to
-
     def tokens_and_losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Valid tokens and the sum of their losses by slot, summed over the group's ranks: float64 [S] each, on the
-        CPU."""
+        """Return the valid tokens and the sum of their losses by slot, summed over the group's ranks: float64 [S] each,
+        on the CPU."""
         device, dims = self._trainer.device, self._trainer.parallel_dims
         tokens = torch.zeros(self.number, dtype=torch.float64)
         loss = torch.zeros(self.number, dtype=torch.float64, device=device)
@@ -188,22 +188,22 @@ class Slots:
         return frozenset(self._tokens)
 
     def reached(self) -> torch.Tensor:
-        """For each trained parameter 1 if a slot computed since `discard` has a gradient of it, else 0; float64."""
+        """Return 1 for each parameter of `trainable` to which a held slot gave a gradient, else 0; float64."""
         return torch.tensor([at in self._reached for at in range(len(self.trainable))], dtype=torch.float64)
 
     def refused(self) -> frozenset[int]:
-        """See `Work.refused`. What the checks saw since this was last asked is told of. One host synchronisation."""
+        """See `Work.refused`. Also emits the checks' findings since the last call. One host synchronisation."""
         if self._checks is not None:
             self._refused |= self._checks.refused()
             for finding in self._checks.drain():
-                # Step and rank are every event's own, and so is the word kind.
+                # Every event has its own step, rank and kind.
                 fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
                 step = -(-finding["step"] // self.steps_per_commit)
                 self._events.emit("finding", step, anomaly=finding["kind"], **fields)
         return frozenset(self._refused)
 
     def discard(self) -> None:
-        """Forget all gradients and sums."""
+        """Forget all gradients, tokens, losses and refusals."""
         self._tokens.clear()
         self._losses.clear()
         self._rows.clear()
@@ -213,14 +213,12 @@ class Slots:
             self._checks.forget()
         for load in self.expert_loads:
             local(load).zero_()
-        # A recorded graph adds to the memory that it was recorded with.
+        # A recorded graph adds to the gradient memory that it was recorded with, which has to stay.
         self._trainer.optimizers.zero_grad(set_to_none=self._trainer.config.training.disable_cuda_graphs)
 
-    # The optimizer step: clip, step, learning rate
-
     def step(self, step: int, seeded_as: int = OPTIMIZER_SLOT) -> torch.Tensor:
-        """Clip the gradients that the parameters have and step with them; their norm before. `seeded_as`: a slot's
-        number, for `slot_seed`."""
+        """Clip the gradients, make an optimizer step and return the norm before clipping. `seeded_as` is the slot
+        number for `slot_seed`."""
         trainer = self._trainer
         self._seed(step, seeded_as)
         grad_norm = self.clip(trainer.config.training.max_norm)
@@ -232,7 +230,7 @@ class Slots:
         return grad_norm
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients' norm over the whole group; what it was."""
+        """Clip the gradients to a norm over the whole group and return their norm before."""
         dims = self._trainer.parallel_dims
         return dist_utils.clip_grad_norm_(
             [p for part in self._trainer.model_parts for p in part.parameters()],
@@ -242,15 +240,15 @@ class Slots:
             ep_enabled=dims.ep_enabled,
         )
 
-    # Bits, to compare with another group's
+    # Checksums of slots, to compare with those of other groups
 
     @torch.no_grad()
     def see(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """With exact sums: what the slot in progress made of this rank's part of a gradient."""
+        """Note, with exact sums, this rank's part of the gradient that the slot in progress gave a parameter."""
         place = self._places[param]
         self._reached.add(place)
         if grad.numel():
-            # Added to zeros that an earlier slot left, -0 becomes 0: here it does always.
+            # Reused memory has zeros from an earlier slot, and adding to them turns -0 into 0. This does so always.
             self._rows[self._slot][place] = rows_of(grad if self.computes_eagerly else grad + 0.0)
 
     def _digest(self, slot: int) -> int:
@@ -262,7 +260,7 @@ class Slots:
         return sum_in_group(self._digest(slot)) % AUDIT_BITS + 1
 
     def own_bits(self) -> dict[int, str]:
-        """Of each slot that is held, on this rank. None without exact sums."""
+        """Return slot -> this rank's checksum in hex for the held slots. Empty without exact sums."""
         return {slot: f"{self._digest(slot):x}" for slot in sorted(self._rows.keys() & self._tokens.keys())}
 
     def audit(self, step: int, slot: int) -> int:

@@ -1,4 +1,4 @@
-"""A rank's side of the CPU snapshots: its group's keeper, its copier, and the way back from memory."""
+"""One rank's CPU snapshots: copies states to shared memory, watches the host's keeper, and restores states."""
 
 import hashlib
 import os
@@ -26,16 +26,17 @@ from everstep.step.interfaces import Commit
 from everstep.titan.group import gather_json, least_in_group
 
 AGREED_SNAPSHOTS = "agreed_snapshots"
-"""Where in a served state's meta a joiner finds what all groups know of their snapshots."""
+"""Key in the meta of a served state for what all groups know about snapshots (`snapshot.agreement.Agreed`)."""
 
 
 class Snapshots:
-    """Snapshots of one rank's training state.
+    """Takes and restores snapshots of one rank's training state.
 
     Args:
-        run_dir, group, host: of the run; `host` is what the keeper listens on.
+        run_dir, group: of this rank.
+        host: address that the keeper listens on.
         settings: `[snapshot]`.
-        token: of the run.
+        token: the run's token.
         events: the rank's event log.
     """
 
@@ -45,53 +46,53 @@ class Snapshots:
         self._run_dir, self.group, self._address = run_dir, group, host
         self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
-        """`TrainingState.shards()`, once there is a state."""
+        """`TrainingState.shards()`; the trainer sets it once there is a state."""
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._segment = Segment.of(settings, run_id(token), group)
         self._restored = False
-        """Whether a snapshot of a restored state is on its way."""
+        """Whether a snapshot of a restored state has been begun, for which `settle` is to wait."""
         self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
         self._keeper = KeeperWatch.of_first(run_dir, host, settings, self._segment, events, failed)
 
     def _location_of(self, environment: Mapping[str, str], host: str, group: int) -> int:
-        """What is lost together with a group's snapshots, as `snapshot.failure_domain` has it."""
+        """Return a number for what is lost together with a group's snapshots: host or group (`failure_domain`)."""
         by_group = self._settings.failure_domain == "group"
         return location_of({}, f"group {group}") if by_group else location_of(environment, host)
 
     def settle(self) -> None:
-        """After a start, wait until the state that was restored is coded, or for snapshot.coding_timeout_s."""
+        """After a restore, wait until its snapshot is coded or has failed, for up to `snapshot.coding_timeout_s`."""
         if self._restored:
             self._restored = False
             self._copier.await_settled(self._settings.coding_timeout_s)
 
     def wait(self) -> None:
-        """Wait until the state may change."""
+        """Wait until the copier has read the state, which may change afterwards."""
         self._copier.wait()
 
     def word(self) -> int:
-        """What this group says of its newest snapshot to the others, as a number; a collective of the group."""
+        """Return what this group tells the others about its newest snapshot, as a number; a collective of the group."""
         word = self._copier.word()
         settled, coded, able = map(bool, least_in_group(word.settled, word.coded, word.able))
-        # Where it is and for whom it waits is each rank's own: ranks of one number are coded together, wherever the
-        # others of their groups are.
+        # `location` and `waits_for` are each rank's own: parity is made over a rank column, and other ranks of the
+        # same groups may be on other hosts.
         return replace(word, settled=settled, coded=coded, able=able, location=self._location).encode()
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all groups know of the snapshots alike; what a joiner should know."""
+        """What all groups know alike about the snapshots, as JSON. A joiner takes it over (`agree`)."""
         return self._copier.agreed.to_json()
 
     def agree(self, agreed: dict[str, Any]) -> None:
-        """Take over what `agreed` was at the group that this one heals from."""
+        """Take over `agreed` from the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
     def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState]) -> None:
         """Take a snapshot of a step that was just committed, if one is due. A collective of the group.
 
         Args:
-            words: of all groups that spoke in this commit.
+            words: group id -> its encoded `Word`; 0 for groups that sent none with this commit.
         """
         said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
         taken = lambda: self._to_snapshot(state())  # noqa: E731
@@ -101,7 +102,7 @@ class Snapshots:
         return State(state.tensors, state.meta, state.blobs, self.shards)
 
     def restored(self, step: int, history: int, quorum: Quorum, state: HealState) -> None:
-        """Take a snapshot of the state that the groups of a quorum have just restored, each for itself."""
+        """Take a snapshot of the state that every group of a quorum has just restored."""
         start = hashlib.sha256(quorum.key.encode()).hexdigest()[:16]
         words = {}
         for member in quorum.members:
@@ -111,11 +112,11 @@ class Snapshots:
         self._copier.restored((step, history, start), quorum.groups, words, self._to_snapshot(state))
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
-        """The newest state there is, if it is in memory; else None. A collective of the group.
+        """Return the newest state of the run if it is in memory, else None. A collective of the group.
 
         Args:
-            state: this rank's state as it is, for its layout.
-            disk_step: newest step of the disk checkpoint.
+            state: this rank's current state, of which only the layout is used.
+            disk_step: step of the newest checkpoint on disk; None if there is none.
         """
         if self._keeper is not None:
             self._keeper.looked.wait()
@@ -140,10 +141,10 @@ class Snapshots:
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
     def close(self, *, over: bool, leaves: bool) -> None:
-        """Let go of the segment. `over`: nothing of the run will ever be restored from memory, so this host's keeper is
-        told to end. `leaves`: this group alone has ended, and its part is given up."""
+        """Finish the snapshot in progress and release the segment. If this group `leaves` alone, remove its snapshots.
+        Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""
         if self._keeper is not None:
-            self._keeper.end()  # one that came up later would not hear that the run is over
+            self._keeper.end()  # a keeper that it started later would not hear that the run is over
         self._copier.close()
         if leaves:
             self._segment.drop(self._rank)

@@ -1,10 +1,10 @@
-"""What a joiner takes over from a group that lives: everything a step depends on, and nothing computed from it.
+"""The training state that a joiner takes over from a live group: all that a step depends on, and nothing derived.
 
-The state is served from threads while a forward may be running, so it is a set of references taken once, before
-training: the sharded parameters themselves. A module's `state_dict()` would not do. FSDP2's hooks reshard parameters
-in use, and hooks that split a fused parameter hand out copies that a later step no longer changes.
+Threads serve the state while a forward may be running, so it is a set of references to the sharded parameters, taken
+once, before training. A module's `state_dict()` would not do: FSDP2's hooks reshard parameters in use, and hooks that
+split a fused parameter return copies, which later steps do not change.
 
-Random numbers need no state: every slot and every optimizer step seeds its own (`slot_seed`).
+Random numbers need no state: every slot and every optimizer step is seeded by itself (`slot_seed`).
 """
 
 import hashlib
@@ -23,42 +23,42 @@ from everstep.titan import private
 from everstep.titan.names import init_optim_state
 
 ROW = 4096
-"""64-bit words of tensors that are summed before they are hashed."""
+"""Number of 64-bit words that are summed before the sums are hashed."""
 
 
 def slot_seed(seed: int, step: int, slot: int, dp_rank: int) -> int:
-    """A 63-bit seed for the random numbers of one slot on one data-parallel rank, on whatever group computes it.
+    """Return a 63-bit seed for the random numbers of one slot on one data-parallel rank, the same on every group.
 
-    `slot` -1 stands for the optimizer step.
+    A negative `slot` stands for an optimizer step: -1, or in a semi-synchronous run -1 - m for worker m.
     """
     text = f"{seed}/{step}/{slot}/{dp_rank}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def canonical(name: str) -> str:
-    """A parameter's or buffer's name in the whole model, without what activation checkpointing and torch.compile wrap
-    around modules."""
+    """Return a parameter's or buffer's name in the whole model, without the names of the wrappers that activation
+    checkpointing and torch.compile put around modules."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 class TrainingState:
-    """What one rank of a group hands over to the same rank of another: tensors, learning rates and counters. Tensors
-    have the names that the whole model gives them, so that they are found in groups of any shape.
+    """The state that one rank of a group hands over to the same rank of another: tensors, learning rates and counters.
+    Tensors have their names in the whole model, so that groups with another parallelism find them.
 
     Args:
-        trainer: torchtitan's, whose model parts are parallelized and initialized. Optimizer state is created here if
-            there is none yet, so that a joiner has where to heal into.
+        trainer: torchtitan's trainer, its model parts parallelized and initialized. Missing optimizer state is created
+            here, so that a joiner has tensors to heal into.
     """
 
     def __init__(self, trainer: titan.Trainer) -> None:
         self._optimizers, self._lr_schedulers = list(trainer.optimizers), trainer.lr_schedulers
         self._counters = trainer
-        """Its `state_dict()` has the counters."""
+        """The trainer, whose `state_dict()` has the counters."""
         self.parameters: dict[str, torch.Tensor] = {}
         buffers: dict[str, torch.Tensor] = {}
         for part in trainer.model_parts:
             self.parameters |= {canonical(name): param for name, param in part.named_parameters()}
-            # A state_dict() leaves out what activation checkpointing wraps around modules, named_buffers() does not.
+            # Names in state_dict() are without activation checkpointing's wrappers, those of named_buffers() with them.
             persistent = set(map(canonical, part.state_dict()))
             named = {canonical(name): buffer for name, buffer in part.named_buffers()}
             buffers |= {name: buffer for name, buffer in named.items() if name in persistent}
@@ -68,14 +68,14 @@ class TrainingState:
         for optimizer in self._optimizers:
             if not optimizer.state:
                 init_optim_state(optimizer)
-                # It makes the state by a step with zero gradients, which Adam's bias correction must not count.
+                # That made a step with zero gradients, which Adam's bias correction must not count.
                 for state in optimizer.state.values():
                     if "step" in state:
                         state["step"].zero_()
 
     def live(self) -> dict[str, torch.Tensor]:
-        """The parameters, persistent buffers and optimizer state of this rank by name. Those of an optimizer are looked
-        up each time: one that loads a checkpoint has other tensors afterwards."""
+        """Return this rank's parameters, persistent buffers and optimizer state by name. Optimizer state is looked up
+        at every call, as loading a checkpoint replaces its tensors."""
         named = dict(self._in_model)
         for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
@@ -86,12 +86,12 @@ class TrainingState:
         return named
 
     def handed_over(self) -> dict[str, torch.Tensor]:
-        """The tensors that a joiner takes over, by name."""
+        """Return the tensors that a joiner takes over, by name."""
         return self.live()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name → this rank's local tensor, sharing memory with the trainer's."""
+        """Return name -> this rank's local tensor, in the same memory as the trainer's."""
         tensors = self.handed_over()
         for name, tensor in tensors.items():
             part = local(tensor)
@@ -99,7 +99,7 @@ class TrainingState:
         return tensors
 
     def shards(self) -> dict[str, Shard]:
-        """Of the tensors that are sharded: which box of the whole this rank has."""
+        """Return, for each tensor that is sharded, which part of the whole tensor this rank has."""
         found = {}
         for name, tensor in self.handed_over().items():
             if isinstance(tensor, DTensor):
@@ -109,13 +109,13 @@ class TrainingState:
         return found
 
     def serve(self, blobs: dict[str, bytes]) -> HealState:
-        """The state as a heal source serves it, with `blobs` besides; tensors by reference."""
+        """Return the state in the form that a heal source serves, with `blobs` added; tensors are by reference."""
         meta = {"lr_schedulers": self._lr_schedulers.state_dict(), "counters": self._counters.state_dict()}
         return HealState(tensors=self.tensors(), meta=meta, blobs=blobs)
 
     @torch.no_grad()
     def load(self, state: HealState) -> None:
-        """Take over a state that `serve` of another group's same rank gave.
+        """Copy in a state that `serve` returned on the same rank of another group.
 
         Raises:
             ValueError: the tensors' names differ from this rank's: another model or optimizer.
@@ -130,8 +130,8 @@ class TrainingState:
         self._counters.load_state_dict(state.meta["counters"])
 
     def set_schedules(self, state: dict[str, Any]) -> None:
-        """Set the schedules, and the rates that the optimizers use next, which torchtitan's schedules do not
-        restore."""
+        """Set the learning rate schedules, and the rates that the optimizers use next, which torchtitan's schedules do
+        not restore."""
         self._lr_schedulers.load_state_dict(state)
         for scheduler in self._lr_schedulers:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -139,16 +139,15 @@ class TrainingState:
 
     @torch.no_grad()
     def checksum(self) -> int:
-        """63 bits over the parameters' own bits on this rank: equal states have equal checksums. One host
-        synchronisation for all of one device."""
+        """Return a 63-bit checksum of the bits of this rank's parameters: equal parameters have equal checksums. One
+        host synchronisation."""
         params = self.parameters.values()
         return digest(chain.from_iterable(rows_of(local(param).detach()) for param in params))
 
 
 def rows_of(part: torch.Tensor) -> list[torch.Tensor]:
-    """What `digest` makes a checksum of: the sums of `ROW` 64-bit words each, modulo 2^64, of a tensor that is no
-    DTensor. One flipped bit anywhere changes one of them. They are made at the speed of memory, and stay on the
-    device."""
+    """Return the input of `digest` for a tensor that is not a DTensor: the sums of `ROW` 64-bit words each, modulo
+    2^64. A flipped bit changes one of the sums. They are computed at the speed of memory, and stay on the device."""
     start = part.storage_offset() * part.itemsize
     if part.nbytes % 8 or part.data_ptr() % 8 or start % 8 or not part.is_contiguous():
         flat = part.contiguous().view(-1).view(torch.uint8)
@@ -160,7 +159,7 @@ def rows_of(part: torch.Tensor) -> list[torch.Tensor]:
 
 
 def digest(rows: Iterable[torch.Tensor]) -> int:
-    """63 bits of what `rows_of` gave, in order. One host synchronisation."""
+    """Return a 63-bit checksum of what `rows_of` returned; it depends on the order. One host synchronisation."""
     found = list(rows)
     whole = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
     return int.from_bytes(hashlib.blake2b(whole.cpu().numpy().tobytes(), digest_size=8).digest(), "little") >> 1

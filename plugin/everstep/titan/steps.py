@@ -1,4 +1,4 @@
-"""An optimizer step, made of slots: what a commit is in synchronous training."""
+"""The `Work` of synchronous training, in which a commit is one optimizer step, made of slots."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,14 +14,14 @@ from everstep.titan.work import TrainerWork
 
 
 class Steps(TrainerWork):
-    """Computes the slots of steps, and steps; see `everstep.step.interfaces.Work`.
+    """Computes slots and makes optimizer steps; see `everstep.step.interfaces.Work`.
 
     Args:
-        trainer: an `EverstepTrainer`, whose parts before this one are made.
+        trainer: an `EverstepTrainer` that has set all its attributes but `work`.
     """
 
     notes_interval = 10
-    """What an adopter of a stream has to skip at most, and one more."""
+    """Steps between two exchanges of positions: a group that takes over a data stream skips at most so many batches."""
 
     def __init__(self, trainer: Any) -> None:
         slots = trainer.slots
@@ -35,13 +35,13 @@ class Steps(TrainerWork):
         )
         super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
         self._skips_poison = self._ft.on_poison == "skip"
-        """Whether slots that ended groups are left out."""
+        """Whether to leave out slots that end groups (`on_poison = "skip"`)."""
         self._skipped: set[tuple[int, int]] = set()
-        """Steps and slots in which no group can compute a finite gradient."""
-        # There are no more groups than slots, however many the run is scaled to.
+        """(step, slot) pairs for which no group can compute a finite gradient."""
+        # One word a group, and a run is never scaled to more groups than it has slots.
         words = torch.zeros(0 if self._snapshots is None else slots.number, dtype=torch.float64)
         self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), words)
-        """The further sums of a group that has computed nothing."""
+        """The extra sums of a group that has computed nothing; their lengths are those of every tally."""
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         if self._skips_poison and not all_in_group(not self._is_poison(step, slot)):
@@ -81,9 +81,9 @@ class Steps(TrainerWork):
         return float(self._slots.step(commit.step)), {}
 
     def _assign(self, sums: StepSums) -> None:
-        """Put the loads of the whole global batch where torchtitan's balancing reads them, and take the gradients away
-        of parameters that no slot of any group reached: torchtitan's optimizers leave those as they are, without weight
-        decay."""
+        """Write the whole batch's expert loads to the buffers that torchtitan's load balancing reads. Set the gradients
+        of parameters to None that no slot of any group reached: the optimizers then leave those parameters unchanged,
+        without weight decay."""
         spread(sums.loads, self._slots.expert_loads)
         for param, groups in zip(self._slots.trainable, sums.reached.tolist(), strict=True):
             if groups == 0:

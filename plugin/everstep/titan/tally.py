@@ -1,6 +1,6 @@
-"""What travels in a tally beside tokens and losses (`step.interfaces.SlotSums.extra`): fields with names.
+"""Named fields for `step.interfaces.SlotSums.extra`, the sums that a tally carries besides tokens and losses.
 
-All values are sums: a group gives its own, and a commit brings those of all groups together.
+Each group sends its own values, and a commit has their sums over all groups.
 """
 
 from collections.abc import Iterable
@@ -14,25 +14,25 @@ from everstep.step.private import local
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Fields that travel as one vector, each float64 [n] on the CPU with an n that never changes."""
+    """Tensors that travel as one vector. Each is float64 [n] on the CPU, and its n never changes during a run."""
 
     def pack(self) -> torch.Tensor:
-        """The fields end to end."""
+        """Return the fields, concatenated."""
         return torch.cat([getattr(self, field.name) for field in fields(self)])
 
     def unpack(self, vector: torch.Tensor) -> Self:
-        """The inverse of `pack`, for fields as long as these; views."""
+        """Split what `pack` returned into fields of the same lengths as this object's. The fields are views."""
         return type(self)(*vector.split([len(getattr(self, field.name)) for field in fields(self)]))
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums(Sums):
-    """Of an optimizer step.
+    """The extra sums of an optimizer step.
 
     Attributes:
-        loads: tokens that each expert got, all layers end to end.
-        reached: for each trained parameter how many groups have a gradient of it.
-        words: by group what it says of its snapshots (`snapshot.agreement.Word`); empty without snapshots.
+        loads: tokens of each expert, the layers concatenated.
+        reached: for each trained parameter, the number of groups that have a gradient for it.
+        words: by group id its encoded `snapshot.agreement.Word` about snapshots; empty without snapshots.
     """
 
     loads: torch.Tensor
@@ -42,11 +42,11 @@ class StepSums(Sums):
 
 @dataclass(frozen=True, slots=True)
 class RoundSums(Sums):
-    """Of a semi-synchronous round.
+    """The extra sums of a semi-synchronous round.
 
     Attributes:
         tokens, loss: valid tokens and the sum of their losses, by optimizer step of the round.
-        balances: what the workers would have experts' biases be, all layers end to end.
+        balances: the experts' biases after the workers' rounds, the layers concatenated.
     """
 
     tokens: torch.Tensor
@@ -55,14 +55,14 @@ class RoundSums(Sums):
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The values of this rank's part of tensors end to end, float64 on the CPU."""
+    """Return this rank's parts of tensors, flattened and concatenated: float64 on the CPU."""
     parts = (local(tensor).detach().flatten().double().cpu() for tensor in tensors)
     return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
 
 
 @torch.no_grad()
 def spread(vector: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """The inverse of `flat`, in place."""
+    """Write a vector from `flat` back into this rank's parts of tensors."""
     parts = [local(tensor) for tensor in tensors]
     for part, piece in zip(parts, vector.split([part.numel() for part in parts]), strict=True):
         part.copy_(piece.view_as(part))

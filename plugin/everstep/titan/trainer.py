@@ -1,4 +1,4 @@
-"""torchtitan's trainer as one rank of one replica group."""
+"""The trainer of one rank: torchtitan's, extended to train as part of a replica group."""
 
 import contextlib
 import os
@@ -42,29 +42,29 @@ from everstep.titan.steps import Steps
 class EverstepTrainer(titan.Trainer):
     """A torchtitan trainer whose optimizer steps survive the death of any replica group.
 
-    With `fault_tolerance.enable = false` it trains as torchtitan's does. Otherwise `train` runs the step protocol
-    (`everstep.step`), which drives `work`: step, learning rate, data and metrics advance on commits only.
+    With `fault_tolerance.enable = false` it trains as torchtitan's own trainer does. Otherwise `train` runs the step
+    protocol (`everstep.step`), which calls `work`. Step, learning rate, data and metrics advance on commits only.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
         job: Job = field(default_factory=Job)
-        """The config that a file starts from."""
+        """The torchtitan config that the TOML file builds on."""
 
         fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-        """Replica groups, quorums and how a run survives its failures."""
+        """Replica groups, quorums, and how a run survives failures."""
 
         data: Data = field(default_factory=Data)
-        """Where the slots' tokens come from."""
+        """Where the training tokens come from."""
 
         snapshot: SnapshotSection = field(default_factory=SnapshotSection)
-        """The state of committed steps in host memory, kept by processes that outlive the trainer."""
+        """Copies of the training state in host memory, kept by processes that outlive the trainer."""
 
         attention_check: AttentionCheck = field(default_factory=AttentionCheck)
-        """Check the attention's arithmetic while training goes on."""
+        """Checks of the attention's arithmetic during training."""
 
         semi_sync: SemiSync = field(default_factory=SemiSync)
-        """Workers that train on their own for some steps between two synchronisations."""
+        """Local SGD and DiLoCo: workers train independently for some steps between two synchronisations."""
 
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute] torchtitan's declares its own Config
 
@@ -72,7 +72,7 @@ class EverstepTrainer(titan.Trainer):
         begin = time.monotonic()
         try:
             check_config(config)
-        except ConfigError as error:  # once more: a file may be checked on a login node, or by nobody
+        except ConfigError as error:  # checked here too: it may have been checked on another machine, or not at all
             raise TrainerEnds(USAGE_EXIT, str(error)) from None
         bind_data(config)
         on_cpu = not cpu.has_accelerator()
@@ -91,7 +91,7 @@ class EverstepTrainer(titan.Trainer):
             cpu.sum_only_collectives(self.model_parts)
         self.checks: Checks | None = self._attach_checks() if config.attention_check.enable else None
         self.profiler: Any = None
-        """torchtitan's, while it trains."""
+        """torchtitan's profiler, once `train` has built it."""
         if not ft.enable:
             return
         place = self.place
@@ -100,12 +100,12 @@ class EverstepTrainer(titan.Trainer):
             exactness.agree(place.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
-        """Run and data of the state that was taken over last."""
+        """`data` as recorded in the state that was loaded last, from a checkpoint, a snapshot or another group."""
         self.own_keys = OURS
-        """Which of our own counters the checkpoint that is being loaded has; else all."""
+        """The keys of `OURS` that `state_dict` returns; while a checkpoint is loaded, only those that it contains."""
         self.parameters_told = ""
-        """With exact sums, a checksum of the parameters after the last step; after a takeover, the one that came with
-        the state."""
+        """With exact sums, `work.parameters()` after the last commit, or as recorded in the state that was loaded
+        since; empty if unknown."""
         self.streams = streams_of(self.device)
         self.slots = Slots(self)
         self.participation = Participation(self)
@@ -123,8 +123,8 @@ class EverstepTrainer(titan.Trainer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """torchtitan's counters. With groups also the history of the state that they belong to, the step after which
-        the data began, which data that is, and with exact sums a checksum of the state's parameters."""
+        """Return torchtitan's counters and, with `fault_tolerance.enable`, our own: the state's history, the step after
+        which the data began, `data`, and with exact sums a checksum of the parameters."""
         counters = super().state_dict()
         if not self.config.fault_tolerance.enable:
             return counters
@@ -143,7 +143,7 @@ class EverstepTrainer(titan.Trainer):
 
     @property
     def data(self) -> str:
-        """This run, and what tells its data from others."""
+        """The run's id and its data's fingerprint: shows whether a state comes from this run and this data."""
         return f"{run_id(self.place.token)} {self.slots.source.fingerprint()}"
 
     def init_distributed(self) -> ParallelDims:
@@ -153,7 +153,7 @@ class EverstepTrainer(titan.Trainer):
         return dims
 
     def _attach_checks(self) -> Checks:
-        """The checks of the model's attention."""
+        """Attach the attention checks to the model's modules and return them."""
         training = self.config.training
         ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
         rows = training.local_batch_size * ranks * self.gradient_accumulation_steps
@@ -185,15 +185,15 @@ class EverstepTrainer(titan.Trainer):
         work.close(leaves=leaves)
         self.participation.leave()
         if place.snapshots is not None:
-            # A last checkpoint on disk holds the same state; a group that leaves alone has dropped its own.
+            # With checkpoints, the last one on disk holds the same state. A group that leaves alone ignores `over`.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
         asked = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again)"
         logger.info(f"Left the run after step {self.step}, asked by {asked}" if leaves else "Training completed")
 
     def _compile(self) -> None:
-        """Before the other groups wait for this one: compute and discard a slot, if the first one compiles something or
-        loads kernels. It leaves gradients, data and random numbers as they were."""
+        """Compute and discard a slot if the first slot compiles code or loads kernels, so that the other groups do not
+        wait for that. Gradients, data and random numbers stay as they were."""
         if self.device.type == "cpu" and not self.config.compile.enable:
             return
         self.place.files.beat(STARTUP, 0)

@@ -1,7 +1,7 @@
-"""A torchtitan trainer as the step protocol's `Work`: what comes with a commit, and how its state is handed over.
+"""The step protocol's `Work` on a torchtitan trainer: applies commits, and saves, restores and hands over the state.
 
-What a commit is made of is said by the two kinds of it: `steps.Steps`, whose shares are slots of an optimizer step, and
-`rounds.Rounds`, whose shares are workers' rounds.
+`TrainerWork` is the base of two classes that differ in what a commit consists of: in `steps.Steps` the slots of an
+optimizer step, in `rounds.Rounds` the rounds of semi-synchronous workers.
 """
 
 import math
@@ -33,15 +33,15 @@ from everstep.titan.state import TrainingState
 
 DATA_BLOB = "data"
 VALIDATION_LOSS = "validation_metrics/loss"
-"""torchtitan's name of it."""
+"""torchtitan's name for the validation loss."""
 
 
 class Measures(BaseLogger):
-    """What torchtitan measures of this rank, by torchtitan's names. Its line goes to the rank's log, its metrics come
-    here: the trainer takes them into its events, of which the curves are drawn.
+    """Receives this rank's metrics from torchtitan, which still prints its line to the rank's log. The metrics become
+    part of the commit's event, and the curves are drawn from events.
 
     Args:
-        trainer: torchtitan's, whose `MetricsProcessor` logs here from now on.
+        trainer: torchtitan's trainer. Its `MetricsProcessor` logs to this object from now on.
     """
 
     def __init__(self, trainer: titan.Trainer) -> None:
@@ -55,7 +55,7 @@ class Measures(BaseLogger):
         self._logged = metrics
 
     def of(self, step: int, commit: Commit, grad_norm: float, extra: dict[str, Any]) -> dict[str, float]:
-        """The metrics of a commit, at the optimizer steps at which torchtitan would log them; empty at others."""
+        """Return the metrics of a commit by torchtitan's names; empty at steps at which torchtitan does not log."""
         if not self._processor.should_log(step):
             return {}
         counted = commit.tokens > 0
@@ -66,22 +66,22 @@ class Measures(BaseLogger):
         return {name: float(value) for name, value in self._logged.items()}
 
     def validation_loss(self) -> float | None:
-        """Of the last validation; None on a rank that does not know it."""
+        """Return the loss of the last validation; None on a rank that does not know it."""
         return self._logged[VALIDATION_LOSS] if self._knows_loss else None
 
 
 class TrainerWork(ABC):
-    """What both kinds of `everstep.step.interfaces.Work` have in common.
+    """What `Steps` and `Rounds` have in common; see `everstep.step.interfaces.Work`.
 
     Args:
-        trainer: an `EverstepTrainer`, whose parts before this one are made.
-        state: of this rank.
-        shares: of how many parts a commit is made, each of which a group computes.
-        reducer: sums what the groups computed.
+        trainer: an `EverstepTrainer` that has set all its attributes but `work`.
+        state: this rank's training state.
+        shares: number of parts that make a commit: slots, or workers' rounds. Each is computed by one group.
+        reducer: sums over the groups what they computed.
     """
 
     notes_interval = 1
-    """Commits between two exchanges of where dataloaders stand."""
+    """Commits between two exchanges of the dataloaders' positions."""
 
     def __init__(self, trainer: Any, state: TrainingState, shares: int, reducer: GradientReducer) -> None:
         self._trainer, self.state, self.shares, self.reducer = trainer, state, shares, reducer
@@ -95,15 +95,15 @@ class TrainerWork(ABC):
 
     @property
     def committed(self) -> int:
-        """The number of the last commit in the step protocol, and in events."""
+        """Number of the last commit, as the step protocol and events count: steps, or rounds."""
         return self._trainer.step // self._slots.steps_per_commit
 
     @abstractmethod
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """Change the parameters; the norm of what they were changed by, and further fields of the commit's event."""
+        """Change the parameters. Return the norm of the summed gradients or changes, and more fields for the event."""
 
     def words(self, commit: Commit) -> dict[int, int]:
-        """What each group said of its snapshots. There are none of a run of workers."""
+        """Return group id -> its encoded `Word` about snapshots. Empty here: semi-synchronous runs take none."""
         return {}
 
     def bits(self, slot: int) -> int:
@@ -119,22 +119,22 @@ class TrainerWork(ABC):
         self._leave_out(step, slots)
 
     def _leave_out(self, step: int, slots: Collection[int]) -> None:
-        """Do without slots that no group can compute. Raises TrainerEnds if they cannot be left out."""
+        """Train without slots that no group can compute. Here: raise TrainerEnds, as they cannot be left out."""
         self._events.emit("diverged", step, reason="a gradient is not finite")
         why = f"the gradients of slots {list(slots)} of step {step} are not finite on any group: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
-
-    # A commit
 
     def goes_on(self) -> bool:
         return self._trainer.should_continue_training()
 
     def parameters(self) -> str:
-        """A checksum of the group's parameters, and how they are laid out in it; a collective of the group."""
+        """Return a checksum of the group's parameters in hex, a space, and their layout over the group's ranks
+        (`exactness.layout`). A collective of the group."""
         return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self._trainer.config)}"
 
     def checksum(self) -> int | None:
-        """None: no audit is due. With exact sums one is due at every commit, unless audit_interval is 0."""
+        """Return the parameters' checksum if an audit is due, else None. One is due before this process's first commit,
+        then after every `audit_interval` commits, with exact sums after each, and never if `audit_interval` is 0."""
         interval, is_exact = self._ft.audit_interval, self._ft.exact
         if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
             return None
@@ -143,10 +143,10 @@ class TrainerWork(ABC):
         return sum_in_group(self.state.checksum())
 
     def apply(self, commit: Commit) -> None:
-        """The step that all groups agree on, and all that comes with it.
+        """Make the optimizer step that all groups agreed on. Then tell it in events, and save and validate if due.
 
         Raises:
-            TrainerEnds: there is nothing to go on with, or this rank is at fault.
+            TrainerEnds: training cannot go on, for instance as it diverged, or this rank computes wrong results.
         """
         begin = time.monotonic()
         trainer, step = self._trainer, commit.step
@@ -161,7 +161,7 @@ class TrainerWork(ABC):
         trainer.history = commit.history
         self._source.committed(trainer.step)
         if (step + 1) % self.notes_interval == 0:
-            self._source.note_live()  # what the next notes tell, as by then the streams will be ahead
+            self._source.note_live()  # for the next notes: when they are sent, the streams have read another step
         if self._ft.exact:
             trainer.parameters_told = self.parameters()
             told["checksum"] = trainer.parameters_told.partition(" ")[0]
@@ -180,7 +180,7 @@ class TrainerWork(ABC):
             self._save(commit, first=saves)
         if trainer.config.validator.enable and trainer.validator.should_validate(trainer.step):
             self._validate(step, tells=saves)
-        if commit.unfit:  # what it computed of this step is in the commit, and nothing it computes is needed now
+        if commit.unfit:  # only now: the commit contains this group's slots, and no work on the next one has begun
             self._leave_unfit(commit)
         self._commits += 1
         if trainer.profiler is not None:
@@ -195,7 +195,8 @@ class TrainerWork(ABC):
             self._disk.save(self._trainer.step, commit.step)
 
     def _mean_loss(self, commit: Commit) -> float:
-        """Of the step. Raises TrainerEnds where every group sees that it makes no sense to go on, and would again."""
+        """Return the step's mean loss. Raises TrainerEnds if it is not finite or no token has a label, as a restart
+        would not help: every group would see the same again."""
         tokens = float(commit.tokens.sum())
         if not tokens:
             raise TrainerEnds(
@@ -230,7 +231,7 @@ class TrainerWork(ABC):
         )
 
     def _validate(self, commit: int, *, tells: bool) -> None:
-        """Every group validates, for the others would wait for one; one group `tells` what came out."""
+        """Validate on every group, as the others would wait for a single one. Emit the loss if this group `tells`."""
         trainer = self._trainer
         self._files.beat("validate", commit)
         with sl.log_trace_span("validate"):
@@ -248,18 +249,16 @@ class TrainerWork(ABC):
         raise TrainerEnds(UNFIT_EXIT, reason)
 
     def save_last(self) -> None:
-        """The last checkpoint of the run, or of this part of it."""
+        """Write the last checkpoint: of the run, or of this start of it if steps are left."""
         self._disk.save_last(self._trainer.step, self.committed, goes_on=self.goes_on())
 
     def close(self, *, leaves: bool) -> None:
-        """This group makes no more steps, as it was asked to leave (`leaves`) or the run is over."""
+        """Tell that this group makes no more steps: it was asked to leave (`leaves`), or the run is over."""
         self._events.emit("left" if leaves else "training_done", self.committed)
         self._files.beat(DONE, self.committed)
 
-    # Where the dataloader's streams stand
-
     def notes(self, step: int) -> bytes | None:
-        """Where this group's streams stand, so that any group can adopt them."""
+        """Return the positions of this group's data streams, with which any group can go on; None if not due."""
         return None if step % self.notes_interval else self._source.known_states() or None
 
     def noted(self, notes: list[bytes]) -> None:
@@ -270,10 +269,8 @@ class TrainerWork(ABC):
                 text = f"what group {place} of {len(notes)} says of its streams is skipped: {error}"
                 self._events.emit("warning", text=text)
 
-    # The state
-
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """No group has a state: take the newest that the keepers or the disk have, or start."""
+        """Load the newest state from memory or disk, or start afresh, as no group has one. Returns commit, history."""
         trainer = self._trainer
         self._taken(self._from_memory() or self._from_disk())
         self._files.restored(self.committed)
@@ -282,7 +279,8 @@ class TrainerWork(ABC):
         return self.committed, trainer.history
 
     def _from_memory(self) -> str:
-        """Take the newest snapshot that the keepers hold whole, if no checkpoint on disk is as new; else ""."""
+        """Load the newest complete snapshot from the keepers and return "memory". Return "" if there is none, a disk
+        checkpoint is as new, or `checkpoint.load_step` is set."""
         if self._snapshots is None or self._trainer.config.checkpoint.load_step != -1:
             return ""
         state = self._snapshots.recover(self._whole(), self._disk.newest())
@@ -293,18 +291,19 @@ class TrainerWork(ABC):
         return "memory"
 
     def _from_disk(self) -> str:
-        """Take the checkpoint that there is, or none."""
+        """Load a checkpoint if there is one. Return "disk", or "fresh" if the run starts at step 0."""
         trainer = self._trainer
         found = self._disk.load()
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT)
         trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        if leaves_data and trainer.data_told != trainer.data:  # else an earlier start of this run did so
+        if leaves_data and trainer.data_told != trainer.data:  # if equal, an earlier start of this run has set it
             self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
     def _require_as_committed(self, what: str, status: int) -> None:
-        """Raises TrainerEnds if a restored state says which parameters it was committed with, and has others."""
+        """Raise TrainerEnds if the restored parameters do not have the checksum that was recorded at their commit.
+        Without exact sums, a recorded checksum or the same layout over ranks there is nothing to compare."""
         trainer = self._trainer
         told, _, layout = trainer.parameters_told.partition(" ")
         now, _, mine = self.parameters().partition(" ") if told and self._ft.exact else ("", "", "")
@@ -320,7 +319,7 @@ class TrainerWork(ABC):
             self._snapshots.settle()
 
     def _whole(self) -> HealState:
-        """This rank's state, by reference."""
+        """Return this rank's state, its tensors by reference."""
         return self.state.serve({DATA_BLOB: self._source.known_states()})
 
     def serve(self) -> HealState:
@@ -337,14 +336,14 @@ class TrainerWork(ABC):
             self._snapshots.agree(known)
 
     def _load(self, state: HealState) -> None:
-        """Take over the state of the same rank in another group."""
+        """Load a state of the same rank, from another group or from memory."""
         if self._snapshots is not None:
-            self._snapshots.wait()  # a snapshot of the state before may still be under way
+            self._snapshots.wait()  # a snapshot of the old state may still be in progress
         self.state.load(state)
         self._source.learn(state.blobs[DATA_BLOB])
 
     def _taken(self, source: str) -> None:
-        """A new state was loaded; tell where it came from."""
+        """Tell the data source, the checks and the events that a state was loaded from `source`."""
         self._source.committed(self._trainer.step)
         self._weights_changed()
         config = self._trainer.config
@@ -361,6 +360,6 @@ class TrainerWork(ABC):
         )
 
     def _weights_changed(self) -> None:
-        """The checks' bounds are derived anew."""
+        """Have the attention checks derive anew what depends on the weights."""
         if self._checks is not None:
             self._checks.weights_changed()
