@@ -1,4 +1,4 @@
-"""Where a step's tokens come from: data addressed by (step, slot), so that any group can compute any slot.
+"""The source of a step's tokens: data that is addressed by (step, slot), so that any group can compute any slot.
 
-`documents` and `permutation` give a row in constant time, and `pack` makes token files. Nothing here knows about groups
-or quorums, or about torchtitan: the dataloaders are in `titan.data`, whose `slots` says which rows a slot has."""
+`documents` and `permutation` find a row without reading those before it, and `pack` makes token files. This room knows
+nothing of groups, quorums or torchtitan. The dataloaders are in `titan.data`; its `slots` defines a slot's rows."""

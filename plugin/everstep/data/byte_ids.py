@@ -1,5 +1,5 @@
-"""Token ids of text read byte by byte: a byte is its own id, two more ids mark where a document begins and
-ends."""
+"""Token ids of text that is read byte by byte: each byte is its own id, and two more ids mark the beginning and the end
+of a document."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ VOCAB_SIZE = 258
 
 
 def document_ids(data: bytes) -> np.ndarray:
-    """The ids of one document, BOS and EOS included: uint16, shape [len(data) + 2]."""
+    """Return the ids of one document with BOS and EOS: uint16, shape [len(data) + 2]."""
     ids = np.empty(len(data) + 2, dtype=np.uint16)
     ids[0] = BOS_ID
     ids[1:-1] = np.frombuffer(data, dtype=np.uint8)
@@ -23,13 +23,13 @@ def document_ids(data: bytes) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What packing asks of a tokenizer."""
+    """A tokenizer as packing uses it."""
 
     vocab_size: int
     identity: dict[str, Any]
-    """Equal for encoders that give the same ids."""
+    """JSON values that are equal for encoders with the same ids."""
     encode: Callable[[Sequence[str]], list[np.ndarray]]
-    """The ids of each document, with BOS and EOS if the tokenizer has them."""
+    """Returns the ids of each document, with BOS and EOS if the tokenizer has them."""
 
 
 BYTES = Encoder(
@@ -37,4 +37,4 @@ BYTES = Encoder(
     {"kind": "bytes", "bos_id": BOS_ID, "eos_id": EOS_ID},
     lambda texts: [document_ids(text.encode()) for text in texts],
 )
-"""The ids of ByteTokenizer, without torch."""
+"""The encoder with the ids of ByteTokenizer. It does not import torch."""

@@ -1,9 +1,8 @@
-"""Documents laid end to end and cut into rows, as torchtitan's text datasets cut them.
+"""Concatenated documents cut into rows, as torchtitan's text datasets cut them.
 
-A row is `seq_len` (input, label) pairs. Labels are shifted within a document, so a document of t tokens gives
-t - 1 pairs and its last token is never asked to predict the next document. Positions count from 0 in every
-document and from 0 at the start of every row: a document cut by a row's end goes on at 0 in the next one,
-which keeps every position below seq_len and tells document masks where attention ends."""
+A row is `seq_len` (input, label) pairs. Labels are shifted within a document, so a document of t tokens has t - 1
+pairs, and its last token does not predict the next document. Positions start at 0 with every document and with every
+row, even within a document. So every position is below seq_len, and document masks show where attention ends."""
 
 from bisect import bisect_right
 
@@ -15,15 +14,15 @@ _DAMAGED = (
 
 
 class Documents:
-    """Tokens of many documents and where each starts.
+    """The tokens of many documents, and the start of each document.
 
     Args:
         tokens: integer array of shape [count]; may be memory-mapped.
         starts: integer array of shape [documents + 1], strictly rising from 0 to count; may be memory-mapped.
             Every document has at least one token.
-        max_id: the largest token id. A row with a larger one is refused.
-        name: how errors name the documents.
-        content: a digest of the tokens, equal where they are.
+        max_id: the largest token id. A row with a larger id is refused.
+        name: the documents' name in error messages.
+        content: text that is equal for equal tokens, e.g. with a digest of them.
     """
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, max_id: int, name: str = "", content: str = ""):
@@ -35,27 +34,27 @@ class Documents:
 
     @property
     def pairs(self) -> int:
-        """How many (input, label) pairs the documents give."""
+        """Number of (input, label) pairs in all documents."""
         return len(self.tokens) - len(self)
 
     def rows(self, seq_len: int) -> int:
-        """How many full rows there are. What is left after the last one is not used."""
+        """Return the number of full rows. The pairs after the last full row are not used."""
         return self.pairs // seq_len
 
     def _first_pair(self, document: int) -> int:
-        # Each document before this one has one pair less than it has tokens.
+        # Each document before this one has one pair fewer than tokens.
         return int(self.starts[document]) - document
 
     def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, labels and positions of row `index`, 0-based: int64, shape [seq_len] each. Costs a binary search
-        among the documents and seq_len tokens read.
+        """Return inputs, labels and positions of row `index`, from 0: int64, shape [seq_len] each. Costs a binary
+        search among the documents and reading seq_len tokens.
 
-        Raises ValueError where starts or tokens are not what they should be, as in a damaged file.
+        Raises ValueError if starts or tokens are inconsistent, as in a damaged file.
         """
         begin = index * seq_len
         first = bisect_right(range(len(self)), begin, key=self._first_pair) - 1
-        # A row of seq_len pairs meets at most seq_len documents that have pairs. One-token documents have
-        # none; they may lie between, so the last document is searched for and not bounded.
+        # A row of seq_len pairs overlaps at most seq_len documents that have pairs. Any number of one-token documents,
+        # which have none, may be between them, so the last document has to be searched for.
         last = bisect_right(range(len(self)), begin + seq_len - 1, lo=first, key=self._first_pair) - 1
         first_pairs = self.starts[first : last + 1].astype(np.int64) - np.arange(first, last + 1)
         bounds = np.append(np.maximum(first_pairs, begin), begin + seq_len)

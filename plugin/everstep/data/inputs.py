@@ -1,4 +1,4 @@
-"""The documents of text, JSONL and parquet files, in order."""
+"""Reads the documents of text, JSONL and parquet files, in order."""
 
 import gzip
 import hashlib
@@ -13,7 +13,7 @@ from everstep.run.regular import open_regular
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-"""By suffix, how a file is read."""
+"""Suffix -> format of the file."""
 
 
 def _reader(path: Path) -> str | None:
@@ -21,9 +21,9 @@ def _reader(path: Path) -> str | None:
 
 
 def input_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of `paths`, in order; a directory stands for the text, JSONL and parquet files below it, sorted.
+    """Return the files of `paths`, in order. A directory stands for the text, JSONL and parquet files below it, sorted.
 
-    Raises DataError for a path that is not there and for nothing at all.
+    Raises DataError if a path does not exist or if there are no files.
     """
     files: list[Path] = []
     for path in paths:
@@ -37,7 +37,7 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def identity(file: Path) -> dict[str, Any]:
-    """What tells one input from another without reading all of it: name, size, SHA-256 of its first and last MiB."""
+    """Return name, size, and SHA-256 of the first and last MiB, to identify an input without reading all of it."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(stream.read(_SAMPLE_BYTES))
@@ -47,8 +47,8 @@ def identity(file: Path) -> dict[str, Any]:
 
 
 def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    """The text of each document, empty for one without. Raises DataError for a file that cannot be read, or that has
-    something else under `text_key`."""
+    """Yield the text of each document, "" if it is null. Raises DataError for a file that cannot be read, that lacks
+    `text_key`, or that has something other than text under it."""
     for file in files:
         reader, number = _reader(file) or "text", 0
         try:
@@ -65,13 +65,13 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
                 yield text
         except (DataError, MemoryError):
             raise
-        except Exception as error:  # each reader raises its own library's
+        except Exception as error:  # each format's library has its own exceptions
             why = f"not readable as {reader} ({str(error)[:200]!r})"
             raise DataError(f"{file}: {why}, after {number} documents.") from error
 
 
 def _rows(file: Path, reader: str, key: str) -> Iterator[dict[str, Any]]:
-    """A file's documents, each under `key` and with what else there is."""
+    """Yield a file's documents as tables with the text under `key`, and possibly other keys."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         if reader == "text":
             yield {key: stream.read().decode()}

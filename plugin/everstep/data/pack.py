@@ -1,9 +1,9 @@
-"""Text to a token file, continued where it was interrupted.
+"""Makes a token file from text, and resumes after an interruption.
 
-Until OUT is whole, it grows by chunks of whole documents in a folder beside it that is named after the input. Another
-start reads on behind the documents of the chunks that are there. Where chunks end depends on the documents alone, so
-the finished file is byte for byte that of a run without interruption. It appears in one rename, after its checksums
-were compared."""
+Until OUT is complete, a draft of it grows by chunks of whole documents in a folder beside OUT whose name depends on the
+input. A resumed `pack` continues after the documents of the chunks in the draft. The ends of chunks depend only on the
+documents, so the finished file is byte for byte that of a run without interruption. After its checksums are verified,
+one rename puts it at OUT."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ from everstep.run.files import hold_alone
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
-"""Encoded together, on all cores."""
+"""Documents that are encoded together, on all cores."""
 
 
 def pack(
@@ -37,16 +37,16 @@ def pack(
     tell: Callable[[str], None] = lambda sentence: None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Footer:
-    """Makes the token file `out` from `inputs`, or returns its footer if it was made from them before.
+    """Make the token file `out` from `inputs`, unless it was already made from them. Return its footer.
 
     Args:
-        inputs: text files, JSONL, parquet, or directories of them.
-        encoder_of: makes what gives the ids; called when the inputs are known to be there.
+        inputs: text, JSONL or parquet files, or directories of them.
+        encoder_of: makes the encoder; called after the inputs are found.
         text_key: the key or column that holds the text.
-        tell: called with a sentence for each chunk.
-        chunk_tokens: a chunk ends with the first document that brings it to as many tokens.
+        tell: called after each chunk, with a sentence on the progress.
+        chunk_tokens: size of a chunk; it ends with the first document that makes it at least this many tokens long.
     Raises:
-        DataError, ValueError: in one sentence that names the file or the option.
+        DataError, ValueError: with one sentence that names the file or the option.
     """
     files = input_files(inputs)
     encoder = encoder_of()
@@ -83,13 +83,13 @@ def pack(
     draft.finish()
     footer = token_format.verify(draft.file)
     os.replace(draft.file, out)
-    shutil.rmtree(folder, ignore_errors=True)  # another start may look for its lock at this moment
+    shutil.rmtree(folder, ignore_errors=True)  # another `pack` may be opening the lock now
     return footer
 
 
 def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
-    """For each chunk, the ids of its documents, and how many documents it took, including those that are left out
-    for having fewer than two tokens."""
+    """Yield for each chunk the ids of its documents, and the number of documents read for it. The number includes those
+    left out, which have no text or fewer than two tokens."""
     chunk: list[np.ndarray] = []
     length = read = 0
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
@@ -106,8 +106,8 @@ def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Itera
 
 
 class _Draft:
-    """What there is of a token file: its head and tokens, document starts in a second file, and in a third one the
-    footer of what counts of both. What was written and does not count yet is written again."""
+    """An unfinished token file: a file with head and tokens, a file with document starts, and a file with the footer of
+    all complete chunks. Data beyond the footer, of a chunk that was interrupted, is cut off and written again."""
 
     def __init__(self, folder: Path, vocab_size: int, source: dict[str, Any]) -> None:
         self.file, self._starts, self._footer = folder / "tokens", folder / "starts", folder / "footer"
@@ -127,7 +127,7 @@ class _Draft:
             os.truncate(path, size)
 
     def add(self, documents: list[np.ndarray], read: int) -> None:
-        """Write a chunk, of as many documents of the input as were `read`."""
+        """Write a chunk. `read`: number of documents of the input that it stands for, including those left out."""
         before = self.footer
         ids = np.concatenate([*documents, np.empty(0, np.uint16)]).astype(np.dtype(before.dtype).newbyteorder("<"))
         lengths = np.array([len(document) for document in documents], np.int64)
@@ -148,7 +148,7 @@ class _Draft:
         os.replace(draft, self._footer)
 
     def finish(self) -> None:
-        """Make the file whole."""
+        """Complete the file: pad the tokens, and append the document starts and the footer."""
         _append(self.file, bytes(-self.footer.token_bytes % 8))
         _append(self._starts, self.footer.tokens.to_bytes(8, "little"))
         with self.file.open("ab") as file, self._starts.open("rb") as starts:
@@ -161,7 +161,7 @@ class _Draft:
 
 
 def _append(path: Path, data: bytes | memoryview) -> None:
-    """Bring it to the disk at the end of a file."""
+    """Append data to a file and sync it to disk."""
     with path.open("ab") as file:
         file.write(data)
         file.flush()

@@ -1,9 +1,9 @@
 """Shuffling without a table: a keyed permutation of 0 … size-1 in constant memory.
 
-A balanced Feistel network is a bijection of [0, 4^h) whatever its round function is (Luby and Rackoff, SIAM
-J. Comput. 17(2), 1988). Indices that fall outside the range are sent through it again until they fall inside,
-which keeps it a bijection of the range (cycle walking: Black and Rogaway, CT-RSA 2002). The network's domain
-is less than four times the range, so fewer than four passes are expected."""
+A balanced Feistel network is a bijection of [0, 4^h) for any round function (Luby and Rackoff, SIAM J. Comput. 17(2),
+1988). If the result for an index is outside the range, the network is applied again until it is inside. That makes it a
+bijection of the range (cycle walking: Black and Rogaway, CT-RSA 2002). The network's domain is less than four times the
+range, so fewer than four passes are expected."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,16 +13,16 @@ _MASK_64 = (1 << 64) - 1
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finalizer: 64 bits in which every input bit moves every output bit (Steele, Lea and Flood,
-    OOPSLA 2014)."""
+    """Return SplitMix64's finalizer of a 64-bit value, in which every input bit affects every output bit (Steele, Lea
+    and Flood, OOPSLA 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
 
 
 def permutation(size: int, seed: int, epoch: int) -> Callable[[int], int]:
-    """A permutation of range(size), the same for the same arguments everywhere: where an index of that range goes.
-    Raises ValueError for an empty range."""
+    """Return a permutation of range(size) as a function of an index. It depends on the arguments only, so it is equal
+    on every machine. Raises ValueError if size is less than 1."""
     if size < 1:
         raise ValueError(f"a permutation needs at least one element, got size {size}")
     half = max(1, ((size - 1).bit_length() + 1) // 2)

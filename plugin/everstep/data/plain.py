@@ -1,6 +1,6 @@
-"""States of data streams, as they travel between groups and into checkpoints: JSON, never a pickle.
+"""States of data streams as JSON, never pickles, for exchange between groups and for checkpoints.
 
-Decoding makes numbers, text, bytes, arrays, lists, tuples and dicts and does nothing else, whoever made the bytes.
+Decoding only makes numbers, text, bytes, arrays, tensors, lists, tuples and dicts, even from bytes of an attacker.
 """
 
 import base64
@@ -16,7 +16,7 @@ from everstep.run.typed import Count, UnfitError
 
 _MAGIC = b"evrstrm3"
 _OLDER = (b"evrstrm1", b"evrstrm2")
-"""Their states are in formats that are not read any more."""
+"""Magic bytes of older formats, which are not read any more."""
 _DTYPES = {
     str(np.dtype(name)): np.dtype(name)
     for name in ("?", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8")
@@ -25,23 +25,23 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a stream stands."""
+    """The position of a stream, and the state of its dataloader there."""
 
     position: Count
-    """Batches taken from it since its beginning."""
+    """Number of batches read from the beginning of the stream."""
 
     state: Any
-    """What its dataloader needs to go on there, as `plain` has it."""
+    """The dataloader's state, as `plain` converts it."""
 
 
 def encode_states(states: dict[int, StreamState]) -> bytes:
-    """`states` by stream number, as bytes that `decode_states` reads."""
+    """Return `states`, by stream number, as bytes for `decode_states`."""
     return _MAGIC + typed.dumps([[stream, known.position, known.state] for stream, known in sorted(states.items())])
 
 
 def decode_states(data: bytes) -> dict[int, StreamState]:
-    """The states in `data`; none in empty data, nor in data of an older version: a stream of which nothing is known is
-    read from its beginning. Raises ValueError if it is no such data or cut off."""
+    """Return the states in `data`, by stream number. Empty data and data of older formats have none; streams are then
+    read from their beginning. Raises ValueError if `data` is something else, damaged or cut off."""
     if not data or data[: len(_MAGIC)] in _OLDER:
         return {}
     if data[: len(_MAGIC)] != _MAGIC:
@@ -54,8 +54,8 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
 
 
 def plain(value: Any, place: str = "state") -> Any:
-    """`value` as what `typed.dumps` writes. Raises UnfitError, naming the place, for anything but None, bool, int,
-    float, str, bytes, numpy arrays and tensors of numbers, and lists, tuples and dicts of these."""
+    """Convert `value` to a form that `typed.dumps` can write. Raises UnfitError, which names `place`, for anything but
+    None, bool, int, float, str, bytes, numpy arrays and tensors of numbers, and lists, tuples and dicts of these."""
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
         return value
@@ -92,7 +92,7 @@ def _array(value: Any, place: str) -> Any:
 
 
 def restored(node: Any) -> Any:
-    """The value that `plain` was given; tensors are on the CPU. Raises UnfitError."""
+    """Return the value that `plain` converted, with tensors on the CPU. Raises UnfitError."""
     try:
         return _restored(node)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -107,7 +107,7 @@ def _restored(node: Any) -> Any:
     ((kind, content),) = node.items()
     match kind:
         case "int":
-            return int(content[:1000], 16)  # Python's own limit is for decimals
+            return int(content[:1000], 16)  # Python limits the length of decimal numbers only
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "bytes":

@@ -1,4 +1,4 @@
-"""The token file: tokens of whole documents, where each document starts, and what the file was made from.
+"""The format of a token file: the tokens of whole documents, the start of each document, and the file's origin.
 
     64 bytes           "everstep tokens 1\\n", zeros
     tokens             little-endian uint16 or uint32, padded with zeros to a multiple of 8 bytes
@@ -6,8 +6,8 @@
     footer             JSON: the fields of `Footer`
     48 bytes           length of the footer (uint64), SHA-256 of the footer, "evrtokns"
 
-The footer comes last, so a file that was cut off anywhere has none and is known to be incomplete. Tokens are
-covered by one SHA-256 for each chunk of whole documents, so that a damaged place can be named.
+The footer comes last, so a file that was cut off anywhere has no footer and is known to be incomplete. Each chunk of
+whole documents has its own SHA-256, so that an error can name the damaged place.
 """
 
 import hashlib
@@ -31,26 +31,26 @@ FOOTER_LIMIT = 1 << 30
 
 
 class DataError(ValueError):
-    """A token file, or input for one, that cannot be used, in one sentence that names it."""
+    """A token file, or input for one, cannot be used. The message is one sentence that names the file."""
 
 
 @dataclass(kw_only=True)
 class Footer:
-    """What a token file says of itself."""
+    """The footer of a token file."""
 
     dtype: Literal["uint16", "uint32"]
     tokens: Annotated[int, typed.Within(0, 1 << 60)]
     documents: Annotated[int, typed.Within(0, 1 << 60)]
     left_out: Count
-    """Documents of the input that are not in the file: without text."""
+    """Number of documents of the input that are not in the file, because they have no text or fewer than two tokens."""
     vocab_size: Count
-    """The tokenizer's."""
+    """Vocabulary size of the tokenizer."""
     max_id: Count
-    """The largest id in the file."""
+    """Largest token id in the file."""
     source: dict[str, Any]
-    """Identity of what the file was made from: tokenizer, inputs, text key."""
+    """Identity of the file's origin: tokenizer, inputs, text key, chunk size."""
     chunks: list[tuple[Count, str]]
-    """For each chunk of tokens, in order: the token number where it ends, SHA-256 of its bytes."""
+    """For each chunk of tokens, in order: the token number where it ends, and the SHA-256 of its bytes."""
     starts_sha256: str
 
     @property
@@ -64,18 +64,18 @@ class Footer:
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The narrowest of the two token types that holds ids below `vocab_size`."""
+    """Return the narrower of the two token types if it can hold ids below `vocab_size`, else the wider."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def write_footer(file: BinaryIO, footer: Footer) -> None:
-    """Ends `file`, which stands right after the document starts."""
+    """Write the end of a token file. `file` is positioned after the document starts."""
     text = typed.dumps(asdict(footer))
     file.write(text + _TAIL.pack(len(text), hashlib.sha256(text).digest(), _TAIL_MAGIC))
 
 
 def read_footer(path: Path) -> tuple[Footer, str]:
-    """The footer and its SHA-256. Raises DataError unless the file is whole and of this format."""
+    """Return the footer and its SHA-256. Raises DataError if the file is incomplete, damaged or of another format."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -103,14 +103,14 @@ def read_footer(path: Path) -> tuple[Footer, str]:
 
 
 def in_bytes(path: Path) -> bool:
-    """Whether the file was packed byte by byte, without a tokenizer. Raises DataError as `read_footer`."""
+    """Return whether the file was packed byte by byte, without a tokenizer. Raises DataError as `read_footer` does."""
     footer, _ = read_footer(path)
     return footer.source.get("tokenizer") == BYTES.identity
 
 
 def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
-    """The file's tokens, shape [tokens], and document starts, uint64, shape [documents + 1]; memory-mapped,
-    read only. Raises DataError for a file without tokens, which cannot be mapped."""
+    """Return the file's tokens, shape [tokens], and document starts, uint64, shape [documents + 1], memory-mapped and
+    read-only. Raises DataError for a file without tokens, which cannot be mapped."""
     if not footer.tokens:
         raise DataError(f"{path} has no tokens.")
     tokens = np.memmap(path, np.dtype(footer.dtype).newbyteorder("<"), "r", len(HEAD), (footer.tokens,))
@@ -119,8 +119,8 @@ def map_tokens(path: Path, footer: Footer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verify(path: Path) -> Footer:
-    """Reads all of `path` and compares it with its checksums, and what its footer and its document starts say with the
-    tokens. Raises DataError, naming the file and the first damaged place."""
+    """Read a whole token file, compare it with its checksums, and compare footer and document starts with the tokens.
+    Return the footer. Raises DataError, which names the file and the first damaged place."""
     footer, _ = read_footer(path)
     tokens, starts = map_tokens(path, footer)
     largest = begin = 0

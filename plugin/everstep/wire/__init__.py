@@ -1,26 +1,26 @@
-"""Bytes between two processes of one run: authenticated, encrypted, and without pickle.
+"""Communication between two processes of one run: authenticated, encrypted, and without pickle.
 
-The heal transport (a live group's state to a joiner), the keepers (snapshot parts and parity), the lighthouse's gate
-and the watch over peers speak this.
+It carries heals (the state of a living group to a joiner), keepers' snapshot parts and parity, the requests to the
+lighthouse's gate, and the watch over peers.
 
-    door      listens, and lets in who holds the run's token
-    channel   messages and byte ranges over a connection that was let in
-    sealing   what makes them fit for no other channel, direction or place in it, and unreadable
+    door      listens, and admits connections of processes that hold the run's token
+    channel   messages and byte ranges over an admitted connection
+    sealing   encryption, which also binds each record to its channel, direction and position
 
-A connection, from its first byte:
+The protocol of a connection:
 
-1. Server: magic and 32 random bytes. Client: 32 bytes that say what the connection is for (`subject`), 32 random bytes,
-   and an HMAC-SHA256 with the run's token over all of these and the name of the server's service (`purpose`). The
-   server checks it in constant time and answers with another one, so that either side knows that the other holds the
-   token. The token itself never travels. Before this nothing of a peer is parsed, no thread is started for it, and it
-   has HANDSHAKE_TIMEOUT in all.
-2. From token, nonces and direction come two keys that no other connection has. Every record is sealed with them.
-3. Frames: records that are JSON objects. What they mean is the caller's business.
-4. Ranges: the client asks for `{"op": "read", "offset": o, "length": n}`; the server answers with chunks, records with
-   their offset in front, or with a refusal in place of any of them.
+1. Handshake. The server sends magic bytes and 32 random bytes. The client answers with 32 bytes that name the subject
+   of the connection (`subject`), 32 random bytes, and an HMAC-SHA256 under the run's token over all of these and the
+   name of the server's service (`purpose`). The server checks the HMAC in constant time and answers with another one,
+   so each side knows that the other holds the token. The token is never sent. Before the server has checked the HMAC,
+   it parses no byte of the client and starts no thread for it. The handshake may take HANDSHAKE_TIMEOUT in all.
+2. Token, random bytes and direction yield two keys that no other connection has. Every record is sealed with them.
+3. Frames are records with a JSON object. Its meaning is up to the caller.
+4. Ranges: the client sends `{"op": "read", "offset": o, "length": n}`. The server answers with chunks, records that
+   begin with their offset. A refusal may come in place of any chunk.
 
-Who can read and alter every packet between two members, but has no token, can end a transfer and nothing else. The keys
-follow from the token: who has recorded a transfer and gets hold of the token later can read it then.
+An attacker without the token who can read and alter all packets between two members can break a transfer, but nothing
+else. There is no forward secrecy: an attacker who recorded a transfer and later gets the token can decrypt it.
 """
 
 from everstep.wire.channel import Bytes as Bytes

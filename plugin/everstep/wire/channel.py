@@ -1,4 +1,4 @@
-"""Messages and byte ranges over a connection that was let in."""
+"""Messages and byte ranges over an admitted connection."""
 
 import bisect
 import contextlib
@@ -15,33 +15,33 @@ from cryptography.exceptions import InvalidTag
 
 from everstep.wire.sealing import TAG_BYTES, Sealer
 
-CHUNK_BYTES = 1 << 18  # is sealed and sent, or received and opened, while it is in the processor's cache
+CHUNK_BYTES = 1 << 18  # small enough to stay in the processor's cache while it is sealed or opened
 FRAME_LIMIT_BYTES = 64 << 20
 _FRAME, _CHUNK = 0, 1
-_HEAD = struct.Struct("<BQI")  # what it is, offset of a chunk, bytes that follow
+_HEAD = struct.Struct("<BQI")  # kind of record, offset of a chunk, length of the content
 
 
 class WireError(ConnectionError):
-    """A transfer that did not succeed, in one sentence."""
+    """A connection or transfer failed. The message is one sentence."""
 
 
 class RefusedError(WireError):
-    """The other side understood the request and refuses it; its reason is the message."""
+    """The peer understood the request and refuses it. The message is the peer's reason."""
 
 
 class Bytes(Protocol):
-    """A run of bytes that need not lie in one piece: tensors laid end to end, or a file's map."""
+    """A sequence of bytes in one or several buffers, such as concatenated tensors or a mapped file."""
 
     size: int
 
     def views(self, offset: int, length: int) -> Sequence[memoryview]:
-        """The memory of [offset, offset + length), in order. Of a source: CHUNK_BYTES at most, good until this thread's
-        next call."""
+        """Return the memory of [offset, offset + length), in order. A source is asked for at most CHUNK_BYTES, and its
+        views are valid until this thread's next call."""
         ...
 
 
 class Pieces:
-    """Several buffers read or written as if they lay end to end."""
+    """Several buffers that are read or written as if they were concatenated."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = [b.cast("B") for b in buffers if b.nbytes]
@@ -62,7 +62,7 @@ class Pieces:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` → (host, port). Raises WireError for anything else."""
+    """Return host and port of an address `host:port` or `[v6]:port`. Raises WireError for anything else."""
     host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     known = 0 < len(host) <= 255 and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
@@ -72,17 +72,17 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """The inverse of `parse_address`."""
+    """Return the address of host and port; the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """A message as it is sent."""
+    """Return a message as JSON bytes, for `send_frame`."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 class Channel:
-    """One authenticated connection. Not for use by two threads at once, except `cut`."""
+    """One authenticated connection. Only `cut` and `hung_up` may be called while another thread uses it."""
 
     _outgoing: Sealer
     _incoming: Sealer
@@ -94,13 +94,12 @@ class Channel:
         self.set_timeout(timeout)
 
     def seal(self, outgoing: Sealer, incoming: Sealer) -> None:
-        """From here on records are sent: what seals and opens them."""
+        """Set the sealers for the records that this side sends and receives. Called once the handshake is done."""
         self._outgoing, self._incoming = outgoing, incoming
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The longest silence of the peer that is borne in one send or receive."""
-        # Kernel timeouts and not Python's: with those the socket is non-blocking, and MSG_WAITALL would not
-        # wait.
+        """Set the longest silence of the peer after which a send or receive fails."""
+        # The kernel's timeouts, because Python's make the socket non-blocking, and then MSG_WAITALL does not wait.
         self._timeout_s = timeout.total_seconds()
         self._wait_at_most(self._timeout_s)
 
@@ -111,7 +110,7 @@ class Channel:
             self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
 
     def set_deadline(self, deadline: float) -> None:
-        """`time.monotonic()` at which every receive fails, however busily the peer sends; `math.inf` for none."""
+        """Set a `time.monotonic()` at which a receive fails, even if the peer keeps sending; `math.inf` for none."""
         self._deadline = deadline
         self._wait_at_most(self._timeout_s)
 
@@ -119,12 +118,12 @@ class Channel:
         self.sock.close()
 
     def cut(self) -> None:
-        """End the connection from another thread: a send or receive in progress fails at once."""
-        with contextlib.suppress(OSError):  # it may have ended by itself
+        """End the connection, from any thread. A send or receive in progress fails at once."""
+        with contextlib.suppress(OSError):  # the connection may have ended already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def hung_up(self) -> bool:
-        """Whether the other side has closed the connection, or died. May be asked by another thread."""
+        """Return whether the peer has closed the connection or died. Can be called from any thread."""
         try:
             return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -133,15 +132,15 @@ class Channel:
             return True
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises WireError when the peer closes, dies or is silent for longer than the
-        timeout."""
+        """Fill `view` with received bytes. Raises WireError if the peer closes the connection, dies, or is silent for
+        longer than the timeout, or if the deadline passes."""
         got = 0
         while got < view.nbytes:
             if self._deadline != math.inf:
                 left_s = min(self._deadline - time.monotonic(), self._timeout_s)
                 if left_s <= 0:
                     raise WireError(f"{self.peer} took too long")
-                if abs(self._kernel_s - left_s) > 0.1:  # to tell the kernel each time costs as much as to receive
+                if abs(self._kernel_s - left_s) > 0.1:  # setting it every time costs as much as receiving
                     self._wait_at_most(left_s)
             try:
                 n = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
@@ -161,7 +160,7 @@ class Channel:
         return bytes(data)
 
     def send(self, data: bytes | bytearray) -> None:
-        """Send bytes as they are. Raises WireError as `receive_into`."""
+        """Send bytes unsealed. Raises WireError if the connection breaks or the peer takes no byte for the timeout."""
         try:
             self.sock.sendall(data)
         except BlockingIOError:
@@ -180,15 +179,14 @@ class Channel:
             raise WireError(f"what {self.peer} sent was altered on the way") from None
 
     def send_frame(self, message: dict[str, Any] | bytes) -> None:
-        """Send a message, or what `encoded` made of it: one that many are told need not be encoded for each."""
+        """Send a message, or its `encoded` bytes, so that a message to many peers is encoded only once."""
         body = message if isinstance(message, bytes) else encoded(message)
         if len(body) > FRAME_LIMIT_BYTES:
             raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
         self._send_record(_FRAME, 0, [memoryview(body)])
 
     def receive_frame(self) -> dict[str, Any]:
-        """The next message. Raises RefusedError if it is a refusal, WireError if it is damaged or not a
-        message."""
+        """Return the next message. Raises RefusedError if it is a refusal, WireError if it is no valid message."""
         return self._message(self.receive(_HEAD.size))
 
     def _message(self, head: bytes) -> dict[str, Any]:
@@ -196,7 +194,7 @@ class Channel:
         if kind != _FRAME or length > FRAME_LIMIT_BYTES:
             raise WireError(f"{self.peer} sent something else than was due, or over {FRAME_LIMIT_BYTES} bytes")
         sealed = bytearray()
-        while left := length + TAG_BYTES - len(sealed):  # room for what has come, whatever was announced
+        while left := length + TAG_BYTES - len(sealed):  # memory for received bytes only, not for the announced length
             sealed += self.receive(min(CHUNK_BYTES, left))
         body = bytearray(length)
         self._open(head, memoryview(sealed), [memoryview(body)])
@@ -216,11 +214,11 @@ class Channel:
         return self.receive_frame()
 
     def ask_range(self, offset: int, length: int) -> None:
-        """Ask for bytes, to be taken with `receive_range`. Several may be asked for ahead."""
+        """Request bytes, to be received with `receive_range`. Several ranges can be requested ahead."""
         self.send_frame({"op": "read", "offset": offset, "length": length})
 
     def send_range(self, source: Bytes, offset: int, length: int) -> None:
-        """Answer a read: the bytes as chunks. Raises RefusedError when they are not all there."""
+        """Answer a read with the bytes, as chunks. Raises RefusedError if the range is not within `source`."""
         if offset < 0 or length < 0 or offset + length > source.size:
             raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
         for start in range(offset, offset + length, CHUNK_BYTES):
@@ -228,10 +226,11 @@ class Channel:
             self._send_record(_CHUNK, start, source.views(start, n))
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
-        """Take the answer to a read, or the next whole chunks of it, straight into its place. `base`: the offset that
-        is the sink's byte 0.
+        """Receive the answer to a read, or its next whole chunks, directly into `sink`. `base` is the offset of the
+        sink's first byte.
 
-        Raises RefusedError, which may come in place of any chunk, and WireError on the first one that is not right.
+        Raises RefusedError if the peer refuses, which it can do in place of any chunk, and WireError at the first wrong
+        chunk.
         """
         memory = memoryview(bytearray(min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):
@@ -252,7 +251,7 @@ def pull(channel: Channel, sink: Bytes) -> None:
 
 
 def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
-    """Answer reads until another message comes, which is returned, or the peer leaves (None)."""
+    """Answer reads until another message comes, and return that message; None if the connection ends first."""
     while True:
         try:
             message = channel.receive_frame()

@@ -1,4 +1,4 @@
-"""Listening, and who is let in: processes that hold the run's token."""
+"""Listens for connections and admits processes that hold the run's token; connects to such listeners."""
 
 import contextlib
 import errno
@@ -26,19 +26,19 @@ NONCE_BYTES = SUBJECT_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = SUBJECT_BYTES + NONCE_BYTES + PROOF_BYTES
 HANDSHAKE_TIMEOUT = timedelta(seconds=5)
-"""For the whole handshake, and not for each part of it."""
+"""Limit for the whole handshake, not for each part of it."""
 STRANGERS = 128
-"""Connections that have not shown yet that they hold the token. The oldest of more is closed: a member needs a
-millisecond."""
+"""Largest number of connections that are not authenticated yet. If there are more, the oldest is closed: a member's
+handshake takes a millisecond."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PAUSE_S = 0.05
 
 
 def _mac(token: bytes, purpose: str, said: bytes, role: bytes) -> bytes:
-    """A code over what both sides have said, which takes the token: the proof of one `role`, or a key.
+    """Return an HMAC under the token over the bytes of the handshake: the proof of one `role`, or a key.
 
     Args:
-        said: the server's hello and the client's answer, without its proof.
+        said: the server's hello and the client's answer without its proof.
     """
     name = purpose.encode()
     return hmac.digest(token, role + b"\0" + said + struct.pack("<H", len(name)) + name, hashlib.sha256)
@@ -47,19 +47,19 @@ def _mac(token: bytes, purpose: str, said: bytes, role: bytes) -> bytes:
 def connect(
     address: str, token: bytes, timeout: timedelta, *, purpose: str = "", subject: bytes = bytes(SUBJECT_BYTES)
 ) -> Channel:
-    """An authenticated channel to a `Server` or a `Door` of this `purpose`.
+    """Connect to a `Server` or a `Door` of this `purpose`, and return the authenticated channel.
 
     Args:
-        timeout: the longest silence of the peer, then and later.
-        subject: SUBJECT_BYTES bytes that the other side is told.
+        timeout: the longest silence of the peer, during the handshake and later.
+        subject: SUBJECT_BYTES bytes for the peer's `admit`.
 
     Raises:
-        WireError: nobody listens there, the listener is none of ours, or it does not hold the same token.
+        WireError: nothing listens there, the listener speaks another protocol, or it holds another token.
     """
     until = time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT).total_seconds()
     try:
         sock = socket.create_connection(parse_address(address), timeout=max(0.001, until - time.monotonic()))
-    except (OSError, ValueError) as error:  # ValueError: a name that the resolver cannot take
+    except (OSError, ValueError) as error:  # ValueError: the resolver cannot encode the name
         raise error if isinstance(error, WireError) else WireError(f"no connection to {address}: {error}") from error
     channel = Channel(sock, address, timeout)
     with contextlib.ExitStack() as failing:
@@ -94,10 +94,10 @@ class _Stranger:
 
 
 class Door:
-    """Listens, and hands over the connections that prove to hold the run's token.
+    """Listens, and passes on the connections of peers that prove that they hold the run's token.
 
-    One thread serves all who have not, without waiting for any of them: whoever connects and says nothing, or the wrong
-    thing, costs a descriptor until it is closed, and there are never more than STRANGERS of these.
+    One thread does all handshakes, without waiting for any single peer. A peer that sends nothing, or the wrong bytes,
+    costs one descriptor until its connection is closed. There are never more than STRANGERS such connections.
     """
 
     def __init__(
@@ -113,12 +113,13 @@ class Door:
     ) -> None:
         """
         Args:
-            host: name or address to listen on and advertise; "" for the host name's.
-            admit: called in the door's thread with each channel and its subject; must not wait.
-            timeout: the longest silence of a peer that was let in.
-            purpose: the service that it belongs to. Who was let in for another one is not let in here.
-            port: 0 for a free one.
-            on_stranger: called in the door's thread when somebody who speaks is not let in, with where it came from.
+            host: name or address to listen on and advertise; "" for this machine's host name.
+            admit: called in the door's thread with each admitted channel and its subject; must not block.
+            timeout: the longest silence of an admitted peer.
+            purpose: the service's name. A client must prove the token for this name, not for another service's.
+            port: the port to listen on; 0 for a free one.
+            on_stranger: called in the door's thread if a peer that sent bytes is refused, with a sentence that has its
+                address.
 
         Raises:
             WireError: it cannot listen there.
@@ -126,7 +127,7 @@ class Door:
         if len(token) < 16:
             raise ValueError("the run's token must have at least 16 bytes")
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # there may be hundreds of members
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each of hundreds of members may take one
         host = host or socket.gethostname()
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -146,10 +147,10 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and close the connections that were not let in."""
+        """Stop listening, and close the connections that are not admitted."""
         self._closed = True
-        with contextlib.suppress(OSError):  # closed twice
-            self._listener.shutdown(socket.SHUT_RDWR)  # which its thread sees
+        with contextlib.suppress(OSError):  # it was closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # this wakes the thread
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -178,13 +179,13 @@ class Door:
             if error.errno in _NO_ROOM:
                 if self._strangers:
                     self._dismiss(next(iter(self._strangers)))
-                else:  # it stays in the kernel's queue, and the listener ready
+                else:  # the connection stays in the kernel's queue, so the listener stays ready
                     time.sleep(_PAUSE_S)
-            return  # otherwise: the client has gone again
+            return  # any other error: the client has closed the connection already
         hello = MAGIC + os.urandom(NONCE_BYTES)
         try:
             sock.setblocking(False)
-            sock.send(hello)  # there is room for it in the kernel
+            sock.send(hello)  # it fits the kernel's empty buffer
             self._selector.register(sock, selectors.EVENT_READ)
         except OSError:
             sock.close()
@@ -201,7 +202,7 @@ class Door:
 
     def _refuse(self, sock: socket.socket) -> None:
         stranger = self._dismiss(sock)
-        if stranger.said:  # who says nothing may be looking whether somebody is here
+        if stranger.said:  # a peer that sends nothing may only check whether the port is open
             with contextlib.suppress(OSError):
                 self._on_stranger(f"{stranger.peer} does not know the run's token, or is of another version")
 
@@ -233,16 +234,15 @@ class Door:
 
 
 class Server(Door):
-    """A door whose every connection gets a thread that runs `talk(channel)`.
+    """A door that runs `talk(channel)` in a thread of its own for each admitted connection.
 
-    `talk` returns, or raises WireError, when the connection is over; a RefusedError that it raises is told to
-    the peer first.
+    The connection ends when `talk` returns or raises WireError. A RefusedError of `talk` is first sent to the peer.
     """
 
     def __init__(
         self, host: str, token: bytes, talk: Callable[[Channel], None], timeout: timedelta, **more: Any
     ) -> None:
-        """`more`: as of a `Door`."""
+        """`more`: keyword arguments of `Door`."""
         self._talk = talk
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
@@ -265,14 +265,14 @@ class Server(Door):
             except RefusedError as refusal:
                 channel.send_frame({"refused": str(refusal)})
         except WireError:
-            pass  # the peer ended or broke the connection; what that means is decided by whoever waits for it
+            pass  # the peer ended or broke the connection; code that waits for the peer decides what to do
         finally:
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
             channel.close()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop listening and cut every connection. `wait`: for their threads, which may still be finishing."""
+        """Stop listening and cut every connection. `wait`: whether to wait for the connections' threads to end."""
         with self._lock:
             self._shut = True
             running = dict(self._threads)

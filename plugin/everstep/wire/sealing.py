@@ -1,7 +1,8 @@
 """Encryption of a channel's records: AES-128-GCM (NIST SP 800-38D) with the number of the record as its 96-bit nonce.
 
-OpenSSL is the one that the package `cryptography` brings along. A system's own may be older than 3.1, which does not
-use AVX-512 for GCM and is three times as slow; TLS of the standard library uses that one, and moves half as much.
+It uses the OpenSSL that the package `cryptography` contains. The system's OpenSSL may be older than 3.1; such versions
+do not use AVX-512 for GCM and are three times as slow. The standard library's TLS uses the system's OpenSSL, and moves
+half as much.
 """
 
 import struct
@@ -14,18 +15,18 @@ _NONCE = struct.Struct("<Q4x")
 
 
 class Sealer:
-    """Seals or opens the records of one direction of one channel, in their order: one that is left out, repeated,
-    exchanged with another or sent back where it came from does not open.
+    """Seals or opens the records of one direction of one channel, in order. Opening fails if a record was dropped,
+    repeated, swapped with another, or sent back to its sender.
 
     Args:
-        key: KEY_BYTES bytes that no other direction or channel ever had.
+        key: KEY_BYTES bytes that no other direction or channel has ever used. AES-128 uses the first 16.
     """
 
     def __init__(self, key: bytes) -> None:
         self._aes, self._count = AESGCM(key[:16]), 0
 
     def seal(self, head: bytes, views: Sequence[memoryview]) -> bytearray:
-        """What to send for these bytes: `head`, and TAG_BYTES more than they are."""
+        """Return the record to send: `head`, then the encrypted bytes of `views` and a tag of TAG_BYTES."""
         body = views[0] if len(views) == 1 else b"".join(views)
         record = bytearray(len(head) + len(body) + TAG_BYTES)
         record[: len(head)] = head
@@ -33,8 +34,8 @@ class Sealer:
         return record
 
     def open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
-        """Put what was sealed into these buffers, which it fills. Raises cryptography.exceptions.InvalidTag; what the
-        buffers hold then is not to be used."""
+        """Decrypt a record into these buffers, which together have its size. Raises cryptography.exceptions.InvalidTag
+        if it does not open; the content of the buffers must then not be used."""
         if len(into) == 1:
             self._aes.decrypt_into(self._nonce(), sealed, head, into[0])
             return
