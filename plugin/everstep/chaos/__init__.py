@@ -1,7 +1,7 @@
-"""Breaking a running run on purpose, and only that run: faults, the targets they are done to, a schedule.
+"""Injects faults into a live run, and into no other: kinds of faults, the targets that they hit, a schedule.
 
-    schedule ── due ──> Fault.plan(target, choose) ──> Injection: whom, with which signal, what the event says
-                                                         │ 1. the event, 2. the signal, 3. what is stopped goes on
+    schedule ── due ──> Kind.plan(fault, target, choose) ──> Injection: processes, signal, fields of the event
+                                                               │ 1. write the event, 2. signal, 3. continue what stops
 
 A run is seen through its events alone (`view`). Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""Campaign files: which fault at which committed step or time, so that a campaign can be repeated.
+"""Campaign files: which fault comes at which committed step or time, so that a campaign can be repeated.
 
 seed = 7
 [[fault]]
@@ -24,13 +24,13 @@ class Campaign:
     """A campaign file."""
 
     fault: list[dict[str, Any]]
-    """As written."""
+    """The [[fault]] tables as written."""
     seed: int = 0
     faults: list[Fault] = field(default_factory=list, init=False)
 
 
 def read_campaign(path: Path) -> Campaign:
-    """The campaign of a TOML file. Raises LaunchError naming the file, the key and what would be right."""
+    """Read a campaign from a TOML file. Raises LaunchError that names the file, the key and what would be right."""
     try:
         campaign = typed.parse(Campaign, read_source(path).table, f"{path}")
         for number, table in enumerate(campaign.fault, start=1):

@@ -1,4 +1,4 @@
-"""A run on Slurm: its processes are signalled on their own node, by an overlapping step."""
+"""A run on Slurm. Its processes are signalled on their own node, from an overlapping job step."""
 
 import time
 from collections import defaultdict
@@ -18,8 +18,8 @@ LOOK_EVERY_S = 3.0
 
 
 class SlurmTarget(Target):
-    """A run of `everstep submit`. Only jobs that RUN_DIR/state/slurm.json names are touched. Nodes are left alone: a
-    fault of a node is a fault of whoever else uses it."""
+    """A run of `everstep submit`. Only jobs that RUN_DIR/state/slurm.json names are touched. Nodes are left alone, as a
+    fault of a node would hit its other users as well."""
 
     kind = "slurm"
 
@@ -57,8 +57,8 @@ class SlurmTarget(Target):
 
 
 def find_target(run_dir: Path) -> Target:
-    """The run in `run_dir`, wherever it runs. Raises LaunchError: no run is there, it is over, or it was submitted to a
-    Slurm that cannot be reached from here; UnsafeError, as `require_run`."""
+    """Return the run in `run_dir` as a target, here or on Slurm. Raises LaunchError if there is no run, if it is over,
+    or if it was submitted to a Slurm that cannot be reached from here; UnsafeError like `require_run`."""
     run_dir = Path(run_dir).resolve()
     require_run(run_dir)
     if not (run_dir / "config.toml").is_file():

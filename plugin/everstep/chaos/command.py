@@ -1,4 +1,4 @@
-"""`everstep chaos`: break a running run, and show what happens."""
+"""`everstep chaos`: inject faults into a live run, and show what happens."""
 
 import re
 import sys
@@ -32,21 +32,21 @@ def chaos(
     campaign: Path | None = None,
     list: bool = False,
 ) -> int:
-    """Break a running run, on this machine or on Slurm: every so many seconds, or as a campaign file says.
+    """Inject faults into a live run, on this machine or on Slurm: at regular intervals, or as a campaign file says.
 
-    Ends with Ctrl-C, with the run, after --for, or when a campaign is through; every fault that still lasts ends with
-    it. Only processes of this run are touched, and never the last group that holds its state, unless the fault is about
-    that (kill-all). Exit status 1: faults of the campaign were not done.
+    Ends on Ctrl-C, with the run, after --for, or when the campaign is finished; faults that still last are then ended.
+    Only processes of this run are hit. The last of several groups that hold the state is hit by kill-all only. Exit
+    status: 1 if faults of the campaign were not done, else 0.
 
     Args:
-        run_dir: The run directory of a run that is going on.
-        every: Seconds between faults. The first comes so long after the first step.
-        for_: How long to inject, from the first step: 90s, 10m, 2h. Default: as long as the run goes.
-        seed: Draws kinds, groups and ranks. Default: the campaign's, else 0.
-        faults: Kinds for --every, with commas: kill-worker,stop-worker; "all": every kind that can be done to this run.
-            Default: kill-group. See everstep chaos --list.
+        run_dir: The directory of a live run.
+        every: Seconds between two faults. The first comes that long after the first step.
+        for_: How long to inject, counted from the first step: 90s, 10m, 2h. Default: until the run ends.
+        seed: Seed of the draws of kinds, groups and ranks. Default: the campaign's, or 0.
+        faults: Kinds for --every, with commas: kill-worker,stop-worker. "all": every kind that this run allows.
+            Default: kill-group.
         campaign: A TOML file that says which fault comes at which step or time.
-        list: Show every kind of fault and what it breaks, and end.
+        list: List the kinds of faults and what each breaks, and end.
     """
     if list:
         print(listing())
@@ -76,8 +76,8 @@ def chaos(
 def _plan(
     campaign: Campaign, every_s: float | None, seed: int | None, names: list[str]
 ) -> tuple[Schedule, list[Fault]]:
-    """The schedule, and the faults of it that the run has to allow, which were asked for by their names. Raises
-    LaunchError for what makes no sense."""
+    """Return the schedule, and those of its faults that were asked for by name, which the run has to allow. Raises
+    LaunchError for arguments that make no sense."""
     if every_s is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
     if every_s is not None and every_s <= 0:
@@ -91,7 +91,7 @@ def _plan(
 
 
 def seconds(text: str) -> float:
-    """A duration like 90, 90s, 10m, 2h or 1d in seconds. Raises LaunchError."""
+    """Parse a duration such as 90, 90s, 10m, 2h or 1d into seconds. Raises LaunchError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if found is None or float(found[1]) == 0:
         raise LaunchError(f"--for {text}: give a time like 90s, 10m or 2h.")
@@ -99,6 +99,6 @@ def seconds(text: str) -> float:
 
 
 def listing() -> str:
-    """Every kind of fault for people."""
+    """Format the list of all kinds of faults."""
     lines = [f"{name:<18}{', '.join(sorted(kind.on)):<14}{kind.breaks}" for name, kind in FAULTS.items()]
     return "\n".join([*lines, "", "What each costs a run: docs/faults.md."])

@@ -1,7 +1,7 @@
-"""What a fault is: of which kind (`kinds`), whom it hits and when. What is expected of the run is in docs/faults.md.
+"""What a fault is: its kind (`kinds`), what it hits and when. docs/faults.md says what the run should then do.
 
-A fault is planned before anything happens: its kind's `plan` decides whom to hit and returns an Injection. The runner
-then writes the `fault` event, and then does it. So there is never a death that no event explains.
+A fault is planned before anything happens: `plan` of its kind decides which processes to hit and returns an Injection.
+The runner first writes the `fault` event and then acts, so every death has an event that explains it.
 """
 
 import random
@@ -15,41 +15,41 @@ from everstep.snapshot.segment import Segment
 
 @dataclass(kw_only=True)
 class Injection:
-    """A fault about to happen."""
+    """A planned fault."""
 
     procs: list[Proc]
-    """They get `signum`."""
+    """The processes that get `signum`."""
     signum: Signals = SIGKILL
     groups: list[int] = field(default_factory=list)
-    """The groups it hits; none when it hits something else."""
+    """The groups that it hits; empty if it hits something else."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Whatever else its event should say."""
+    """Further fields of its event."""
     lasts_s: float = 0.0
-    """After so long the processes, which it stops, go on. 0: it does not end."""
+    """Seconds after which the processes that it stops are continued; 0: never."""
     segments: list[Segment] = field(default_factory=list)
-    """Memory that is lost with them."""
+    """Shared memory of snapshots that is removed."""
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """One fault of a run. All but the name is what a campaign may set."""
+    """One fault. Its fields are what a campaign file may set."""
 
     name: str
-    """Of its kind."""
+    """The name of its kind, a key of `kinds.FAULTS`."""
     group: int | None = None
-    """Hit this group. None: one that is drawn from those that take part."""
+    """The group to hit. None: one of those that take part is drawn."""
     rank: int | None = None
-    """Of a worker: hit this rank. None: one that is drawn."""
+    """kill-worker, stop-worker: the rank to hit. None: it is drawn."""
     count: int = 1
-    """kill-group: how many groups at once; more than one are drawn."""
+    """kill-group: number of groups to hit at once. If there are several, they are drawn."""
     duration_s: float = 4.0
-    """stop-worker: seconds until it goes on. 0: it never does."""
+    """stop-worker: seconds until the worker is continued; 0: never."""
     at_step: int | None = None
-    """In a campaign: due once this step is committed."""
+    """In a campaign: it is due once this step is committed."""
     at_s: float | None = None
-    """In a campaign: due so many seconds after the first step that was seen."""
+    """In a campaign: it is due so many seconds after the first step that the injector saw."""
     patience_s: float = 60.0
-    """In a campaign: how long it may wait for the run to be in a state in which it can be done."""
+    """In a campaign: seconds that it may wait, once due, until the state of the run allows it."""
 
     @property
     def when(self) -> str:
@@ -61,7 +61,7 @@ class Fault:
         return by_step or (self.at_s is not None and since_first_s >= self.at_s)
 
     def why_no_group(self, run: View, lost: int = 1) -> str | None:
-        """Why `lost` groups cannot be hit at once without hitting the last holder of the state; None: they can."""
+        """Return why `lost` groups cannot be hit at once without losing the state's last holder; None if they can."""
         allowed = run.candidates(lost)
         if self.group is not None and self.group not in allowed:
             return f"group {self.group} does not take part, or is the last that does"

@@ -24,22 +24,22 @@ OF_SOME = frozenset(("rank", "count"))
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to break a run. Those whose names begin with `kill` count as kills: they take processes away that the group
+    """A way to break a run. A kind whose name begins with `kill` counts as a kill: it ends processes that the group
     then has to start again."""
 
     breaks: str
-    """What it does to the run, one sentence."""
+    """What it does to the run, in one sentence."""
     plan: Callable[[Fault, Target, random.Random], Injection]
-    """Decides whom to hit, with draws from the last argument alone, so that a seed repeats it. Changes nothing. Only
-    called while `why_not` gives None."""
+    """Decides which processes to hit, and changes nothing. It draws from its last argument only, so that a seed repeats
+    it. Called only while `why_not` returns None."""
     why_not: Callable[[Fault, View], str | None] = Fault.why_no_group
-    """Why it cannot be done to the run now; None: it can. Here: no group may be hit."""
+    """Returns why it cannot be done to the run now, or None. Default: why no group may be hit."""
     never: Callable[[Fault, View], str | None] = lambda fault, run: None
-    """Why it can never be done to this run, because of its settings; None: it can, at times."""
+    """Returns why the run's settings never allow it, or None if it can be done at times."""
     on: frozenset[str] = frozenset({"local", "slurm"})
-    """Kinds of targets it can be done to."""
+    """Values of `Target.kind` that it can be done to."""
     has: frozenset[str] = frozenset()
-    """Which of OF_SOME."""
+    """The fields of OF_SOME that it has."""
 
 
 def _hit_worker(fault: Fault, target: Target, choose: random.Random, *, signum: Signals) -> Injection:
@@ -97,14 +97,14 @@ def _kill_lighthouse(fault: Fault, target: Target, choose: random.Random) -> Inj
 
 
 def kill_workers(target: Target, groups: list[int]) -> Injection:
-    """All workers of these groups at once."""
+    """Plan to kill all workers of these groups at once."""
     workers = [worker for group in groups for worker in target.run.workers(group)]
     return Injection(procs=workers, groups=groups)
 
 
 def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
-    """The segments of this run's keepers. A path that a keeper's file names is believed only if it is the one that
-    follows from the run's token, a folder, and this user's."""
+    """Return the segments of this run's keepers. The path in a keeper's file is used only if its name is the one that
+    follows from the run's token, and if it is a folder of this user."""
     found = []
     for place in places:
         path, run = Path(place.segment), run_id(read_token(run_dir))
@@ -160,7 +160,7 @@ FAULTS = {
 
 
 def require(names: Iterable[str]) -> None:
-    """Raises LaunchError for a name of no kind, with the nearest."""
+    """Raise LaunchError, with the nearest kind, for a name that is no kind."""
     for name in names:
         if name not in FAULTS:
             near = difflib.get_close_matches(name, FAULTS, 1, cutoff=0.0)[0]
@@ -168,7 +168,7 @@ def require(names: Iterable[str]) -> None:
 
 
 def why_never(fault: Fault, target: Target) -> str | None:
-    """Why a fault can never be done to the target; None: it can, at times."""
+    """Return why a fault can never be done to the target; None if it can be done at times."""
     kind = FAULTS[fault.name]
     if target.kind not in kind.on:
         return f"{fault.name} cannot be done to a run on {target.kind}, only on {', '.join(sorted(kind.on))}"
@@ -177,5 +177,5 @@ def why_never(fault: Fault, target: Target) -> str | None:
 
 
 def why_not(fault: Fault, target: Target) -> str | None:
-    """Why a fault cannot be done to the target now; None: it can."""
+    """Return why a fault cannot be done to the target now; None if it can."""
     return why_never(fault, target) or FAULTS[fault.name].why_not(fault, target.run)

@@ -1,4 +1,4 @@
-"""Does to a run what a schedule says, when it says so, and sees to it that it ends."""
+"""Injects the faults of a schedule into a run when they are due, and ends those that last."""
 
 import math
 import random
@@ -20,22 +20,23 @@ TICK_S = 0.05
 
 
 class Runner:
-    """One injector of one run. `tick` does what is due; the target's view must have been brought up to date."""
+    """Injects faults into one run. The target's view must be brought up to date before each `tick`."""
 
     def __init__(self, target: Target, schedule: Schedule):
         self.target, self.schedule = target, schedule
         self.injected = 0
         self._events = EventLog(target.run_dir, None, None, "chaos")
         self._held: list[tuple[float, dict[str, Any], list[Proc]]] = []
-        """What still lasts: until when (`time.monotonic()`), what its end says, and what goes on then."""
+        """Faults that last: when each ends (`time.monotonic()`), fields of its end's event, and the stopped
+        processes."""
 
     def tick(self, now: float) -> None:
-        """Inject what is due; `now` is `time.monotonic()`."""
+        """Inject all faults that are due. `now` is `time.monotonic()`."""
         while (due := self.schedule.due(self.target, now)) is not None:
             try:
                 self._inject(*due)
             except (LaunchError, OSError) as error:
-                # Of the batch system, or of a file that is gone: the next may do better.
+                # The batch system refused, or a file is gone. The next fault may succeed.
                 self._events.emit("fault_failed", fault=due[0].name, reason=str(error))
 
     def _inject(self, fault: Fault, choose: random.Random) -> None:
@@ -53,7 +54,7 @@ class Runner:
             self._held.append((time.monotonic() + injection.lasts_s, named, injection.procs))
 
     def end_faults(self, now: float) -> bool:
-        """End the faults whose time is up; whether there are others that last."""
+        """End the faults whose time is up. Return whether others still last."""
         for one in [one for one in self._held if one[0] <= now]:
             self._held.remove(one)
             _, named, stopped = one
@@ -71,8 +72,8 @@ class Runner:
 
 
 def kill_groups(run_dir: str, every_s: float, seed: int) -> None:
-    """The process of `everstep run --chaos-every S`: kills all workers of a random group every `every_s` seconds, until
-    the run is to stop."""
+    """Main function of `everstep run --chaos-every S`'s process: kill all workers of a random group every `every_s`
+    seconds, until the run is to stop."""
     view = View(Path(run_dir))
     view.catch_up()
     runner = Runner(LocalTarget(view), Schedule((), seed, every_s, [Fault(name="kill-group")]))
@@ -80,11 +81,10 @@ def kill_groups(run_dir: str, every_s: float, seed: int) -> None:
 
 
 def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:
-    """Inject until the schedule is finished, `for_s` seconds since the first step are over (and in both cases the last
-    faults have ended), the run is over, or `stopping`; end the faults that still last.
+    """Inject faults until the schedule is finished or `for_s` seconds have passed since the first step (and no fault
+    still lasts), or the run is over, or `stopping()`. Then end all faults that still last.
 
-    `say` gets every new event of the run. Returns why it ended: "finished", "time", "stopped", or "over" (the run has
-    ended).
+    `say` gets every new event of the run. Returns why it ended: "finished", "time", "over" (the run) or "stopped".
     """
     run, why = runner.target.run, ""
     try:

@@ -1,4 +1,4 @@
-"""When which fault is due: every so many seconds, or at the steps and times of a campaign file."""
+"""Decides when a fault is due: at regular intervals, or at the steps and times of a campaign file."""
 
 import random
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from everstep.chaos.kinds import why_not
 from everstep.chaos.target import Target
 
 Due = tuple[Fault, random.Random]
-"""A fault whose time has come, and where it draws from."""
+"""A fault that is due, and the generator that it draws from."""
 
 
 class Schedule:
-    """The faults of a campaign at their steps and times, and beside them, or alone, one of `faults` every so often.
+    """The faults of a campaign at their steps and times, and in addition, or alone, one of `faults` every `every_s`.
 
-    Each fault of a campaign draws for itself, so that one that waits changes nothing for the others. Those every so
-    often are drawn from the ones that can be done then; one that has to wait does not bring the next one closer. Their
-    clock starts when a group takes part in a step.
+    Each fault of a campaign has its own generator, so one that waits does not change the draws of the others. Periodic
+    ones are drawn from those that can be done then; after one that had to wait the next comes a full `every_s` later.
+    Their clock starts when a group takes part in a step.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Schedule:
         self._next: float | None = None
 
     def due(self, target: Target, now: float) -> Due | None:
-        """A fault that is due and can be done now; asked again, the next one. `now` is `time.monotonic()`."""
+        """Return a fault that is due and can be done now; call again for the next. `now` is `time.monotonic()`."""
         begun = target.run.first_commit
         for entry in list(self._left):
             fault, _ = entry
@@ -62,9 +62,9 @@ class Schedule:
         return self._random.choice(possible), self._random
 
     def finished(self) -> bool:
-        """Whether nothing will ever be due again."""
+        """Whether no fault will become due any more."""
         return not self._left and self._every_s is None
 
     def unmet(self) -> list[str]:
-        """A sentence for each fault that should have been and was not."""
+        """Return a sentence for each fault of the campaign that was not done."""
         return self._given_up + [f"{fault.name} at {fault.when} did not come up." for fault, _ in self._left]

@@ -1,8 +1,8 @@
-"""Signals to processes of a run, and to no other: a pid counts only with the time at which the run announced it.
+"""Sends signals to processes of a run and to no others: a pid comes with the time at which the run announced it.
 
     python -m everstep.chaos.signals '[[[PID, SINCE], …], SIGNUM]'
 
-does on a node of a cluster what `send` does here.
+does on a node of a cluster what `send` does on this machine.
 """
 
 import os
@@ -19,19 +19,19 @@ from everstep.run import typed
 from everstep.run.directory import LaunchError
 
 SLACK_S = 1.0
-"""By how much a process may seem to be younger than its announcement: the kernel counts starts in jiffies."""
+"""Seconds by which a process may seem younger than its announcement: the kernel counts start times in jiffies."""
 
 Known = tuple[Annotated[int, typed.Within(2, 1 << 31)], float]
-"""A pid, of one process (not init, and none of the numbers below 1 that mean many), and the wall time at which the run
-had that process."""
+"""A pid, and the wall time at which the run announced it. The bounds exclude init, and the numbers below 1 that stand
+for many processes."""
 
 
 Order = tuple[list[Known], Annotated[int, typed.Within(1, 64)]]
-"""What `main` is to do: whom to send which signal."""
+"""The argument of `main`: processes, and the number of the signal."""
 
 
 def is_same(pid: int, since: float) -> bool:
-    """Whether the process of that pid lives and is the one announced at `since`, not a later one."""
+    """Whether the process with this pid lives and is the one announced at `since`, not one that began later."""
     try:
         process = psutil.Process(pid)
         return process.create_time() <= since + SLACK_S and process.status() != psutil.STATUS_ZOMBIE
@@ -40,11 +40,11 @@ def is_same(pid: int, since: float) -> bool:
 
 
 def send(procs: Sequence[Known], signum: int) -> list[int]:
-    """Send a signal to those processes of this machine that are still the ones announced; returns their pids."""
+    """Send a signal to those processes of this machine that are still the announced ones. Return their pids."""
     reached = []
     for pid, since in procs:
         try:
-            fd = os.pidfd_open(pid)  # from here on the pid cannot become another process's under us
+            fd = os.pidfd_open(pid)  # stays with this process, even if the pid is used again
         except ProcessLookupError:
             continue
         try:
@@ -59,8 +59,8 @@ def send(procs: Sequence[Known], signum: int) -> list[int]:
 
 
 def send_on(job: str, node: str, procs: Sequence[Known], signum: int) -> list[int]:
-    """The same on a node of a Slurm job, "" for a job of one node. Raises LaunchError when Slurm refuses, and for what
-    is no process or node."""
+    """Do the same on a node of a Slurm job; `node` is "" if the job has one. Raises LaunchError if Slurm refuses, or if
+    an argument is no process or node."""
     try:
         order = typed.dumps(typed.parse(Order, [list(procs), int(signum)])).decode()
     except typed.UnfitError as error:
@@ -68,7 +68,7 @@ def send_on(job: str, node: str, procs: Sequence[Known], signum: int) -> list[in
     if not re.fullmatch(r"([A-Za-z0-9._][A-Za-z0-9._-]{0,254})?", node):
         raise LaunchError(f"{node!r} is no node")
     where = [f"--nodelist={node}"] if node else []
-    # As one task of one node beside what runs there; it takes no resources of its own.
+    # One task on one node, beside the steps that run there; it needs no resources of the job.
     step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--chdir=/", *where]
     said = call([*step, sys.executable, "-m", "everstep.chaos.signals", order]).strip().splitlines()
     return typed.parse(list[int], typed.loads(said[-1] if said else "[]"))

@@ -1,4 +1,4 @@
-"""Where a run runs, and how its processes are reached there."""
+"""Where a run runs, and how signals reach its processes there."""
 
 import os
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class Target(ABC):
     """A run's processes, on one machine or on a cluster."""
 
     kind: ClassVar[str]
-    """What `Fault.on` names."""
+    """The name by which `Kind.on` refers to the class."""
 
     def __init__(self, view: View):
         self.run = view
@@ -30,21 +30,21 @@ class Target(ABC):
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether the run goes on."""
+        """Whether the run is still going."""
 
     @abstractmethod
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        """Send a signal to processes of the run; returns the pids of those that were reached. Those that are not the
-        run's (any more) are left out. Raises LaunchError."""
+        """Send a signal to processes of the run. Return the pids of those that got it; processes that are not, or no
+        longer, the run's are left out. Raises LaunchError."""
 
     def keepers(self, group: int) -> list[Proc]:
-        """The processes that hold the group's snapshots."""
+        """Return the processes that hold the group's snapshots."""
         return [Proc(place.pid, place.started_at, "keeper", group) for place in self.run.keepers(group)]
 
 
 class LocalTarget(Target):
-    """A run of `everstep run` on this machine. Everything but keepers descends from the supervisor, which holds the
-    run directory's lock; a pid that does not is not touched, whatever the events say."""
+    """A run of `everstep run` on this machine. All its processes but keepers descend from the supervisor, which holds
+    the lock of the run directory. A process that does not is never signalled, whatever the events say."""
 
     kind = "local"
 
@@ -52,7 +52,7 @@ class LocalTarget(Target):
         return self.launcher() is not None
 
     def launcher(self) -> Proc | None:
-        """The supervisor; None when it has ended."""
+        """Return the supervisor; None if it has ended."""
         found = holder_of(self.run_dir)
         return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
 
@@ -60,15 +60,15 @@ class LocalTarget(Target):
         return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
 
     def _ours(self, proc: Proc) -> bool:
-        """Whether the process that has this pid now is a part of this run. That it is the one that the run announced is
-        for `signals.send` to see."""
+        """Whether the process that has this pid now belongs to this run. `signals.send` checks that it is also the one
+        that the run announced."""
         launcher = self.launcher()
         try:
             process = psutil.Process(proc.pid)
             if process.uids().real != os.geteuid():
                 return False
             if proc.role == "keeper":
-                # In a session of its own, it may have outlived the supervisor that it descends from.
+                # It has its own session, and may have outlived the supervisor that it descends from.
                 return _keeps(process.cmdline(), self.run_dir)
             return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -76,7 +76,7 @@ class LocalTarget(Target):
 
 
 def _keeps(words: list[str], run_dir: Path) -> bool:
-    """Whether a command line is that of a keeper of this very run."""
+    """Whether a command line is that of a keeper of this run directory."""
     if words[1:3] != ["-m", "everstep.snapshot.keeper"] or len(words) != 4:
         return False
     try:

@@ -1,4 +1,4 @@
-"""A run as an injector sees it: who has which processes, and who takes part, from events and beats alone."""
+"""A run as an injector sees it, from events and the keepers' files: who has which processes, and who takes part."""
 
 import time
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", 
     "workers_died",
     "workers_stalled",
 }
-"""The events that say who has which processes."""
+"""Kinds of events that say which processes the groups have."""
 
 SETTLED_S = 1.0
-"""A group that commits so long after it was hit is there; commits before that may have been on their way."""
+"""Seconds after a hit before a commit shows that the group is there. Earlier commits may have been under way."""
 
 
 @dataclass(frozen=True)
 class Proc:
-    """A process as the run announced it. One of that pid that began after `since` (wall time) is another process."""
+    """A process as the run announced it. One with this pid that began after `since` (wall time) is another process."""
 
     pid: int
     since: float
@@ -38,19 +38,19 @@ class Proc:
 
 
 class View:
-    """The state of a run, kept up to date by `follow` (or `apply`, by who reads the events anyway).
+    """The state of a run, kept up to date by `follow`, or by `apply` if the caller reads the events anyway.
 
-    `one_host`: all events are this machine's, so that monotonic clocks can be compared, which no clock jump moves.
+    `one_host`: Whether all events are this machine's. Then monotonic clocks are compared, which no clock jump moves.
     """
 
     def __init__(self, run_dir: Path, one_host: bool = True):
         self.run_dir = Path(run_dir)
         self.ended: dict[str, Any] | None = None
-        """The `run_ended` that ended it, if it is over."""
+        """The `run_ended` event that ended the run, if it is over."""
         self.step = 0
         """The newest committed step."""
         self.first_commit: float | None = None
-        """Local monotonic time at which the first commit of the view's own time was seen."""
+        """Local monotonic time at which the view saw its first commit after `catch_up`."""
         self.taking_part: set[int] = set()
         """Groups that hold the current state and are not being hit."""
         self.lighthouse: Proc | None = None
@@ -59,19 +59,19 @@ class View:
         self._clock = "mono" if one_host else "t"
         self._now = time.monotonic if one_host else time.time
         self._nodes: dict[int, str] = {}
-        """By group that has an agent, its node in the batch system."""
+        """Group id -> node of its agent in the batch system."""
         self._workers: dict[int, list[Proc]] = {}
         self._workers_since: dict[int, float] = {}
         self._hit: dict[int, float] = {}
 
     def catch_up(self) -> None:
-        """Take in what happened before now, commits left out: of a long run there are millions, and who takes part
-        shows with the next step."""
+        """Read what happened before now, except commits: a long run has millions, and the next step shows which groups
+        take part."""
         self._tail.skip_to_end()
         self.apply(read_events(self.run_dir, HISTORY))
 
     def follow(self) -> list[dict[str, Any]]:
-        """Read what was appended to the run's events; returns it."""
+        """Read the events that were appended since the last call, and return them."""
         events = self._tail.new()
         self.apply(events)
         return events
@@ -82,7 +82,7 @@ class View:
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, group = event["kind"], event.get("group")
-        group = -1 if group is None else group  # of events that are nobody's, which do not read it
+        group = -1 if group is None else group  # for events of no group, which do not use it
         match kind:
             case "run_started":
                 self.ended = self.lighthouse = None
@@ -131,7 +131,7 @@ class View:
             self._hit.pop(group, None)
 
     def hit(self, groups: Iterable[int]) -> None:
-        """These groups are being hit now: they take part again once they have committed a step later on."""
+        """Mark these groups as being hit now. They take part again once they commit a later step."""
         for group in groups:
             self.taking_part.discard(group)
             self._hit[group] = self._now()
@@ -149,18 +149,18 @@ class View:
         return sorted(self._nodes.keys() | self._workers.keys())
 
     def candidates(self, lost: int = 1) -> list[int]:
-        """Groups of which `lost` may be hit at once: they take part, and when all `lost` are gone
-        another one still holds the state. In a run of one group there is no other, and it may be hit."""
+        """Return the groups of which `lost` may be hit at once: those that take part, if more than `lost` do, so that
+        one still holds the state. In a run of one group, that group may be hit."""
         holders = len(self.taking_part)
         if self.groups > 1 and holders <= lost:
             return []
         return sorted(self.taking_part)
 
     def workers(self, group: int) -> list[Proc]:
-        """The group's newest workers by rank; none while it is being started again."""
+        """Return the group's newest workers by rank; [] while it is being restarted."""
         return self._workers.get(group, [])
 
     def keepers(self, group: int) -> list[Place]:
-        """The keepers of the group's snapshots, as each wrote about itself; on this machine those that live."""
+        """Return the keepers of the group's snapshots, as their files say; on one host only those that live."""
         places = [place for place in read_places(self.run_dir) if place.group == group]
         return [p for p in places if signals.is_same(p.pid, p.started_at)] if self.one_host else places
