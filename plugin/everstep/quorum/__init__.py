@@ -1,1 +1,1 @@
-"""Who takes part: torchft's quorums, the process groups between replica groups, and how state reaches a joiner."""
+"""Quorums of torchft's lighthouse, process groups between replica groups, and transfers of a state to a joiner."""

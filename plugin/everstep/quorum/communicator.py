@@ -1,13 +1,12 @@
-"""One communicator between the members of a rank column, over Gloo or NCCL by the same calls.
+"""A communicator between the members of a rank column, with the same interface over Gloo and NCCL.
 
-torch's reconfigurable communicators: made without peers, connected to those whose handles they are given, within a
-timeout of the call's own. With NCCL they live in the one implementation that torch's own process groups use, and one
-whose sum fails or takes too long is revoked, instead of ending the process. The calls are experimental in torch;
-nothing else of the plugin knows them.
+It wraps torch's reconfigurable communicators. These are created without peers, and then connected to the peers whose
+handles they are given, with a timeout of that call. Over NCCL, a communicator whose sum fails or takes too long is
+revoked, instead of ending the process. This interface of torch is experimental; only this file uses it.
 
-Gloo has no abort: torch's is empty, and a sum that nobody will complete keeps its thread, its connections and its
-memory for its whole timeout. So a communicator over Gloo knows where it listens, is told where its peers do, and
-shuts these connections down.
+Gloo has no abort: torch's does nothing, and a sum that can never complete keeps its thread, its connections and its
+memory for its whole timeout. So a communicator over Gloo finds out where it listens, learns where its peers listen, and
+shuts down the connections between these addresses.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ Address = tuple[str, int]
 _MAKING = threading.Lock()
 
 NCCL_NEEDED = (2, 28)
-"""The first that can revoke a communicator, which is how sums of a lost member end."""
+"""First version that can revoke a communicator, which is how sums with a lost member end."""
 
 
 def why_not(backend: str) -> str:
-    """Why gradients cannot be summed over `backend` in this process, or nothing. Made without a GPU, a communicator
-    over NCCL ends the process."""
+    """Return why gradients cannot be summed over `backend` in this process; empty if they can. To be asked first, as
+    creating an NCCL communicator without a GPU ends the process."""
     if backend != "nccl":
         return ""
     if not torch.cuda.is_available():
@@ -49,13 +48,13 @@ def why_not(backend: str) -> str:
 
 
 class Communicator:
-    """Sums tensors between members. Made for one set of members; what comes after a failure is another one.
+    """Sums tensors between a fixed set of members. After a failure, create a new one.
 
     Args:
         backend: "gloo", or "nccl" for tensors on CUDA devices.
-        store: of this communicator alone, on a TCPStore that every member reaches under the same address.
-        rank, size: this member's place, and how many there are.
-        timeout: for each message while members connect; a sum has its own.
+        store: prefix of this communicator alone in a TCPStore that every member reaches under the same address.
+        rank, size: this member's rank, and the number of members.
+        timeout: of each message while the members connect. A sum has its own timeout.
     """
 
     def __init__(
@@ -70,19 +69,19 @@ class Communicator:
             else:
                 self._backend = c10d.ProcessGroupGloo(store, rank, size, timeout, enable_reconfigure=True)
             made = _listening() - before
-        # Two at once: somebody else began to listen, and nobody knows which is which.
+        # If there are two new ones, other code began to listen meanwhile, and it is unknown which one is Gloo's.
         self._listens = made.pop() if len(made) == 1 else ("", 0)
         self._peers: dict[int, Address] = {}
-        """By rank, where the other members listen; without host where that is not known."""
+        """Rank → where that other member listens, with an empty host if it does not know that."""
 
     def connect(self, key: bytes) -> None:
-        """Connect to the other members, which do the same.
+        """Connect to the other members, all of which have to call this.
 
         Args:
-            key: of these members and this occasion; never used before.
+            key: name of this connection, the same on all members and never used before.
 
         Raises:
-            RuntimeError: some member did not come, or not in time.
+            RuntimeError: a member did not connect in time.
         """
         host, port = self._listens
         self._store.set(f"member/{self._rank}", f"{host} {port} {self._backend.get_reconfigure_handle()}")
@@ -95,8 +94,8 @@ class Communicator:
         self._backend.reconfigure(options).wait()
 
     def unreached(self) -> frozenset[int]:
-        """Ranks of the members that do not take connections where they said that they listen, or have not said where
-        yet: a link may be too slow for them to come in time."""
+        """Return the ranks of the members that accept no connections at their address. If no addresses are known yet,
+        return the members that have not published theirs: a link may have been too slow for them."""
         if self._peers:
             return frozenset(
                 rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place)
@@ -111,8 +110,8 @@ class Communicator:
         return True
 
     def allreduce(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
-        """Begin to sum `tensor` in place over the members; the work. On a device the sum goes to the current stream,
-        after what is there already. Raises RuntimeError if the communicator is broken."""
+        """Begin to sum `tensor` in place over the members; return torch's work object. On a device, the sum is enqueued
+        on the current stream. Raises RuntimeError if the communicator is broken."""
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = timeout
@@ -120,31 +119,31 @@ class Communicator:
         return self._backend.allreduce([tensor], options)
 
     def error(self) -> str:
-        """Why sums that ended are not to be believed; empty where nothing is known against them."""
+        """Return why the results of sums that have ended must not be used; empty if no reason is known."""
         if not self.on_device:
-            return ""  # a work of Gloo raises what went wrong with it
+            return ""  # with Gloo, waiting for a failed sum raises
         error = self._backend.get_error()
         return f"the communicator was revoked: {error.name}" if private.revoked(error) else ""
 
     def abort(self) -> None:
-        """Fail what is under way, here and on the peers. Waits for nothing."""
+        """Fail the sums that are under way, here and on the peers. Does not block."""
         if self.on_device:
-            # It may wait behind a kernel of another communicator.
+            # In a thread, as the abort may wait for a kernel of another communicator.
             threading.Thread(target=self._backend.abort, name="abort", daemon=True).start()
         else:
             _shut_down(self._listens, self._peers.values())
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A device's communicator; the stand-in device of the tests has another."""
+    """Return a communicator over NCCL. The tests' stand-in device replaces this function."""
     return c10d.ProcessGroupNCCL2(store, rank, size, private.nccl_options(timeout))
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """This process's TCP sockets, Gloo's among them, to which it gives no access. Each as a copy, which is closed again
-    when the next one is asked for."""
+    """Yield this process's TCP sockets. They include Gloo's, which are not accessible otherwise. Each is a duplicate
+    that is closed before the next one is yielded."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or none of a socket
+        with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
@@ -152,14 +151,14 @@ def _own_sockets() -> Iterator[socket.socket]:
 
 
 def _listening() -> set[Address]:
-    """Where this process listens."""
+    """Return the addresses on which this process listens."""
     listens = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
     return {copy.getsockname()[:2] for copy in _own_sockets() if copy.getsockopt(*listens)}
 
 
 def _shut_down(listens: Address, peers: Collection[Address]) -> None:
-    """End the connections that were accepted where a communicator listens, and those to where its peers do."""
+    """Shut down the connections that a communicator accepted at `listens`, and those that it made to its peers."""
     for copy in _own_sockets():
-        with contextlib.suppress(OSError):  # listens, or is not connected any more
+        with contextlib.suppress(OSError):  # a listening socket, or not connected any more
             if copy.getpeername()[:2] in peers or copy.getsockname()[:2] == listens:
                 copy.shutdown(socket.SHUT_RDWR)

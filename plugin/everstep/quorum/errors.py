@@ -1,4 +1,4 @@
-"""What goes wrong between groups, and between the ranks of one."""
+"""Errors of collectives between groups, between the ranks of a group, and of requests for a quorum."""
 
 
 class SumsBroken(RuntimeError):
@@ -6,8 +6,8 @@ class SumsBroken(RuntimeError):
 
 
 class QuorumUnavailable(RuntimeError):
-    """No quorum now: too few groups, or no lighthouse. Asking again later may succeed."""
+    """There is no quorum now: too few groups ask, or the lighthouse is away. Asking again later may succeed."""
 
 
 class GroupBroken(RuntimeError):
-    """A collective of this group's ranks failed or did not pair: the group ends, starts again and heals."""
+    """A collective of this group's ranks failed, or they were at different ones: the group ends, restarts and heals."""

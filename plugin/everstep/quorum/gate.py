@@ -1,29 +1,29 @@
-"""The gate in front of torchft's lighthouse: only groups of this run get through, and only with what groups say.
+"""The gate in front of torchft's lighthouse: admits the groups of this run only, and decides when each may ask.
 
-torchft's lighthouse takes every replica in, and forms no quorum while a stranger's heartbeats say that more are to
-come. So it listens on loopback, and the gate listens where groups reach it. The gate speaks `everstep.wire`: nobody who
-does not prove to hold the run's token is heard. Each request is one message and is answered by one:
+torchft's lighthouse admits every replica, and forms no quorum while a stranger's heartbeats tell it to wait for one
+more. So the lighthouse listens on loopback, and the gate listens where the groups can reach it. The gate speaks
+`everstep.wire`: it answers only processes that prove that they have the run's token. Each message gets one answer:
 
     {"replica": ID, "makes": WORD}                       {"wanted": whether it should ask for a quorum}
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
-ID is the group's name, TEXT what it says of itself and WORD in which quorum it makes steps (`everstep.quorum.request`:
-`name_of`, `encode`, `Quorum.makers`). A request without a quorum is answered by {"failed": why}; the connection stays.
-What groups say stays at the gate: torchft's lighthouse names all members in each of its answers, and would copy it once
-for each pair of members. So do heartbeats: the gate tells the lighthouse who lives, once somebody asks, and leaves out
-a group whose connections have closed: a death costs no timeout.
+ID is the group's name, TEXT its request, and WORD the quorum in which it makes steps (`everstep.quorum.request`:
+`name_of`, `encode`, `Quorum.makers`). If no quorum forms, the answer is {"failed": why}, and the connection stays.
+The gate keeps the TEXTs to itself: the lighthouse lists all members in each answer, so it would copy each TEXT once for
+each pair of members. The gate keeps the heartbeats too. It tells the lighthouse which groups are alive only while a
+group asks, and leaves out a group whose connections have closed, so a death costs no timeout.
 
-Groups make step after step in one quorum. The answer to a heartbeat tells them to ask for the next one: another group
-waits for it, or makes steps in another quorum, because a broken network has let them go apart. Each heartbeat says in
-which quorum a group makes steps, so that a gate that was started later knows as much.
+Groups make step after step in one quorum. The answer to a heartbeat tells a group to ask for a new quorum if another
+group waits for one, or if groups make steps in different quorums because a broken network has separated them. Each
+heartbeat says in which quorum a group makes steps, so that a gate that is started later learns that.
 
-The lighthouse makes a new quorum as soon as all members of the last one ask, and else when more than half of the groups
+The lighthouse forms a quorum as soon as all members of the last one ask; otherwise, when more than half of the groups
 ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that comes
-back while the others make a step has waited for longer than that when they ask again. With it and the first of them
-there is a majority, and a quorum without the others, who ask a millisecond later: of three groups one is then left out
-of each step, another one each time, and heals. The same would happen with a member of the last quorum that makes no
-step, because it has no state or cannot be reached: it asks again at once. So groups wait at the gate, where their time
-does not count, until one asks that makes steps, or none of those is heard any more.
+back during a step has waited for longer than that when the others ask again. It would form a majority with the first of
+them, and thus a quorum without the others, who ask a millisecond later. Of three groups, one would be left out of each
+step, a different one each time, and have to heal. A member of the last quorum that makes no steps, because it has no
+state or cannot be reached, would cause the same: it asks again at once. So such groups wait at the gate, where the join
+timeout does not count, until a group asks that makes steps, or none of these is heard any more.
 """
 
 import math
@@ -45,28 +45,29 @@ from everstep.quorum.request import Request, decode, differing_settings, encode,
 from everstep.run import typed
 
 HEARING = 1.5
-"""For how many heartbeat timeouts at most nobody may ask after the gate has begun to hear groups: by then it has heard
-all that live (sooner: `Gate._settles_s`), so that the first of them does not get a quorum of its own."""
+"""For this multiple of the heartbeat timeout after the gate has begun to hear groups, it passes no request on. By then
+it has heard all living groups, so the first one gets no quorum by itself. May end sooner: `Gate._settles_s`."""
 BEATS_S, BEAT_S = 0.2, 0.001
-"""Between two heartbeats that torchft's lighthouse gets of each group that lives while it is asked for a quorum, and at
-least for each group of the run: one takes 0.25 ms. After three times that without one the lighthouse takes a group for
-dead. After twice that, a group without a heartbeat connection no longer counts, and new quorums are rejected."""
+"""Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
+BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
+one, the lighthouse takes a group for dead. After twice that, a group without a heartbeat connection does not count any
+more, and new quorums are rejected."""
 HEAD_START_S = 0.02
-"""For the requests that waited for their turn, before that which gave it to them."""
+"""Seconds by which requests that waited for their turn are passed on before the request that gave them the turn."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
 KEPT = 16
-"""Quorums that some member's thread may learn of late."""
+"""Recent quorums that are remembered, as a member's thread may learn of its quorum late."""
 CLIENTS = 8
-"""Connections for quorum requests, which last; the lighthouse takes 200 at once on each."""
+"""Lasting connections to the lighthouse for quorum requests. It handles 200 requests at once on each."""
 TELL_EVERY_S = 60.0
 CONNECT_TIMEOUT = timedelta(seconds=10)
 SILENCE = timedelta(minutes=10)
-"""After so long a member that says nothing is taken for gone; it connects again if it is not."""
+"""Silence after which a member's connection is closed. A member that is alive connects again."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A member's newest request, and where it waits for the answer."""
+    """A group's newest request, and the connection on which it waits for the answer."""
 
     request: Request
     channel: wire.Channel
@@ -74,13 +75,13 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class Rules:
-    """When there is a quorum.
+    """Settings that decide when a quorum forms.
 
     Attributes:
-        min_groups: none has fewer.
-        join_timeout_s: how long one waits for a group that heartbeats but has not asked to join.
-        heartbeat_timeout_s: a group silent for this long is left out.
-        groups: of the run. A gate that hears so many has heard all; 0: nobody knows.
+        min_groups: fewest groups of a quorum.
+        join_timeout_s: how long a quorum waits for a group that sends heartbeats but does not ask.
+        heartbeat_timeout_s: silence after which a group is left out.
+        groups: number of groups of the run; 0 if it is not known. A gate that hears so many has heard all.
     """
 
     min_groups: int = 1
@@ -90,24 +91,24 @@ class Rules:
 
 
 class Gate:
-    """torchft's lighthouse, in this process; admits members and passes their requests to it, until `close`.
+    """Runs torchft's lighthouse in this process, admits groups and passes their requests to it, until `close`.
 
     Args:
-        token: of the run.
+        token: the run's token.
         bind: (host, port) to listen on; port 0 for a free one.
-        rules: when there is a quorum.
-        tell: called now and then with how many strangers were refused, and where the last one came from.
+        rules: when a quorum forms.
+        tell: called every TELL_EVERY_S at most, with the number of refused strangers and where the last one came from.
 
     Raises:
-        ConnectionError: the lighthouse is not there, or `bind` cannot be listened on.
+        ConnectionError: the lighthouse does not answer, or the gate cannot listen on `bind`.
     """
 
     def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], object]) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
         self._groups, self._every_s = rules.groups or math.inf, max(BEATS_S, BEAT_S * rules.groups)
         self._refused, self._told = 0, -math.inf
-        # The lighthouse and each of its clients have a runtime of their own. Set before there is any: their threads
-        # read the environment, which must not move under them.
+        # The lighthouse and each client start a Tokio runtime. Set before the first one: its threads read the
+        # environment, which must not change meanwhile.
         os.environ["TOKIO_WORKER_THREADS"] = "1"
         self._inner = LighthouseServer(
             bind=f"{LOOPBACK}:0",
@@ -122,31 +123,32 @@ class Gate:
         except Exception as error:  # the Rust client raises several unrelated types
             raise ConnectionError(f"torchft's lighthouse does not answer behind its gate: {error}") from error
         self._changed = threading.Condition()
-        """Guards all that follows; notified when those that wait for their turn may have it."""
+        """Guards all that follows; notified when requests that wait for their turn may have got it."""
         self._heard: dict[str, float] = {}
-        """By replica, in the order in which they were first heard: when it last beat or asked."""
+        """Replica → when it last sent a heartbeat or request, in the order in which they were first heard."""
         self._makes: dict[str, str] = {}
-        """By replica that has beaten, in which quorum it makes steps; empty for none."""
+        """Replica → the quorum in which it makes steps (`Quorum.makers`), empty for none, as its heartbeats say."""
         self._waits: dict[str, _Waiting] = {}
-        """By replica, its request while there is no quorum for it."""
+        """Replica → its request, until that is answered."""
         self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
-        """In which quorum those make steps that the others wait for; empty for any, while none was formed here. Whoever
-        made steps in an earlier one is one that waits: it was not there for the newer ones."""
+        """`Quorum.makers` of the newest quorum; empty while none was formed here. The other groups wait for the groups
+        that make its steps. A group that made steps in an earlier quorum waits too, as it missed the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
-        """By replica, the connection on which it beats."""
+        """Replica → the connection on which it sends heartbeats."""
         self._queued = 0
-        """Requests that wait for their turn."""
+        """Number of requests that wait for their turn."""
         self._formed: deque[tuple[int, int]] = deque(maxlen=KEPT)
-        """When the last quorums were formed, by a wall clock that may be set back: it tells them apart, no more."""
+        """Creation times of the last quorums, only to tell these apart: the wall clock may be set back."""
         self._newest: dict[str, Any] | bytes = b""
-        """The answer to all that are in the newest quorum."""
+        """The answer to all members of the newest quorum."""
         self._last_heard = self._hears_from = self._asks_from = self._believed_from = -math.inf
         self._beaten = time.monotonic()
-        """When the lighthouse was last told who lives; long ago if nobody asks."""
+        """When the lighthouse was last told which groups are alive; -inf if no group asks."""
         self._passed: set[str] = set()
-        """Replicas that it was asked for and that were in no quorum since: it forms one of them once it may."""
+        """Replicas whose request was passed to the lighthouse and that were in no quorum since. The lighthouse keeps
+        such requests and may form a quorum of them."""
         self.lost = threading.Event()
         """Set when the lighthouse does not answer any more."""
         self._closed = threading.Event()
@@ -155,11 +157,11 @@ class Gate:
             host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
         )
         self.address = self._server.address
-        """`host:port` where groups reach it."""
+        """`host:port` where groups reach the gate."""
         threading.Thread(target=self._keep_beating, name="lighthouse-heartbeats", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end the lighthouse."""
+        """Stop listening, and shut the lighthouse down."""
         self._closed.set()
         self._server.close(wait=False)
         self._inner.shutdown()
@@ -206,9 +208,9 @@ class Gate:
                 self._asks_from = min(self._asks_from, now + self._settles_s())
 
     def _settles_s(self) -> float:
-        """In how long all that live are heard and the lighthouse is told of them: at its next heartbeats if all groups
-        of the run were heard; later if only all were that make steps with one that asks and that it does not know to
-        be dead, as it may err."""
+        """Return the seconds until requests may be passed on, because all living groups are heard and reported to the
+        lighthouse then. If all groups of the run were heard, its next heartbeats are enough. If only all makers of an
+        asking group's last quorum were, wait longer, as that group may be wrong about deaths. Infinite if neither."""
         heard = [replica for replica in self._makes if self._heard.get(replica, -math.inf) >= self._hears_from]
         if len({*map(group_of, heard)}) >= self._groups:
             return 2 * self._every_s
@@ -217,7 +219,7 @@ class Gate:
         return max(2 * self._every_s, 2 * HEARTBEAT_S) if any(known) else math.inf
 
     def _is_wanted(self, beat: Asked) -> bool:
-        """Whether a group that beats should ask for a quorum."""
+        """Whether a group that sent a heartbeat should ask for a quorum."""
         with self._changed:
             return self._split or any(other != beat.replica and self._is_heard(other) for other in self._waits)
 
@@ -226,18 +228,18 @@ class Gate:
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
     def _counting(self) -> dict[str, str]:
-        """By group the replica that counts: of several starts that are heard, the one that was heard of last. A group
-        that is there twice would keep all from a quorum until the older start finds that it is not wanted."""
+        """Return group id → the replica that counts: of several starts of a group that are heard, the one that appeared
+        last. With two of them, no quorum would form until the older start finds out that it was replaced."""
         with self._changed:
             return {group_of(replica): replica for replica in self._heard if self._is_heard(replica)}
 
     def _stood_still(self) -> bool:
-        """Whether the lighthouse was not told who lives for so long that it may take groups for dead."""
+        """Whether the gate has sent the lighthouse no heartbeats for so long that it may take groups for dead."""
         return time.monotonic() - self._beaten > 2 * self._every_s
 
     def _keep_beating(self) -> None:
-        """Tell the lighthouse who lives, while it is asked or about to be: whoever beats, and not who has closed its
-        connections. While nobody asks, it takes all for dead, and waits for none of them later."""
+        """Send the lighthouse heartbeats of living groups that have a heartbeat connection, while a quorum is asked for
+        or about to be. While none is, the lighthouse takes all groups for dead, and later waits for none of them."""
         begun = time.monotonic()
         while not self._closed.is_set():
             with self._changed:
@@ -251,14 +253,15 @@ class Gate:
                     continue
                 if (stood_still := self._stood_still()) and self._passed:
                     self._believed_from = begun + 2 * self._every_s
-            # Those that it was asked for are never alone: they expire first, and come last if they have expired.
+            # Groups whose requests it has must never seem to be the only living ones. So they get their heartbeats
+            # before the others, and so expire first; after a standstill, in which all may have expired, they come last.
             for replica in sorted(counting, key=lambda replica: ((replica in self._passed) == stood_still, replica)):
                 if replica in self._beating:
                     try:
                         self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
                     except TimeoutError:
-                        continue  # DEADLINE_EXCEEDED or CANCELLED: it is busy
-                    except Exception:  # noqa: BLE001  any other status of gRPC: the lighthouse refuses no heartbeat
+                        continue  # DEADLINE_EXCEEDED or CANCELLED: the lighthouse is busy
+                    except Exception:  # noqa: BLE001  any other gRPC status: it is dead, as it refuses no heartbeat
                         self.lost.set()
             with self._changed:
                 self._beaten = begun
@@ -281,7 +284,7 @@ class Gate:
         if not self._wait_for_turn(waiting, until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make a step has asked for the next quorum"}
         with self._changed:
-            if self._waits.get(asked.replica) is not waiting:  # an earlier one held its place in the newest quorum
+            if self._waits.get(asked.replica) is not waiting:  # its earlier request got it into the newest quorum
                 return self._newest
         client = self._clients[zlib.crc32(asked.replica.encode()) % CLIENTS]
         try:
@@ -300,32 +303,34 @@ class Gate:
                 self._passed = self._passed.intersection(self._waits).difference(members)
                 self._newest = self._form(int(quorum.quorum_id), members)
                 self._changed.notify_all()
-            return self._newest  # whoever is not in it asks again
+            return self._newest  # a group that is not in it asks again
 
     def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
-        """Whether the turn came before `until` (`time.monotonic()`)."""
+        """Wait until a request may be passed to the lighthouse; return whether that was before `until`, a time of
+        `time.monotonic()`."""
         with self._changed:
             lets_others_pass = self._queued > 0 and self._may_pass()
             if not self._queued or (lets_others_pass and not self._stood_still()):
-                self._changed.notify_all()  # else each of hundreds would wake all before it
+                self._changed.notify_all()  # not for every request, or each of hundreds would wake all before it
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
                 if now >= self._asks_from and not self._stood_still() and self._may_pass():
                     self._passed.add(waiting.request.name)
                     break
-                self._changed.wait(until - now)  # or until the next heartbeats: those it waits for may have died
+                self._changed.wait(until - now)  # heartbeats wake it too: the makers may have died
             self._queued -= 1
         if lets_others_pass:
             time.sleep(HEAD_START_S)
         return time.monotonic() < until
 
     def _may_pass(self) -> bool:
-        """Whether those that make no step may ask: one of those that do has, or none of them is heard."""
+        """Whether requests of groups that make no steps may be passed on: because a group that makes steps has asked,
+        or no such group is heard."""
         making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
         return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
 
     def _form(self, quorum_id: int, replicas: Collection[str]) -> dict[str, Any] | bytes:
-        """The answer to all members of a new quorum."""
+        """Return the answer to all members of a new quorum."""
         now = time.monotonic()
         if now < self._believed_from or now - self._beaten > 3 * self._every_s:
             return {"failed": "this process stood still, and its lighthouse took groups for dead meanwhile"}
@@ -336,7 +341,7 @@ class Gate:
         if len(found) < len(replicas):
             return {"failed": "the lighthouse names a replica that does not wait at its gate"}
         if left := sum(waiting.channel.hung_up() for waiting in found.values()):
-            # It would be waited for in vain; the lighthouse leaves it out once it has not beaten for a while.
+            # The others would wait for it in vain. The lighthouse leaves it out once its heartbeats have stopped.
             return {"failed": f"{left} of {len(found)} members ended while they waited"}
         requests = [waiting.request for waiting in found.values()]
         try:
@@ -347,8 +352,8 @@ class Gate:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             why = differing_settings(requests) or f"no connections between {pairs}"
             return {"failed": f"fewer than {self._min_groups} groups reach each other: {why}"}
-        self._heard |= dict.fromkeys(found, now)  # each waits on a connection that stands
-        self._groups = max(self._groups, len(read.groups))  # a run may have been scaled
+        self._heard |= dict.fromkeys(found, now)  # each waits on an open connection
+        self._groups = max(self._groups, len(read.groups))  # the run may have been scaled up
         self._makers, able = read.makers(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}

@@ -1,19 +1,19 @@
-"""The heal transport: the state of live groups for a group that joins.
+"""Transfers the state of living groups (sources) to a group that joins.
 
-A source opens its state after one committed step (`Door.serve`): once a joiner asks, a thread copies it, and joiners
-read the copy (`Fetch`) while the source computes on. Before its optimizer makes another state of it (`Door.close`) the
-source waits until the copy is whole, and lets nobody else in; present readers go on, and nobody waits for them.
+A source opens its state after one committed step (`Door.serve`). When the first joiner asks, a thread copies the state.
+Joiners read the copy (`Fetch`) while the source computes on. Before its optimizer changes the state (`Door.close`), the
+source waits until the copy is complete, and admits no more joiners. No group waits for those that are still reading.
 
-A joiner takes the tensors, which are the same in all groups of one history, from several sources at once, piece by
-piece: whichever is fast gives more, and what one that is slow, silent or gone owes is asked of another. A transfer
-fails when no source is left. What only tells about a source (its data's position, its workers' own states) comes from
-one.
+A joiner fetches the tensors, which are equal in all groups of one history, from several sources at once, piece by
+piece. A faster source gives more pieces, and pieces that a slow, silent or dead source owes are requested from another
+one too. The transfer fails when no source is left. Data that differs between sources (positions in the data, states of
+workers) comes from a single one.
 
-What travels is a schema (names, dtypes, shapes as JSON), raw tensor bytes, a JSON object and named byte
-strings; nothing that is executed on arrival, as a pickle would be. `everstep.wire` seals every chunk with keys
-of the connection. A request says what it is for: which run, rank and layout, which step and by which history it came
-about; the source compares before it opens anything, the joiner compares the answer. A transfer that broke off is over:
-the next one begins anew.
+A transfer consists of a schema (names, dtypes and shapes as JSON), raw tensor bytes, a JSON object and named byte
+strings. Nothing is executed on arrival, as a pickle would be. `everstep.wire` seals every chunk with keys of the
+connection. A request says what is wanted: the run, rank and layout, the step and its history. The source compares that
+before it opens anything, and the joiner compares the answer. A transfer that broke off is not resumed: the next one
+starts from the beginning.
 """
 
 import contextlib
@@ -35,42 +35,42 @@ from everstep.run.typed import Count, UnfitError
 PURPOSE = "heal"
 HOST = torch.device("cpu")
 STAGING_BYTES = 4 << 20
-"""Of page-locked memory, for a copy."""
+"""Bytes of the page-locked buffer through which a device's tensors are copied."""
 PIECE_BYTES = 4 << 20
-"""What a source is asked for at once. A link takes much longer for it than a request does, and a source that is much
-slower than others delays a state by little."""
+"""Bytes of one request to a source: enough that the request itself takes little time beside them, and few enough that a
+much slower source delays the transfer by little."""
 AHEAD = 2
-"""Pieces that a source is asked for before the first of them has come, so that its link is never idle."""
+"""Pieces that are requested from a source before the first of them has come, so that its link is never idle."""
 
 
 @dataclass
 class HealState:
-    """What a joiner needs to be like the source."""
+    """A rank's state, as a joiner needs it to become equal to the source."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Local shards by name, on any device. A DTensor is passed as its local tensor."""
+    """Name → local shard, on any device. A DTensor is passed as its local tensor."""
 
     meta: dict[str, Any] = field(default_factory=dict)
-    """Anything JSON can carry: counters, schedules."""
+    """Values that JSON can represent, such as counters and schedules."""
 
     blobs: dict[str, bytes] = field(default_factory=dict)
-    """Opaque byte strings: random number states, a dataloader's position."""
+    """Opaque byte strings, such as random number states and a dataloader's position."""
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's own memory."""
+    """Return a view of a contiguous CPU tensor's memory."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Copy(threading.Thread):
-    """A state's tensors and blobs laid end to end on the host (`wire.Bytes`), copied while the trainer computes on:
-    from `begin` until `join` returns, they may not change.
+    """A host copy of a state's tensors and blobs, end to end (`wire.Bytes`), made while the trainer computes on. From
+    `begin` until `join` returns, the tensors must not change.
 
-    What lies on a device comes through page-locked memory, on a stream of its own that waits for what the trainer's
-    stream was given when the state was opened.
+    Tensors on a device are copied through page-locked memory, on a separate stream, after the work that was on the
+    trainer's stream when the state was opened.
 
     Args:
-        patience_s: longest wait of a reader for what is not copied yet.
+        patience_s: longest wait of a reader for bytes that are not copied yet.
     """
 
     def __init__(self, state: HealState, streams: Streams, patience_s: float) -> None:
@@ -85,12 +85,12 @@ class _Copy(threading.Thread):
         self._changed = threading.Condition()
         self._pieces = wire.Pieces([])
         self._copied = 0
-        """Bytes from the beginning."""
+        """Number of bytes copied so far, from the beginning."""
         self._error = ""
         self.begun = False
 
     def begin(self) -> None:
-        """Copy, unless that has begun."""
+        """Start the copy, unless it has begun."""
         if not self.begun:
             self.start()
             self.begun = True
@@ -125,7 +125,7 @@ class _Copy(threading.Thread):
             self._changed.notify_all()
 
     def views(self, offset: int, length: int) -> list[memoryview]:
-        """Once they are copied. Raises RefusedError."""
+        """Wait until these bytes are copied, and return views of them. Raises RefusedError."""
         with self._changed:
             self._changed.wait_for(lambda: self._copied >= offset + length or self._error, self._patience_s)
             if self._copied < offset + length:
@@ -136,7 +136,7 @@ class _Copy(threading.Thread):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a joiner asks for. `whose`: of which run and rank, and how laid out over a group's ranks."""
+    """The state that a joiner asks for. `whose`: its run and rank, and how it is sharded over a group's ranks."""
 
     step: int
     history: int
@@ -145,7 +145,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Schema:
-    """The answer: what the bytes mean that can be read from now on."""
+    """The source's answer: describes the bytes that the joiner may read from now on."""
 
     of: Wanted
     tensors: list[tuple[str, str, list[Count]]]
@@ -154,37 +154,37 @@ class _Schema:
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list[int]]]:
-    """Their names, dtypes and shapes."""
+    """Return the tensors' names, dtypes and shapes."""
     return [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
 
 
 class Door:
-    """How states reach joiners, of one rank: serves its state to them, by threads of its own, and fetches another's.
+    """Serves one rank's state to joiners, in threads, and fetches another group's.
 
-    A request for a step that is not open yet waits for `serve`; one for a step that is over is refused. So a
-    joiner and its source need not agree on who is ready first.
+    A request for a step that is not open yet waits for `serve`; a request for an earlier step is refused. So it does
+    not matter whether the joiner or its source is ready first.
 
     Args:
-        host: address to listen on and to be reached under (fault_tolerance.bind_host).
-        token: of the run.
-        timeout: longest silence of the other side, and longest that a request waits for its step to be opened.
-        whose: which state is served here and wanted from others.
+        host: address to listen on, under which joiners reach this rank (fault_tolerance.bind_host).
+        token: the run's token.
+        timeout: longest silence of the other side, and longest wait of a request for its step to be opened.
+        whose: run, rank and sharding of the states that are served and fetched; see `Wanted`.
     """
 
     def __init__(self, host: str, token: bytes, timeout: timedelta, whose: str = "") -> None:
         self._token, self._timeout = token, timeout
         self._changed = threading.Condition()
         self._of = Wanted(-1, 0, whose)
-        """What the state is of that is served, or was last."""
+        """Names the state that is served now or was served last."""
         self._open: tuple[_Copy, _Schema] | None = None
-        """What is served; None while nothing is."""
+        """The state that is served; None if none is."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE)
         self.address = self._server.address
-        """`host:port` to hand to `fetch`."""
+        """`host:port` under which a joiner's `fetch` reaches this door."""
 
     def serve(self, step: int, history: int, state: HealState) -> None:
-        """Open `state` to joiners as that after committed step `step`, which came about by `history`, until `close`. It
-        is copied once one asks. If the host has no memory for a copy they are refused."""
+        """Open `state` to joiners, until `close`, as the state after the committed step `step` of `history`. It is
+        copied when the first joiner asks. If the host has no memory for a copy, joiners are refused."""
         of = replace(self._of, step=step, history=history)
         if self._open is not None and self._of == of:
             return
@@ -198,26 +198,26 @@ class Door:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The state is about to change: nobody new is let in, and a copy under way is waited for."""
+        """Admit no more joiners and wait for a copy that is under way, as the state is about to change."""
         with self._changed:
             copying, self._open = self._open, None
         if copying is not None and copying[0].begun:
             copying[0].join()
 
     def fetch(self, addresses: Sequence[str], step: int, history: int, like: HealState) -> "Fetch":
-        """Begin to take over the state after `step` of `history`, whose tensors are like these, from the ranks at
-        `addresses`."""
+        """Begin to fetch the state after `step` of `history` from the doors at `addresses`. `like`: a state whose
+        tensors have the same names, dtypes and shapes."""
         wanted = replace(self._of, step=step, history=history)
         return Fetch(addresses, wanted, like.tensors, self._token, self._timeout)
 
     def shutdown(self) -> None:
-        """Cut every joiner off and stop listening."""
+        """Disconnect every joiner and stop listening."""
         self.close()
-        self._server.close(wait=False)  # a joiner's thread may wait for a step that does not come
+        self._server.close(wait=False)  # a joiner's thread may wait for a step that is never opened
 
     def _talk(self, channel: wire.Channel) -> None:
         copy, schema = self._admit(channel.receive_frame())
-        copy.views(0, min(1, copy.size))  # a host without memory says so before anything is expected of it
+        copy.views(0, min(1, copy.size))  # refuses before the answer if the host has no memory for the copy
         channel.send_frame(asdict(schema))
         wire.serve_ranges(channel, copy)
 
@@ -226,7 +226,7 @@ class Door:
             wanted = typed.parse(Wanted, request)
         except UnfitError as error:
             raise wire.RefusedError(f"the request is not understood: {error}") from error
-        # A little less than the joiner's patience, so that the reason arrives before it gives up.
+        # A little less than the joiner's timeout, so that the reason arrives before the joiner gives up.
         patience_s = 0.9 * self._timeout.total_seconds()
         with self._changed:
             self._changed.wait_for(lambda: self._of.step >= wanted.step or self._of.whose != wanted.whose, patience_s)
@@ -238,17 +238,18 @@ class Door:
 
 
 class Fetch:
-    """Another group's state on its way here. For each source a thread receives pieces, every byte authenticated.
+    """A transfer of another group's state to this rank. One thread per source receives pieces; every byte is
+    authenticated.
 
-    All pieces that are not here yet stand in one row. A source is asked for the first one, which goes to the row's end.
-    So another one is asked for it too if it is not here after everything else.
+    All pieces that are missing are in one queue. A source is asked for the first piece, which then moves to the end. If
+    it is still missing when its turn comes again, another source is asked for it too.
 
     Args:
-        addresses: of the sources' `Door`s.
-        wanted: what is asked for.
-        like: tensors with the names, dtypes and shapes that the state's are to have.
-        token: of the run.
-        timeout: the longest silence of a source, and the longest wait for it to open the step.
+        addresses: addresses of the sources' doors.
+        wanted: names the state to fetch.
+        like: tensors with the names, dtypes and shapes that the state's tensors must have.
+        token: the run's token.
+        timeout: longest silence of a source, and longest wait for it to open the step.
     """
 
     def __init__(
@@ -263,15 +264,14 @@ class Fetch:
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._channels: list[wire.Channel] = []
         self._over = False
-        """Whether nobody wants anything more of a source."""
+        """Whether the transfer has ended, so that the sources are not needed any more."""
         self._described = _described(like)
         self.nbytes = sum(tensor.nbytes for tensor in like.values())
-        """Of the state's tensors."""
+        """Bytes of the state's tensors."""
         self._left = dict.fromkeys(range(0, self.nbytes, PIECE_BYTES), False)
-        """Where the pieces begin that are not here, and whether a source was asked for them; the last one at the
-        end."""
+        """Queue of missing pieces: offset → whether a source was asked for it. The one asked for last is at the end."""
         self.state: HealState | None = None
-        """Once all of it is here and verified."""
+        """The state, once all of it has arrived and is verified."""
         self._reasons: list[str] = []
         self.took_s = 0.0
         self._begun = time.monotonic()
@@ -280,17 +280,17 @@ class Fetch:
 
     @property
     def error(self) -> str:
-        """Why it failed for good; empty while it is under way or done."""
+        """Why the transfer has failed; empty if it is under way or complete."""
         if self._thread.is_alive() or self.state is not None:
             return ""
         return f"no state of step {self._wanted.step} {'; '.join(self._reasons)}"
 
     def room(self, nbytes: int) -> contextlib.AbstractContextManager[bool]:
-        """Whether this host has memory for so many bytes besides the state, which are copied in the context."""
+        """Return a context, whose value is whether this host has memory for `nbytes` besides the state."""
         return room_for(nbytes)
 
     def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:
-        """Take the state, if this host has memory for it besides what others on it are about to take."""
+        """Fetch the state, if this host has memory for it besides what its other processes are about to use."""
         with room_for(self.nbytes) as has_room:
             try:
                 if not has_room:
@@ -307,8 +307,8 @@ class Fetch:
                 source.join()
 
     def _take_from(self, address: str) -> None:
-        """Take what one source gives, until the state is whole or the source fails: wrong token, step, history, rank or
-        schema, something that was altered on the way, a refusal, death or silence."""
+        """Receive from one source until the state is complete or the source fails: by a wrong token, step, history,
+        rank or schema, bytes altered on the way, a refusal, death or silence."""
         try:
             with contextlib.closing(wire.connect(address, self._token, self._timeout, purpose=PURPOSE)) as channel:
                 with self._lock:
@@ -327,7 +327,7 @@ class Fetch:
             self._reasons.append(f"from {address} after {time.monotonic() - self._begun:.1f} s: {error}")
 
     def _take_pieces(self, channel: wire.Channel) -> None:
-        """Take pieces from a source, as long as any is not here. Raises WireError."""
+        """Receive pieces from a source until none is missing. Raises WireError."""
         asked: list[int] = []
         taken = memoryview(bytearray(min(PIECE_BYTES, self.nbytes)))
         while True:
@@ -338,7 +338,7 @@ class Fetch:
                 return
             begin = asked.pop(0)
             piece = taken[: self.nbytes - begin]
-            # Not in its place yet: another source may give it meanwhile, and what does not open is no state.
+            # Not received in place: another source may give the piece meanwhile, or its bytes may fail authentication.
             channel.receive_range(wire.Pieces([piece]), begin, len(piece), base=begin)
             with self._lock:
                 for view in self._sink.views(begin, len(piece)) if begin in self._left else ():
@@ -346,7 +346,8 @@ class Fetch:
                 self._left.pop(begin, None)
 
     def _next(self, asked: list[int]) -> int | None:
-        """The next piece to ask a source for; one that another source owes, only if this one owes none."""
+        """Return the next piece to request from a source that owes the pieces `asked`; None for none. A piece that
+        another source was asked for is requested only if this source owes none."""
         with self._lock:
             begin = next((begin for begin in self._left if begin not in asked), None)
             if begin is None or (asked and self._left[begin]):
@@ -356,7 +357,7 @@ class Fetch:
             return begin
 
     def _complete(self, channel: wire.Channel, schema: _Schema) -> None:
-        """Take the rest from one source. Raises WireError."""
+        """Receive the blobs from one source, which completes the state. Raises WireError."""
         blobs = {name: bytearray(length) for name, length in schema.blobs}
         rest = wire.Pieces(list(map(memoryview, blobs.values())))
         channel.ask_range(self.nbytes, rest.size)
@@ -366,7 +367,7 @@ class Fetch:
         self.let_go()
 
     def let_go(self) -> None:
-        """End the transfer, as the state is here or wanted no more."""
+        """End the transfer, because the state is complete or not wanted any more."""
         with self._lock:
             self._over = True
             for channel in self._channels:

@@ -1,13 +1,12 @@
-"""A communicator, its sums under way, and the thread that waits for them.
+"""A communicator, the sums that are under way on it, and the thread that waits for them.
 
-Some works say when they are complete, some only return from `wait`, and one that a dead peer was part of may do
-neither. So a thread of its own waits for the works of a process group, one after the other in the order in which they
-began, and whoever wants a sum waits for that thread: for the sum's timeout and `LATE_S`, and not at all once the
-process group is broken. The thread of a broken process group is left behind until its works end.
+Some of torch's work objects tell when they are complete, some only return from `wait`, and one of a sum with a dead
+peer may do neither. So a separate thread waits for the work objects of a communicator, in the order in which their sums
+began. A caller that needs a sum waits for that thread, for the sum's timeout plus `LATE_S`, and not at all once the
+process group is broken. The thread of a broken process group goes on in the background until its sums have ended.
 
-A sum on a device runs on a stream of the process group's own, and an event behind it tells when its kernel has ended,
-complete or aborted. Nobody but this thread waits for the event, so the thread that begins sums never waits for the
-device.
+A sum on a device runs on the stream for sums, and an event after it tells when its kernel has ended, complete or
+aborted. Only this thread waits for the event, so the thread that begins sums never waits for the device.
 """
 
 import threading
@@ -23,11 +22,11 @@ from everstep.quorum.errors import SumsBroken
 from everstep.quorum.streams import Event, Streams
 
 LATE_S = 0.5
-"""A backend fails a sum at its timeout itself; one that it has not failed so long after is given up here."""
+"""Seconds after a sum's timeout, at which the backend fails the sum itself, until it is given up here."""
 
 
 class Sum:
-    """One sum under way. `ended`: nothing reads or writes its tensor on its behalf any more."""
+    """One sum that is under way. `ended`: whether it is over, so that nothing accesses its tensor for it any more."""
 
     def __init__(self, line: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
         self.line, self.work, self.event = line, work, event
@@ -37,11 +36,7 @@ class Sum:
 
 
 class Line:
-    """The sums of one communicator.
-
-    Args:
-        streams: of the device that the sums run on.
-    """
+    """The sums of one communicator. `streams`: streams of the device that the sums run on."""
 
     def __init__(self, communicator: Communicator, streams: Streams) -> None:
         self.communicator, self._streams = communicator, streams
@@ -51,12 +46,12 @@ class Line:
         self._last_ended = 0.0
         self._broken = False
         self._pending = 0
-        """Sums that have not ended."""
+        """Number of sums that have not ended."""
 
     def start(self, tensor: torch.Tensor, timeout: timedelta) -> Sum:
-        """Begin to sum in place, after what the current stream was given so far. Raises what the backend does."""
+        """Begin to sum in place, after the work that is on the current stream so far. Raises the backend's errors."""
         ready, on_device = self._streams.record(), self.communicator.on_device
-        # NCCL counts a timeout from here on, and carries out one sum after the other.
+        # NCCL counts the timeout from here on, but first has to carry out all pending sums.
         backend_timeout = timeout * (1 + self._pending) if on_device else timeout
         with self._streams.of_sums():
             self._streams.wait(ready)
@@ -75,11 +70,11 @@ class Line:
         """Return when the sum is complete.
 
         Raises:
-            SumsBroken: it failed, took too long, or the process group was broken meanwhile.
+            SumsBroken: the sum failed or took too long, or the process group was broken meanwhile.
         """
         with self._changed:
             while not one.ended and not self._broken:
-                # A sum begins when the one before it has ended, however early it was enqueued.
+                # A sum starts only when the one before it has ended, so its timeout counts from then.
                 left_s = max(one.began, self._last_ended) + one.timeout_s + LATE_S - time.monotonic()
                 if left_s <= 0:
                     raise SumsBroken(f"a sum did not complete within {one.timeout_s:g} s")
@@ -90,17 +85,17 @@ class Line:
             raise SumsBroken(one.error)
 
     def warm(self, timeout: timedelta) -> None:
-        """Carry out a first sum, of nothing: a backend of a device connects its members, and loads its kernels, in the
-        call that begins it, which returns when all of them have come. Raises SumsBroken, or what the backend does."""
+        """Make a first sum, of a zero. The call that begins it blocks until all members have connected, and loads the
+        device's kernels. Raises SumsBroken, or the backend's errors."""
         device = torch.accelerator.current_accelerator(check_available=True)
         self.finish(self.start(torch.zeros(1, device=device), timeout))
 
     def end(self) -> None:
-        """The process group is broken: nobody waits for its sums any more."""
+        """Break the process group: every wait for one of its sums fails."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
-        self.communicator.abort()  # last: a sum that the abort ends is not to look complete
+        self.communicator.abort()  # last, so that a sum which the abort ends does not look complete
 
     def _wait_for_all(self) -> None:
         while (one := self._next()) is not None:
@@ -112,16 +107,16 @@ class Line:
                 self._changed.notify_all()
 
     def _next(self) -> Sum | None:
-        """The next sum to wait for. None: the process group is broken, and all that began have ended."""
+        """Return the next sum to wait for; None if the process group is broken and all its sums have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._broken)
             if self._queue:
                 return self._queue.popleft()
-            self._thread = None  # a sum that is begun at this moment gets another thread
+            self._thread = None  # a sum that begins just now starts another thread
             return None
 
     def _wait_for(self, one: Sum) -> str:
-        """Until the sum has ended; why it failed, or nothing."""
+        """Wait until the sum has ended; return why it failed, empty if it did not."""
         error = ""
         try:
             with self._streams.of_sums():
@@ -129,17 +124,17 @@ class Line:
                     one.work.wait()
                 if one.event is None:
                     one.event = self._streams.record()
-        except Exception as raised:  # noqa: BLE001 - backends raise what they like
+        except Exception as raised:  # noqa: BLE001 - backends raise many types
             error = first_line(raised)
         try:
             if one.event is not None:
-                one.event.synchronize()  # a work that raised may still run on the device
+                one.event.synchronize()  # a sum that raised may still run on the device
             error = error or self.communicator.error()
-        except Exception as raised:  # noqa: BLE001 - a device that is lost says so here
+        except Exception as raised:  # noqa: BLE001 - raised by a lost device
             error = error or first_line(raised)
         return error
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, short enough for an event."""
+    """Return an exception's type and first line, short enough for an event."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]

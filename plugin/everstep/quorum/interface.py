@@ -1,7 +1,7 @@
-"""Which network interface a run's processes use: the one that has the address of `fault_tolerance.bind_host`.
+"""Selects the network interface of a run's processes: the one with the address of `fault_tolerance.bind_host`.
 
-What Everstep opens itself listens on that address. Gloo and NCCL would choose by themselves: Gloo where the host's name
-points, which on Debian is 127.0.1.1, and NCCL the first interface that is up. They are told by the environment.
+Everstep's own servers listen on that address. Gloo and NCCL would choose by themselves: Gloo the address of the host's
+name, which on Debian is 127.0.1.1, and NCCL the first interface that is up. Environment variables tell them instead.
 """
 
 import os
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import psutil
 
 ELSEWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the interface that leads to it is that of the default route."""
+"""An address that no host has (RFC 5737), so packets to it take the default route."""
 
 
 class InterfaceError(ValueError):
-    """An address that none of this machine's interfaces has; in one sentence, with what to do."""
+    """A name that is no address, or an address that none of this machine's interfaces has."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Interface:
     """A network interface of this machine.
 
     Attributes:
-        name: as the kernel has it, such as eth0.
-        address: the one that is listened on.
+        name: the kernel's name of it, such as eth0.
+        address: the address to listen on.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Interface:
 
 
 def interface_of(host: str) -> Interface:
-    """The interface that has `host`, a name or address; for "" or a host name that points to loopback only, the one of
-    the default route. Raises InterfaceError."""
+    """Return the interface with the address of `host`, a name or address; "" stands for this machine's own name. If
+    that name resolves to loopback only, return the interface of the default route. Raises InterfaceError."""
     own = host in ("", socket.gethostname())
     try:
         address = str(socket.getaddrinfo(host or socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
@@ -46,7 +46,7 @@ def interface_of(host: str) -> Interface:
     for name, addresses in psutil.net_if_addrs().items():
         if address in {found.address.partition("%")[0] for found in addresses}:
             return Interface(name, address)
-    if address.startswith("127."):  # any of these is, without being listed
+    if address.startswith("127."):  # the loopback interface has all of these, though psutil lists one
         return Interface("lo", address)
     raise InterfaceError(
         f"fault_tolerance.bind_host = '{host}' is {address}, which no interface of {socket.gethostname()} has"
@@ -54,17 +54,17 @@ def interface_of(host: str) -> Interface:
 
 
 def use_interface(host: str) -> Interface:
-    """Have Gloo and NCCL use the interface of `host` in this process and those that it starts; unless the environment
-    names one already. Before either of them is used. Raises InterfaceError."""
+    """Let Gloo and NCCL use the interface of `host` in this process and in those that it starts, unless the environment
+    names one already. To be called before either of them is used. Raises InterfaceError."""
     found = interface_of(host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
-    # "=" takes the name as it is and not as a prefix.
+    # With "=" NCCL takes the exact name, without it a prefix.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")
     return found
 
 
 def _default_route() -> str:
-    """This machine's address towards others; "" if there is no way to any. Nothing is sent."""
+    """Return this machine's address on the default route; "" if there is none. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ELSEWHERE, 9))

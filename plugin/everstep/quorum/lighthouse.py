@@ -26,17 +26,18 @@ LOOK_EVERY_S = 0.2
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run a lighthouse as `main`'s options say until one of STOPS. Prints its address, and beats while torchft's
-    lighthouse answers.
+    """Run a lighthouse with `main`'s options until a signal asks it to stop. Prints its address, and gives signs of
+    life in the run directory while torchft's lighthouse answers.
 
     Raises:
-        ConnectionError: as of `Gate`, or torchft's lighthouse ended, or `bind` is no address.
-        ValueError: there is no token that can be trusted in the run directory.
+        ConnectionError: see `Gate`; or torchft's lighthouse ended, or `bind` is not an address.
+        ValueError: the run directory has no token that can be trusted.
     """
     token, place = run_token(options.run_dir), parse_address(options.bind)
     events = EventLog(options.run_dir, None, None, "lighthouse")
     stops = collect_stops()
-    # Each of hundreds of threads that are due at once waits soon: to wake all every 5 ms takes more than what they do.
+    # Hundreds of threads may be ready at once, each for a short time. Switching between them every 5 ms, as by default,
+    # would take more time than their work.
     sys.setswitchinterval(0.1)
     groups = number_of_groups(options.run_dir)
     rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, groups)
@@ -52,7 +53,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """The process. Returns its exit status."""
+    """Run the lighthouse's process; return its exit status."""
     parser = argparse.ArgumentParser(prog="everstep.quorum.lighthouse", description=__doc__)
     parser.add_argument("--bind", required=True, help="host:port to listen on")
     parser.add_argument("--run-dir", type=Path, required=True, help="whose token admits replicas")
@@ -74,4 +75,4 @@ def main(args: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # Python aborts a process that ends while one of its threads is in torchft's client
+    os._exit(status)  # a normal exit aborts if a thread is still in torchft's client

@@ -1,11 +1,11 @@
-"""A group's voice at the run's lighthouse, behind its gate (`everstep.quorum.gate`).
+"""A group's connection to the run's lighthouse, through its gate (`everstep.quorum.gate`): heartbeats and requests.
 
-Only rank 0 of a group has one; the other ranks learn from it. What a group says of itself travels with its request and
-comes back in the quorum, so a quorum that is not for the newest request is recognised.
+Only rank 0 of a group has one; the other ranks learn from rank 0. What a group says of itself travels with its request
+and comes back in the quorum, so a quorum for an earlier request is recognised.
 
-The lighthouse's host may fall silent, and another one be published. So heartbeats read the published address each time,
-and wait for half a heartbeat timeout; where they find that the lighthouse has moved, or that it has been silent for a
-whole one, they end the request that waits for it, which is then made at the new address.
+The lighthouse's host may fall silent, and the lighthouse may restart at another address. So each heartbeat reads the
+published address, and waits for half a heartbeat timeout. If the lighthouse has moved or was silent for a whole
+heartbeat timeout, the heartbeat thread ends the request that waits for it, which is then made at the new address.
 """
 
 import threading
@@ -22,16 +22,16 @@ from everstep.run import typed
 
 PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.5, 4
-"""The longest time between two heartbeats, and how many missed in a row make a group count as lost."""
+"""Longest time between two heartbeats in seconds, and the fewest heartbeats within one heartbeat timeout."""
 ASK_AGAIN_S, LONGEST_S = 0.1, 86400.0
 SPARE = 0.05
-"""Of a group's patience: what the lighthouse waits less, so that its reason arrives before the group gives up."""
+"""Fraction of a request's timeout by which the gate gives up earlier, so that its reason reaches the group in time."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A member lives and makes the steps of a quorum (`Quorum.makers`; empty: of none); or with `said`, what it says of
-    itself, it asks for the next one."""
+    """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers` of the quorum in which the
+    group makes steps, empty for none. With `said`, the encoded `Request`, it asks for the next quorum."""
 
     replica: str
     said: str = ""
@@ -40,11 +40,11 @@ class Asked:
 
 
 class Line:
-    """One thread's connection to the lighthouse, made anew after every failure and for every other address.
+    """One thread's connection to the lighthouse, made anew after every failure and for every new address.
 
     Args:
-        token: of the run.
-        connect_timeout: for a connection.
+        token: the run's token.
+        connect_timeout: longest time to connect.
     """
 
     def __init__(self, token: bytes, connect_timeout: timedelta) -> None:
@@ -52,10 +52,10 @@ class Line:
         self._lock = threading.Lock()
         self._channel: wire.Channel | None = None
         self.address = ""
-        """Of the lighthouse that is asked now or was asked last, `http://host:port`."""
+        """`http://host:port` of the lighthouse that is asked now or was asked last."""
 
     def ask(self, address: str, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
-        """The answer to a message. Raises WireError."""
+        """Send a message to the lighthouse at `address` and return the answer. Raises WireError."""
         try:
             channel = self._channel if address == self.address else None
             if channel is None:
@@ -71,7 +71,7 @@ class Line:
             raise
 
     def end(self) -> None:
-        """End the connection; what another thread waits for on it fails."""
+        """Close the connection. A request that another thread has made on it fails."""
         with self._lock:
             channel, self._channel = self._channel, None
         if channel is not None:
@@ -79,16 +79,16 @@ class Line:
 
 
 class Membership:
-    """Joins quorums for one group, and tells the lighthouse that it lives.
+    """Asks for quorums for one group, and sends the lighthouse heartbeats from a thread.
 
     Args:
         group: group id.
-        life: differs after every start of the group's workers.
-        token: of the run.
-        find_lighthouse: gives `http://host:port`, and another one when the lighthouse has moved; "" for none.
-        fenced: whether another start of this group counts now: this one is not heard any more then. A gate that hears
-            both cannot know which is the newer.
-        heartbeat_timeout_s: of the lighthouse.
+        life: name of this start of the group; another one after every restart.
+        token: the run's token.
+        find_lighthouse: returns the lighthouse's present address, `http://host:port`; "" if there is none.
+        fenced: whether another start of this group has replaced this one. Then the heartbeats stop, because a gate that
+            hears both cannot know which is the newer.
+        heartbeat_timeout_s: silence after which the lighthouse takes a group for dead.
     """
 
     def __init__(
@@ -106,25 +106,25 @@ class Membership:
         self._patience = timedelta(seconds=heartbeat_timeout_s / 2)
         self._asking, self._beating = Line(token, self._patience), Line(token, self._patience)
         self.wanted = False
-        """Whether somebody else waits for a quorum, or makes steps apart from this group, as the last beat was told."""
+        """Whether another group waits for a quorum, or makes steps in another one, as the last heartbeat was told."""
         self._makes = ""
         self._left = threading.Event()
         self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
         self._beats.start()
 
     def _published(self) -> str:
-        return self._find_lighthouse() or self._asking.address  # the file cannot be read at the moment
+        return self._find_lighthouse() or self._asking.address  # the last one, if the file cannot be read just now
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
-        """The next quorum: torchft's id, and what its members say of themselves. Raises QuorumUnavailable: none came in
-        time, or what came is not for this request."""
+        """Return torchft's id of the next quorum and its members' requests. Raises QuorumUnavailable if none came in
+        time, or the one that came is not for this request."""
         patience_s = min(timeout.total_seconds(), LONGEST_S)
         deadline = time.monotonic() + patience_s
         while True:
             try:
                 return self._ask_once(request, max(deadline - time.monotonic(), 0.001))
             except QuorumUnavailable:
-                # A lighthouse that starts again is asked again, while there is time for more than "no answer".
+                # Retried, as the lighthouse may be restarting, while there is time left for an answer with a reason.
                 if time.monotonic() > deadline - max(ASK_AGAIN_S, SPARE * patience_s) or self._left.wait(ASK_AGAIN_S):
                     raise
 
@@ -145,13 +145,13 @@ class Membership:
         except (wire.WireError, KeyError, ValueError) as error:
             raise QuorumUnavailable(str(error).partition("\n")[0][:300]) from error
         if self._published() != address:
-            # The others ask the one that is published now. A quorum of this one would be of those that do not know yet.
+            # The other groups ask the new one. This quorum consists of groups that have not noticed that yet.
             raise QuorumUnavailable("the lighthouse has moved")
         self.wanted, self._makes = False, quorum.makers() if request.group in quorum.able else ""
         return found
 
     def _keep_beating(self) -> None:
-        """Heartbeats, in a thread of their own: they stop with the process, and while it is stopped."""
+        """Send heartbeats, in their own thread: they stop when the process ends, and while it is stopped."""
         heard = time.monotonic()
         while not self._left.wait(self._every_s):
             if self._fenced():
@@ -162,7 +162,7 @@ class Membership:
                 beat = asdict(Asked(self._replica, makes=self._makes))
                 self.wanted = self._beating.ask(address, beat, self._patience).get("wanted") is True
                 heard = time.monotonic()
-            except wire.WireError:  # what is not heard now is said again; nobody waits at a lighthouse that is away
+            except wire.WireError:  # the next heartbeat says it again; no group waits at a lighthouse that is away
                 self.wanted = False
             if self._asking.address not in ("", address) or time.monotonic() - heard > self._timeout_s:
                 self._asking.end()
@@ -170,7 +170,7 @@ class Membership:
         self._asking.end()
 
     def leave(self) -> None:
-        """End the heartbeats and their connection, as the death of the process would: the others go on without this
-        group. Waits for a heartbeat under way."""
+        """Stop the heartbeats and close the connections, as the death of the process would: the other groups go on
+        without this one. Waits for a heartbeat that is under way."""
         self._left.set()
         self._beats.join(self._timeout_s)

@@ -1,6 +1,6 @@
-"""What members tell each other by collectives of Gloo, which carry equally much of each and authenticate nobody.
+"""Exchanges byte strings over Gloo's collectives, which take the same size from each member and authenticate nobody.
 
-What groups tell each other carries a code made with the run's token.
+Notes between groups carry a code made with the run's token.
 """
 
 import hashlib
@@ -10,17 +10,17 @@ from collections.abc import Callable
 
 CODE_BYTES = 16
 LENGTH, SHORT = 8, 512
-"""Bytes that say how long something is, and how many one collective carries, those included: what is longer takes a
-second one."""
+"""Bytes of the length in front of a string, and of the first collective, the length included. If a string is longer, a
+second collective follows."""
 
 logger = logging.getLogger(__name__)
 
 
 def gather(mine: bytes, exchange: Callable[[bytes, int], list[bytes]]) -> list[bytes]:
-    """What each member gave, however long.
+    """Return what each member gave as `mine`, of any length.
 
     Args:
-        exchange: a collective, which returns what each gave and what lies behind it, so many bytes at least.
+        exchange: a collective that returns each member's bytes, padded to at least the given size.
     """
     mine = len(mine).to_bytes(LENGTH, "little") + mine
     said = exchange(mine[:SHORT], SHORT)
@@ -36,13 +36,13 @@ def _code(token: bytes, place: bytes, note: bytes) -> bytes:
 
 
 def seal_note(token: bytes, place: bytes, note: bytes) -> bytes:
-    """`note` with a code in front that says that a member of this run wrote it for `place`. An empty note stays
-    empty."""
+    """Return `note` with a code in front, which proves that a member of this run wrote it for `place`. An empty note
+    stays empty."""
     return _code(token, place, note) + note if note else b""
 
 
 def open_note(token: bytes, place: bytes, sealed: bytes) -> bytes:
-    """What `seal_note` was given; empty, with a warning, if it was anything else."""
+    """Return the note in what `seal_note` returned for `place`. For anything else, warn and return an empty note."""
     code, note = sealed[:CODE_BYTES], sealed[CODE_BYTES:]
     if not sealed or hmac.compare_digest(_code(token, place, note), code):
         return note

@@ -1,6 +1,6 @@
-"""Private and experimental names of torch that this room relies on, each with what it is for.
+"""Private and experimental names of torch that this room uses.
 
-The tests of this room, and tests/test_foreign.py, fail if a release takes one away.
+The tests of this room and tests/test_foreign.py fail if a release removes one.
 """
 
 from datetime import timedelta
@@ -13,12 +13,13 @@ from everstep.foreign import replace
 
 
 def revoked(error: Any) -> bool:
-    """Whether what a communicator over NCCL says of itself (`get_error`) is that it is of no use any more."""
+    """Whether `error`, which an NCCL communicator's `get_error` returned, means that its sums must not be used."""
     return error != torch._C._distributed_c10d.ErrorType.SUCCESS
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Options of a communicator over NCCL that is made without peers, and whose messages take `timeout` at most."""
+    """Return options of an NCCL communicator that is created without peers and whose messages take `timeout` at
+    most."""
     options = c10d.ProcessGroupNCCL.Options()
     options.enable_reconfigure = True
     replace(options, "_timeout", timeout)

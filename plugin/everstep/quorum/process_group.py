@@ -1,10 +1,9 @@
-"""The process groups that span replica groups: one rank column, connected anew for every quorum whose members changed.
+"""Process groups that span replica groups: rank r of every group, connected anew when the members of the quorum change.
 
-What the protocol exchanges goes over Gloo on the CPU, gradients over the backend of their device; where both are Gloo,
-over one and the same (`everstep.quorum.communicator`). Every member watches the others (`everstep.quorum.watch`), so
-that one that dies or gives up breaks all of it on all of them at once, also while it is being connected; and connecting
-happens in a thread that can be left behind, since Gloo now and then waits without end for a peer that was killed while
-the two connected.
+The protocol's own exchanges go over Gloo on the CPU, gradients over the backend of their device. If that is Gloo too,
+both use one communicator (`everstep.quorum.communicator`). Every member watches the others (`everstep.quorum.watch`):
+one that dies or leaves breaks the process group on all members at once, also while it is being built. It is built in a
+thread that can be abandoned, because Gloo sometimes waits forever for a peer that was killed while both connected.
 """
 
 import hashlib
@@ -29,22 +28,22 @@ from everstep.quorum.watch import PeerLost, PeerWatch
 
 CONNECT_POLL_S = 0.01
 UNHEARD = 3
-"""Connect timeouts after which a member whose host says nothing any more is lost."""
+"""Connect timeouts after which a member whose host is silent is lost."""
 STORES_KEPT = 4
 PROTOCOL, GRADIENTS = 0, -1
-"""Which line of a column."""
+"""Indices into a column's lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank connects with those of its column.
+    """What a rank needs to connect with the other ranks of its column. A member's place is its rank among them.
 
     Attributes:
-        key: of their process group; never used before.
-        store: `host:port` of a TCPStore that all of them reach.
-        host: place of the member whose store it is.
+        key: name of the process group; never used before.
+        store: `host:port` of a TCPStore that all members can connect to.
+        host: place of the member that runs the store.
         rank: this rank's place.
-        peers: by place, the `RankColumn.address` of each.
+        peers: by place, `RankColumn.address` of each member.
     """
 
     key: str
@@ -55,7 +54,7 @@ class Place:
 
     @property
     def others(self) -> dict[int, str]:
-        """The other members' addresses, by their places."""
+        """Place of each other member → its address."""
         return {place: address for place, address in enumerate(self.peers) if place != self.rank}
 
 
@@ -63,14 +62,14 @@ class RankColumn:
     """Collectives between rank r of every group of a quorum (a rank column).
 
     Args:
-        backend: of the gradients, "gloo" or "nccl".
+        backend: backend of the gradients' sums, "gloo" or "nccl".
         column: r.
-        host: address that the other members reach this rank under.
-        connect_timeout: for building the process groups.
-        reduce_timeout: for one sum, unless the call says otherwise.
-        token: of the run; admits members to each other's watch, and tells their notes from others'.
-        streams: of the gradients' device.
-        make: makes communicators.
+        host: address under which the other members reach this rank.
+        connect_timeout: of building the process groups.
+        reduce_timeout: of one `gather`, unless the call has another one.
+        token: the run's token, with which members prove to each other who they are and sign their notes.
+        streams: streams of the gradients' device.
+        make: creates a communicator.
     """
 
     def __init__(
@@ -89,38 +88,37 @@ class RankColumn:
         self._streams, self._make = streams or Streams(), make
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
         self._lines: list[Line] = []
-        """For what the protocol exchanges, and last for gradients; the same one where both go over Gloo."""
+        """The line of the protocol's exchanges, then that of the gradients; one line if both use Gloo."""
         self._stores: dict[str, dist.TCPStore] = {}
-        """Connections to members' stores. A new one asks the name server for the name of an address, at both ends,
-        and the store answers nobody meanwhile: with a slow name server that alone is longer than a quorum."""
+        """`host:port` → open connection to that member's store. For a new one, both ends look up the name of an
+        address, and the store answers nobody meanwhile: with a slow name server, for longer than a quorum takes."""
         self._lock = threading.Lock()
         self.watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
-        """Knows which ranks have died."""
+        """Knows which ranks of the column have died."""
         self.address = self.watch.address
-        """`host:port` that the other members of the column reach this rank under."""
+        """`host:port` under which the other members of the column reach this rank."""
         self.reach = Reach(token, connect_timeout)
-        """Knows which ranks could not be connected to lately."""
+        """Knows which ranks of the column lately could not be connected to."""
         self._key = b""
         self._rank = 0
         self._token, self._place = token, b""
         self._gathered = 0
         self.payload_bytes = 0
-        """What this rank gave into sums so far."""
+        """Bytes that this rank has put into sums so far."""
         self.size = 0
-        """How many members are connected."""
+        """Number of connected members, this rank included; 0 if the process group is broken."""
 
     def connect(self, place: Place, timeout: timedelta | None = None) -> None:
-        """Build the process groups anew. Raises SumsBroken: some member did not come in time."""
+        """Build new process groups. Raises SumsBroken if a member did not connect in time."""
         self.abort()
         timeout = timeout or self._connect_timeout
         place = replace(place, key=f"everstep/{place.key}/{self._column}")
-        # Taken, so that one that a thread was left behind with is not used again.
+        # Removed from `_stores`: if the thread is abandoned, its connection must not be used again.
         reached = self._stores.pop(place.store, None)
         building = _Building(place, self._new_lines, self.watch, timeout, reached)
         self._key = building.key
         building.start()
-        # Members may use up the timeout once while they wait for each other, once for each line they connect, and once
-        # for a device's first sum.
+        # The timeout may pass once until all members have come, once for each line, and once for a device's first sum.
         count = 1 if self._backend == "gloo" else 2
         give_up = time.monotonic() + 2 * count * timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
@@ -130,7 +128,7 @@ class RankColumn:
             if building.reached is not None:
                 self._stores[place.store] = building.reached
             if len(self._stores) > STORES_KEPT:
-                del self._stores[next(iter(self._stores))]  # the one not used for longest
+                del self._stores[next(iter(self._stores))]  # the least recently used one
             self.reach.reached(place.others.values())
             with self._lock:
                 self._lines, self._rank, self.size = lines, place.rank, len(place.peers)
@@ -138,18 +136,18 @@ class RankColumn:
         lost = not self._key
         if lost or not lines:
             self.abort()
-            if not lost:  # a member that leaves knows better why
+            if not lost:  # that a member left says nothing about which ones can be reached
                 self.reach.failed(place.peers[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 
     def warm(self, store: str, timeout: timedelta) -> None:
-        """Load what the gradients' backend loads with its first sum, by a sum of one member: NCCL's kernels can take a
-        minute. To be called before the other groups wait for this one.
+        """Make a first sum with this rank as the only member, so that the gradients' backend loads its kernels, which
+        takes NCCL up to a minute. To be called before the other groups wait for this one.
 
         Args:
             store: `host:port` of any TCPStore.
-            timeout: for all of it.
+            timeout: of everything that this does.
 
         Raises:
             SumsBroken: the backend does not work here.
@@ -157,11 +155,11 @@ class RankColumn:
         if self._backend != "gloo":
             self.connect(Place(os.urandom(16).hex(), store, 0, 0, (self.address,)), timeout)
             self.abort()
-            self._stores.clear()  # one that would wait for as long in each quorum
+            self._stores.clear()  # its connection has this long timeout, which must not be used in quorums
 
     def start(self, tensor: torch.Tensor, timeout: timedelta, which: int = GRADIENTS) -> Sum:
-        """Begin to sum in place what is in `tensor` once the current stream has done what it was given so far. `which`:
-        what it is a sum for, PROTOCOL or GRADIENTS. Raises SumsBroken."""
+        """Begin to sum `tensor` in place, after the work that is on the current stream so far. `which`: the line to
+        use, PROTOCOL or GRADIENTS. Raises SumsBroken."""
         with self._lock:
             lines = self._lines
         if not lines:
@@ -174,7 +172,7 @@ class RankColumn:
             raise SumsBroken(first_line(error)) from error
 
     def finish(self, one: Sum) -> None:
-        """Wait for a started sum. Raises SumsBroken, after which the process groups are broken; tensors of sums that
+        """Wait for a started sum. If it raises SumsBroken, the process groups are broken, and the tensors of sums that
         have not `ended` must not be used again."""
         try:
             one.line.finish(one)
@@ -183,13 +181,13 @@ class RankColumn:
             raise
 
     def total(self, values: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        """Sum of a float64 or int64 tensor on CPU over the groups. Raises SumsBroken."""
+        """Return the sum of a float64 or int64 CPU tensor over the groups. Raises SumsBroken."""
         total = values.clone()
         self.finish(self.start(total, timeout, PROTOCOL))
         return total
 
     def gather(self, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
-        """What every group gave, in rank order; empty if somebody else gave it. Raises SumsBroken."""
+        """Return every member's note, by place; empty if a stranger wrote it. Raises SumsBroken."""
         self._gathered += 1
         members, place = self.size, self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
@@ -199,7 +197,7 @@ class RankColumn:
         def exchange(some: bytes, size: int) -> list[bytes]:
             matrix = torch.zeros(members, -(-size // 8), dtype=torch.int64)
             matrix[self._rank].view(torch.uint8)[: len(some)] = torch.frombuffer(bytearray(some), dtype=torch.uint8)
-            # Where one group has something all others have zeros: no sum carries.
+            # Each row is non-zero on one member only, so the sum is that row unchanged.
             total = self.total(matrix, timeout or self._reduce_timeout).view(torch.uint8)
             return [row.numpy().tobytes() for row in total]
 
@@ -207,18 +205,18 @@ class RankColumn:
         return [notes.open_note(self._token, place, part) for place, part in zip(places, said, strict=True)]
 
     def abort(self) -> None:
-        """Break the process groups: every pending sum fails, here and at once on the peers."""
+        """Break the process groups: every pending sum fails at once, here and on the peers."""
         self.size = 0
         key, self._key = self._key, b""
         if key:
             self.watch.end(key)
         with self._lock:
             broken, self._lines = self._lines, []
-        for line in broken:  # what its sums run on goes when they have ended, with the thread that waits for them
+        for line in broken:  # its communicator lives until its sums have ended, in the thread that waits for them
             line.end()
 
     def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:
-        """Not connected yet."""
+        """Create the column's lines, which are not connected yet."""
 
         def line(backend: str, streams: Streams) -> Line:
             made = self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout)
@@ -234,13 +232,13 @@ class RankColumn:
 
 
 def reach(store: str, timeout: timedelta) -> dist.TCPStore:
-    """A connection to the store at `host:port`; raises RuntimeError."""
+    """Connect to the store at `host:port`. Raises RuntimeError."""
     host, _, port = store.rpartition(":")
     return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class _Building(threading.Thread):
-    """Connects lines. Whoever started it may go on without it: what it has connected by then is broken again."""
+    """Connects lines, in a thread that its caller may abandon (`take`). What it has connected is broken again then."""
 
     def __init__(
         self,
@@ -255,7 +253,7 @@ class _Building(threading.Thread):
         self.key = hashlib.blake2b(place.key.encode(), digest_size=32).digest()
         self.reached = reached
         self.unreached: frozenset[int] = frozenset()
-        """Places of the members that have not been reached so far, or were found not to be reachable."""
+        """Places of the members that could not be reached, or have not been so far."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
         self._lines: list[Line] = []
@@ -266,9 +264,9 @@ class _Building(threading.Thread):
     def run(self) -> None:
         try:
             if self._device is not None:
-                torch.accelerator.set_device_index(self._device)  # each thread has its own
+                torch.accelerator.set_device_index(self._device)  # the current device is a thread's own
             self._connect()
-        except Exception as error:  # noqa: BLE001 - torch raises what it likes here
+        except Exception as error:  # noqa: BLE001 - torch raises many types here
             self._error = first_line(error)
             return
         with self._lock:
@@ -285,7 +283,7 @@ class _Building(threading.Thread):
             self.unreached = lost.places
             raise
         if self.reached is None:
-            # Said beforehand: torch's client may try for longer than the timeout, and is left behind then.
+            # Set beforehand, as torch's client may try for longer than the timeout and be abandoned.
             self.unreached = frozenset({place.host} - {place.rank})
             self.reached = reach(place.store, self._timeout)
             self.unreached = frozenset()
@@ -294,17 +292,17 @@ class _Building(threading.Thread):
         for number, line in enumerate(self._lines):
             try:
                 line.communicator.connect(self.key + bytes([number]))
-                if line.communicator.on_device:  # else the first gradient's hook would wait for the slowest group
+                if line.communicator.on_device:  # or the first gradient's hook would wait for the slowest group
                     line.warm(self._timeout)
             except Exception:
                 self.unreached = line.communicator.unreached() - {place.rank}
                 raise
 
     def take(self) -> tuple[list[Line], str]:
-        """What is connected, or nothing and why; from here on nothing is connected any more."""
+        """Return the connected lines, or none and the reason. A thread that is not done by now is abandoned."""
         with self._lock:
             self._left_behind = True
             if not self._built:
                 for line in self._lines:
-                    line.end()  # what waits for a peer that is gone
+                    line.end()  # ends what still waits for a peer that is gone
             return (self._lines if self._built else []), self._error

@@ -1,4 +1,4 @@
-"""The group's own collectives for decisions: over Gloo on the CPU, whatever the gradients travel on."""
+"""Collectives between the ranks of one group, for its decisions: over Gloo on the CPU, whatever sums the gradients."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ class GroupRanks:
     """A process group of all ranks of this job.
 
     Args:
-        timeout: longest that one rank waits for another. Rank 0 waits for quorums while the others wait for it.
+        timeout: longest wait of one rank for another. While rank 0 waits for a quorum, the others wait for rank 0.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -22,7 +22,8 @@ class GroupRanks:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, by rank: a collective that all of them take in the same order. Raises GroupBroken."""
+        """Return what every rank gave as `mine`, by rank. A collective, which all ranks must call in the same order.
+        Raises GroupBroken."""
         return [mine] if self._group is None else notes.gather(mine, self._gather_padded)
 
     def _gather_padded(self, mine: bytes, size: int) -> list[bytes]:

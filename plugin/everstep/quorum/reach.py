@@ -1,4 +1,4 @@
-"""Which peers this rank cannot reach: found out when it connects, and asked again until they answer."""
+"""Keeps track of the peers that this rank cannot connect to, and tries these again until they answer."""
 
 import contextlib
 import threading
@@ -11,32 +11,32 @@ from everstep import wire
 from everstep.quorum.watch import PURPOSE
 
 FAILURES = 2
-"""So often in a row connecting to a peer must fail before it counts: a busy one may be late once."""
+"""Failures to connect in a row after which a peer is missing. One is not enough, as a busy peer may be late once."""
 LOOK_S = 0.2
 MOST_S = 60.0
-"""The longest wait before a peer is asked again."""
+"""Longest wait in seconds before a missing peer is tried."""
 FORGOTTEN_S = 600.0
-"""After so long without an answer a peer is connected to again, or is gone for good."""
+"""Seconds without an answer after which a peer is not missing any more. If it still exists, quorums try it again."""
 
 
 class Reach:
-    """Keeps account of peers by the addresses of their watches, for one rank.
+    """The peers that one rank cannot connect to, by the addresses of their watches.
 
     Args:
-        token: of the run.
-        timeout: for one connection to a peer.
+        token: the run's token.
+        timeout: longest time to connect to a peer.
     """
 
     def __init__(self, token: bytes, timeout: timedelta) -> None:
         self._token, self._timeout = token, timeout
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
-        """How often in a row connecting to a peer failed."""
+        """Address → failures to connect in a row."""
         self._missing: set[str] = set()
 
     def failed(self, addresses: Iterable[str]) -> None:
-        """Connecting to these peers failed. One that has answered since the last time is asked half as soon again: the
-        way to what answers may be open, and the way to what else is connected to not."""
+        """Note that connecting to these peers failed. The wait before a peer is tried doubles with each failure in a
+        row, also if it has answered since: its watch may be reachable while its other ports are not."""
         with self._lock:
             for address in addresses:
                 self._failures[address] += 1
@@ -47,19 +47,19 @@ class Reach:
                     threading.Thread(target=self._ask, args=(address, wait_s), name="reach", daemon=True).start()
 
     def reached(self, addresses: Iterable[str]) -> None:
-        """These peers are connected."""
+        """Note that these peers were connected."""
         with self._lock:
             for address in addresses:
                 self._failures.pop(address, None)
 
     def missing(self) -> frozenset[str]:
-        """Addresses of the peers that cannot be reached."""
+        """Return the addresses of the peers that cannot be reached."""
         with self._lock:
             return frozenset(self._missing)
 
     def _ask(self, address: str, wait_s: float) -> None:
-        """Until all of a connection can be made (a slow link may carry a part of it in time, and never the whole), or
-        the peer is gone for good."""
+        """Try to connect to a missing peer until that succeeds, or for FORGOTTEN_S. The whole handshake must succeed: a
+        slow link may carry a part of it in time, and never all of it."""
         forgotten = time.monotonic() + FORGOTTEN_S
         while time.monotonic() < forgotten:
             time.sleep(wait_s)

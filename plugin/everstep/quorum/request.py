@@ -1,6 +1,6 @@
-"""A quorum as values: what a group says when it asks, what all members then know, and who heals from whom.
+"""Requests and quorums as values: which members of a quorum are connected, which state counts, who heals from whom.
 
-Everything here is pure: from the same quorum every member decides the same.
+All functions are pure: from the same requests, every member computes the same quorum.
 """
 
 import functools
@@ -14,16 +14,15 @@ from everstep.run import typed
 
 NO_STATE = -1
 LENDERS = 4
-"""Groups that a joiner takes the state from, if there are as many. Each holds a copy of it in its hosts' memory
-meanwhile. Where all links are alike one or two fill the joiner's; the others are there in place of those that are busy,
-slow or gone."""
+"""Groups that a joiner fetches the state from, if there are as many. Each keeps a copy of it in its hosts' memory
+meanwhile. On equal links, one or two saturate the joiner's; the others replace those that are busy, slow or dead."""
 
 Word = Annotated[int, typed.Within(NO_STATE, (1 << 63) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Which state a group has: after `step`, of `history` (`ledger.extend`); NO_STATE and 0 for none."""
+    """Names the state after `step`, of `history` (`ledger.extend`); NO_STATE and 0 if a group has none."""
 
     step: Word
     history: Word
@@ -33,12 +32,12 @@ NOTHING = State(NO_STATE, 0)
 
 
 def name_of(group: int, life: str) -> str:
-    """Of one life of a group; differs from that of every other."""
+    """Return the name of one start (life) of a group, unique in the run. torchft's replica id."""
     return f"{group}:{life}"
 
 
 def group_of(name: str) -> str:
-    """Whose name it is, if `name_of` made it."""
+    """Return the group id, as text, in a name that `name_of` made."""
     return name.partition(":")[0]
 
 
@@ -47,20 +46,21 @@ class Request:
     """What a group says of itself when it asks for a quorum.
 
     Attributes:
-        group: its id.
-        life: differs after every start of the group.
-        number: counts the requests of this life, from 1; a quorum is believed only for the newest.
-        state: the last that it has.
-        follows: it does not have this state yet, but the one before that it is receiving, and the summed gradients of
-            every step between them, so it needs no other source while the members go on from there; or NOTHING.
-        finishing: it makes no more steps and waits for the last state to be saved.
+        group: its group id.
+        life: name of this start of the group; another one after every restart.
+        number: number of this request among those of this life, from 1. A quorum counts only for the newest request.
+        state: the newest state that it has.
+        follows: the state that it will have once its heal is complete: it is fetching an earlier state, and keeps the
+            summed gradients of every step since. While the members go on from `follows`, it needs no other source.
+            NOTHING if it does not heal.
+        finishing: whether it makes no more steps and waits for the last state to be saved.
         connected: key of the quorum whose process group it is connected in; empty for none.
-        store: `host:port` of a TCPStore of this group that the others reach.
-        doors: `host:port` where each of its ranks serves its state.
-        watches: `host:port` where each of its ranks is reached by the same rank of the others.
-        unreached: names of members that some rank of it could not reach lately.
-        makers: how many groups make the steps of the last quorum that it was in and are not known to have died.
-        settings: `name = value` of what groups that sum together have alike.
+        store: `host:port` of a TCPStore of this group that the other groups can connect to.
+        doors: by rank, `host:port` where the rank serves its state.
+        watches: by rank, `host:port` where the other groups' ranks of the same column connect to it.
+        unreached: names of members that one of its ranks lately could not connect to.
+        makers: number of groups that make the steps of its last quorum and are not known to have died.
+        settings: `name = value` of each setting that groups which sum together must share.
     """
 
     group: typed.Count
@@ -83,29 +83,30 @@ class Request:
 
 
 def encode(request: Request) -> str:
-    """As JSON text."""
+    """Return a request as JSON text."""
     return typed.dumps(asdict(request)).decode()
 
 
 @functools.lru_cache(1024)
 def decode(text: str) -> Request:
-    """The inverse of `encode`. Raises UnfitError for anything else. A process comes by most requests several times."""
+    """Read what `encode` returned; raises UnfitError for anything else. Cached, as most requests are read
+    repeatedly."""
     return typed.parse(Request, typed.loads(text), "a request")
 
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """What all ranks of a group know after a quorum.
+    """A quorum as all ranks of its groups know it.
 
     Attributes:
-        id: torchft's, for logs; starts again from 1 when the lighthouse does.
-        members: those that reach each other, in the order of their group ids, each by its request.
-        key: differs from every other quorum's; the same on all members.
-        state: the one that counts; NOTHING when no member has any.
-        able: groups that have it: they compute.
-        sources: joiner → the groups that it takes the state from, LENDERS at most. Joiners that follow need none.
-        left_out: groups that asked as well and cannot be connected with all members (`together`).
-        cut: pairs of groups that do not reach each other, or have other settings, the lower id first.
+        id: torchft's id, for logs; starts again from 1 when the lighthouse restarts.
+        members: requests of the groups that can connect to each other, by ascending group id.
+        key: name of this quorum, unique and the same on all members.
+        state: the state that counts; NOTHING if no member has one.
+        able: groups that have this state, and so compute.
+        sources: joiner → groups that it fetches the state from, LENDERS at most. Joiners that follow have no entry.
+        left_out: groups that asked too, but cannot be connected with all members (`together`).
+        cut: pairs of groups that cannot reach each other or have different settings, the lower id first.
     """
 
     id: int
@@ -125,33 +126,36 @@ class Quorum:
         return self.members[self.groups.index(group)]
 
     def is_finishing(self) -> bool:
-        """Whether a group that has the newest state makes no more steps: then nobody does."""
+        """Whether a group that has the newest state makes no more steps. Then no group makes any."""
         return any(self.member(group).finishing for group in self.able)
 
     def connected_in(self) -> str:
-        """The process group that all members are in already, and nobody else; empty if there is none."""
+        """Return the key of the process group that all members are connected in already; empty if there is none."""
         keys = {member.connected for member in self.members}
         return keys.pop() if len(keys) == 1 else ""
 
     def moved_on(self, state: State, able: tuple[int, ...]) -> "Quorum":
-        """What its members make of it after they committed a step and nobody wants another one: `able` made the step
-        and have its state, and all others follow."""
+        """Return this quorum for the next step, if its members have committed one and need no new quorum. `able` made
+        that step and have its state; all other members follow."""
         return replace(self, state=state, able=able, sources={})
 
     def makers(self) -> str:
-        """A word for those that make its steps, the same in each quorum of theirs; empty if nobody has a state."""
+        """Return a hash of the groups that make its steps, equal in every quorum in which the same ones do; empty if no
+        group has a state."""
         able = set(self.able)
         names = "/".join(member.name for member in self.members if member.group in able)
         return hashlib.blake2b(names.encode(), digest_size=8).hexdigest() if names else ""
 
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:
-    """Groups that all reach each other: the one that is cut off from most others is left out first, of several that of
-    the highest id, but not the last that is able. Who reaches all that are left after that is not left out.
+    """Return the groups that can all be connected with each other.
+
+    Groups are left out one by one: first the one that is cut off from the most others, of several that with the highest
+    id, but never the last one that is able. A group that reaches all the remaining ones is then taken back in.
 
     Args:
-        groups: their ids.
-        cut: pairs of which at least one does not reach the other.
+        groups: ids of all groups.
+        cut: pairs of groups that cannot reach each other, in at least one direction.
         able: groups that have the state.
     """
     inside = set(groups)
@@ -166,15 +170,15 @@ def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Coll
 
 
 def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
-    """What the members of a quorum make of it.
+    """Return the quorum that follows from the requests of its members.
 
-    The state that counts is the newest; where groups at that step went different ways, the way that most of them went,
-    and of equally many that of the lowest group id. Members that do not reach each other are not connected
-    (`together`). All others that lack the state heal, each from several of those that have it, and if there are enough
-    from other ones than the joiner before.
+    The state that counts is the newest. If groups at that step have different histories, the most common history
+    counts, in a tie that of the lowest group id. Members that cannot reach each other are not connected (`together`).
+    Members without the state heal from several groups that have it; if there are enough of these, each joiner uses
+    others than the joiner before.
 
     Raises:
-        ValueError: a group is there twice, or nobody is.
+        ValueError: a group occurs twice, or there is no member.
     """
     ordered = tuple(sorted(members, key=lambda member: member.group))
     if not ordered or len({member.group for member in ordered}) < len(ordered):
@@ -202,7 +206,7 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
 
 
 def differing_settings(members: Sequence[Request]) -> str:
-    """Which groups have other settings than most, and which, in words; empty if all have the same."""
+    """Return which groups have other settings than most, and which settings, as text; empty if all are equal."""
     usual = Counter(member.settings for member in members).most_common(1)[0][0]
 
     def beyond(one: Collection[str], other: Collection[str]) -> str:
@@ -216,7 +220,7 @@ def differing_settings(members: Sequence[Request]) -> str:
 
 
 def _state_that_counts(members: Sequence[Request]) -> tuple[State, tuple[int, ...]]:
-    """The state that counts, and the groups that have it."""
+    """Return the state that counts, and the groups that have it."""
     ways = Counter(member.state for member in members)
     state = max(members, key=lambda member: (member.state.step, ways[member.state], -member.group)).state
     return state, tuple(member.group for member in members if member.state == state != NOTHING)

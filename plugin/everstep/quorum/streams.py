@@ -1,4 +1,4 @@
-"""The order of work on a device, for sums, heals and snapshots; on a CPU everything is in order already."""
+"""Streams and events of a device, which order the work of sums, heals and snapshots. On a CPU they do nothing."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ import torch
 log = logging.getLogger("everstep.streams")
 
 WITH_ATTENTION_KERNELS = ("cuda", "xpu")
-"""Types of the devices that PyTorch's kernels of FlexAttention and varlen attention train on."""
+"""Device types on which PyTorch's FlexAttention and varlen attention have kernels for training."""
 
 
 class Event(Protocol):
@@ -21,31 +21,27 @@ class Event(Protocol):
 
 
 class Streams:
-    """Queues of work on one device. A thread has a current one, which what it calls goes to. These are a CPU's: a call
-    returns when its work is done."""
+    """The streams (queues of work) of one device. A thread's calls enqueue work on its current stream. This class is
+    for a CPU, which has no streams: a call returns when its work is done."""
 
     def current(self) -> Hashable:
-        """The calling thread's current stream."""
+        """Return the calling thread's current stream."""
         return None
 
     def record(self) -> Event | None:
-        """The point after all that the current stream was given so far; None where work is done when a call returns."""
+        """Return the point after all work that is on the current stream so far; None on a CPU."""
         return None
 
     def wait(self, event: Any) -> None:
-        """What the current stream is given from now on begins after `event`. Does not block the calling thread."""
+        """Let the work that the current stream gets from now on begin after `event`. Does not block the thread."""
 
     def of_sums(self) -> contextlib.AbstractContextManager[object]:
-        """Makes the stream of the sums the current one."""
+        """Return a context in which the separate stream for sums (or copies) is the current one."""
         return contextlib.nullcontext()
 
 
 class DeviceStreams(Streams):
-    """Of an accelerator, with a stream of its own for sums. Tested on the stand-in of tests/device, not on a GPU.
-
-    Args:
-        device: where the gradients are.
-    """
+    """Streams of the accelerator `device`, with a new one for sums. Tested only on the stand-in of tests/device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._sums = device, torch.Stream(device=device)
@@ -73,10 +69,10 @@ class DeviceStreams(Streams):
 
 
 def bring(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], streams: Streams, ready: Event | None) -> None:
-    """Copy each (source, target) to the host, on a stream of its own; returns when all are there.
+    """Copy each (source, target) to the host, on the separate stream. Returns when all copies are complete.
 
     Args:
-        ready: what the copies must come after; recorded on the compute stream.
+        ready: point in the compute stream after which the copies may begin.
     """
     with streams.of_sums():
         streams.wait(ready)
@@ -88,8 +84,8 @@ def bring(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], streams: Streams,
 
 
 def page_locked(size: int) -> torch.Tensor:
-    """Zeros, uint8 [size], to which an accelerator copies by itself if its driver gives such memory; to any other the
-    copies take longer."""
+    """Return zeros, uint8 [size], in page-locked memory, to which an accelerator copies faster; in ordinary memory if
+    the driver gives none of that."""
     try:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
@@ -98,5 +94,5 @@ def page_locked(size: int) -> torch.Tensor:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of a device."""
+    """Return the streams of a device."""
     return Streams() if device.type == "cpu" else DeviceStreams(device)

@@ -1,13 +1,13 @@
-"""Notices at once that a member of a quorum died or gave up, whatever the process group is doing.
+"""Detects at once that a member of a process group died or left it, whatever the process group is doing.
 
-A collective tells of a dead peer only if it happens to need that peer just then; a survivor that waits for another
-survivor, which has already given up, would wait for its whole timeout. So rank r of every group keeps a silent TCP
-connection to rank r of every other for as long as a process group lasts, two between any two of them. The kernel closes
-it when the peer's process ends, and a peer that breaks the process group says FAREWELL and closes it itself: the others
-see that within a millisecond, and break it GRACE_S later. The kernel also asks now and then whether the peer's kernel
-is there (TCP keepalive), since a host that loses power tells nobody.
+A collective fails because of a dead peer only if it needs that peer just then. A survivor that waits for another
+survivor, which has already left, would wait for its whole timeout. So as long as a process group lasts, rank r of every
+group keeps silent TCP connections to rank r of every other group, two between any two ranks. If a process ends, its
+kernel closes them; if a rank leaves the process group, it sends FAREWELL and closes them. The peers see that within a
+millisecond, and break the process group GRACE_S later. A host that loses power closes nothing, so the kernel also
+probes now and then whether the peer's kernel still answers (TCP keepalive).
 
-Only members are let in: a connection proves the run's token and names its process group before it is kept.
+Only members are admitted: a connection proves that it knows the run's token and names its process group.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ from datetime import timedelta
 from everstep import wire
 
 GRACE_S = 0.1
-"""Between a loss and its announcement. A sum that the lost member had finished with may still complete between the
-others, and then nobody has to compute anything again."""
+"""Seconds between a loss and its announcement. Meanwhile the others may complete a sum that the lost member had already
+done its part of; then no slot has to be computed again."""
 
 PURPOSE = "watch"
 FAREWELL = b"+"
-"""What closes without it was closed by a kernel whose process has ended."""
+"""Sent before a connection is closed on purpose. Without it, the process at the other end has died."""
 REMEMBERED = 64
-"""Process groups whose end is remembered, for callers that come late."""
+"""Number of ended process groups that are remembered, for members that connect late."""
 
 KEEPALIVES = 2
-"""How many questions of the kernel stay without an answer before a peer is lost."""
+"""Unanswered keepalive probes after which a peer is lost."""
 
 CONNECTING = 32
-"""Peers that are connected to at the same time."""
+"""Number of peers that are connected to at the same time."""
 
 
 class PeerLost(ConnectionError):
-    """Members of the quorum could not be reached: `places` says which."""
+    """Some members could not be reached, those at `places`."""
 
     def __init__(self, what: str, places: Iterable[int] = ()) -> None:
         super().__init__(what)
@@ -47,17 +47,17 @@ class PeerLost(ConnectionError):
 
 
 class PeerWatch:
-    """Both ends of the connections of one rank.
+    """One rank's connections to the other members of its process groups.
 
     Args:
-        host: address to listen on and to be reached under.
-        on_loss: called with the key of a process group that lost a member, once for each, in a thread of its own;
-            perhaps after `end` was called.
-        token: of the run.
-        silence: after so long without a sign of a peer's kernel the peer is lost; whole seconds, 3 at least.
+        host: address to listen on, under which peers reach this rank.
+        on_loss: called once with the key of each process group that lost a member, in its own thread; possibly after
+            `end` was called.
+        token: the run's token.
+        silence: how long a peer's kernel may be silent before the peer is lost; rounded to seconds, at least 3 s.
 
     Raises:
-        wire.WireError: it cannot listen on `host`.
+        wire.WireError: the watch cannot listen on `host`.
     """
 
     def __init__(self, host: str, on_loss: Callable[[bytes], None], token: bytes, silence: timedelta) -> None:
@@ -66,11 +66,11 @@ class PeerWatch:
         self._ask_every_s = min(asked_s, 32767)  # Linux takes no more
         self._lock = threading.Lock()
         self._connections: defaultdict[bytes, list[socket.socket]] = defaultdict(list)
-        """By process group, to and from its other members."""
+        """Key of a process group → connections to and from its other members."""
         self._watched: set[bytes] = set()
-        """Process groups that this rank has connected for, and that have lost nobody."""
+        """Process groups that this rank has connected and that have lost no member."""
         self.ended: frozenset[str] = frozenset()
-        """Addresses of members of the last process group that are known to have died."""
+        """Addresses of the members of the last process group that are known to have died."""
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
         self._door = wire.Door(host, token, self._admit, purpose=PURPOSE)
@@ -79,16 +79,16 @@ class PeerWatch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def begin(self, key: bytes, peers: Mapping[int, str], timeout: timedelta) -> None:
-        """Watch the members of a process group.
+        """Connect to the other members of a process group and watch them.
 
         Args:
             key: 32 bytes that name the process group on all members.
-            peers: addresses of the other members, by their place.
-            timeout: to reach one of them, CONNECTING at a time.
+            peers: place of each other member → its address.
+            timeout: longest time to connect to one member; CONNECTING of them at once.
 
         Raises:
-            PeerLost: some of them cannot be reached, or `end` was called for this process group meanwhile. Others may
-                be connected already: `end` has to be called.
+            PeerLost: some members cannot be reached, or `end` was called for this process group meanwhile. The caller
+                then has to call `end`, as other members may have connected to this rank.
         """
 
         def reach(address: str) -> socket.socket | wire.WireError:
@@ -117,12 +117,12 @@ class PeerWatch:
                 self._keep(key, connection, peers[place])
 
     def end(self, key: bytes) -> None:
-        """The process group is over for this rank; members that still use it lose this rank. Idempotent."""
+        """Leave a process group. Members that still use it lose this rank. Idempotent."""
         with self._lock:
             self._over.append(key)
             self._watched.discard(key)
             left = self._connections.pop(key, ())
-            for connection in left:  # a sum may have told of a death before the watch looked
+            for connection in left:  # a sum may have failed because of a death that the watch has not yet seen
                 self._hear(connection)
             self._drop(left)
 
@@ -131,9 +131,9 @@ class PeerWatch:
         self._selector.register(connection, selectors.EVENT_READ, (key, address))
 
     def _hear(self, connection: socket.socket) -> None:
-        """Take note of the peer's death, if this connection tells of one."""
+        """Note the peer's death if this connection was closed without FAREWELL."""
         _, address = self._selector.get_key(connection).data
-        with contextlib.suppress(OSError):  # it stands, was broken on its way, or for the silence of a host
+        with contextlib.suppress(OSError):  # still open, or broken by the network or a silent host: no known death
             if address and connection.recv(1) != FAREWELL:
                 self.ended |= {address}
 
@@ -142,13 +142,13 @@ class PeerWatch:
             self._selector.unregister(connection)
             with contextlib.suppress(OSError):
                 connection.send(FAREWELL)
-                connection.shutdown(socket.SHUT_RDWR)  # also for what a forked child has of it
+                connection.shutdown(socket.SHUT_RDWR)  # closes it even if a forked child has a copy
             connection.close()
 
     def _admit(self, member: wire.Channel, key: bytes) -> None:
         with self._lock:
             self._keep(key, member.sock)
-            if key in self._over:  # the caller is late, and is to know that nobody has died
+            if key in self._over:  # the member is late; the FAREWELL tells it that this rank has not died
                 self._drop(self._connections.pop(key))
 
     def _watch(self) -> None:
@@ -157,7 +157,7 @@ class PeerWatch:
                 self._look(ready)
 
     def _look(self, ready: selectors.SelectorKey) -> None:
-        # Peers say nothing until they are lost.
+        # Peers send nothing before their FAREWELL, so a readable connection is a lost peer.
         (key, _), connection = ready.data, ready.fileobj
         with self._lock:
             left = self._connections.get(key, [])
@@ -168,7 +168,7 @@ class PeerWatch:
             self._drop([connection])
             if not left:
                 del self._connections[key]
-            if key not in self._watched:  # it has left before this rank came
+            if key not in self._watched:  # the peer left before this rank had connected
                 return
             self._watched.remove(key)
         timer = threading.Timer(GRACE_S, self._lose, (key,))
