@@ -1,7 +1,7 @@
 """Finds the line of a key in a TOML document.
 
-tomli returns values without positions. But if a statement ends on line n, lines 1 to n are a TOML document too. So the
-line is found by bisection: the key is in the first statement whose prefix of the document contains it.
+tomli returns values without positions. But if a statement ends on line n, lines 1 to n are a TOML document too. A key
+belongs to the statement with whose end it first appears in such a document. Bisection finds that statement.
 """
 
 from bisect import bisect_left

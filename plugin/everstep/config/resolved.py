@@ -98,7 +98,7 @@ def _decides_result(path: Path, config: Any) -> bool:
     if path[:2] in _NOT_THE_RESULT:
         return False
     if path == ("training", "steps"):
-        return config.lr_scheduler.total_steps is None  # total_steps is the schedule's length
+        return config.lr_scheduler.total_steps is None  # if set, it is the schedule's length
     if path[0] in ("dataloader", "tokenizer", "hf_assets_path"):
         # The other sources read none of these: their data is in tokens already.
         return config.data.source == "dataloader"

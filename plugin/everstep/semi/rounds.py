@@ -20,14 +20,14 @@ def steps_of(round_: int, steps: int) -> range:
 
 
 def slots_of(worker: int, slots: int, workers: int) -> range:
-    """Return the slots of one of M = `workers` workers in a step of S = `slots` slots. S is a multiple of M."""
+    """Return the slots of `worker` in an optimizer step of S = `slots` slots, a multiple of M = `workers`."""
     each = slots // workers
     return range(worker * each, (worker + 1) * each)
 
 
 def fragments_of(names: Iterable[str], fragments: int) -> list[int]:
-    """Return the fragment, from 0, of each parameter in `names`, of P = `fragments`. Parameters of layer l belong to
-    fragment l mod P, the paper's strided pattern; those before the layers to the first, those after to the last."""
+    """Return the fragment of each parameter, 0 to P - 1 with P = `fragments`. Parameters of layer l are in fragment
+    l mod P, the paper's strided pattern; those before the layers are in the first, those after them in the last."""
     found, before = [], True
     for name in names:
         layer = _LAYER.search(name)

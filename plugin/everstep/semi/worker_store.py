@@ -3,10 +3,10 @@ each worker, rank and round in the host's memory, which outlives the process; an
 host, in another host's memory or, if no other host takes it, on storage.
 
 A file begins with a keyed digest (BLAKE2b with the run's token) of the state and of its worker, rank, round and
-history. So a file that is torn, altered, renamed or written by a stranger is not accepted as a state.
+history. So a file that is torn, altered, renamed or written without the token is not accepted as a state.
 
-Threads write the files while the next round is computed. At most one copy of a worker's state is in progress; the next
-copy starts after the first round that finds it done.
+Threads write the files while the next round is computed. For each worker at most one copy is in progress; the next copy
+begins after the first round that finds it done.
 """
 
 import contextlib
@@ -148,8 +148,8 @@ class WorkerStore:
         """Begin to write the states in this process that are of `round_`, which was just committed. If a worker's
         previous state is not in the host's memory yet, wait up to `timeout_s` for its copy first.
 
-        Returns a sentence naming a worker whose state has no copy, and why; "" if every copy is recent. Training can
-        go on without a copy, but if the remaining file is lost as well, the run ends.
+        Returns a sentence naming a worker whose state has no copy, and why; "" if every worker's copy is recent.
+        Training can go on without a copy, but then the loss of the host's file ends the run.
         """
         mine = [(place, state) for place, state in self.held.values() if place.round == round_]
         carried = {place.worker for place, _ in mine}

@@ -25,8 +25,8 @@ OPTIMIZER = "optimizer/"
 PARAM = "param/"
 MARKS = "marks"
 REMEMBERED = 2
-"""Rounds before the last one whose marks are kept, for a worker that has to make rounds again: its state after the
-round before the last is in a file, or the carrying group waits for that file."""
+"""Rounds before the last one whose marks are kept, so that a worker's rounds can be made again from an older state. A
+worker's state after the round before the last is in a file, or its group waits for that file."""
 
 
 @dataclass(frozen=True, slots=True)

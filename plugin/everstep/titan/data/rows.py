@@ -121,7 +121,7 @@ class Rows(SlotSource):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the checkpoint was made with other data or another global batch."""
+        """Take over a checkpoint's position. Raises ValueError if it is of other data or another global batch."""
         if not state_dict:
             return
         if state_dict["data"] != self.fingerprint():
