@@ -1,14 +1,14 @@
-"""How fast a joiner gets a state from one source and from several, and what that takes of processors.
+"""Measure how fast a joiner gets a state from one source and from several, and how much processor time that takes.
 
     python bench/heal.py [--gb 1] [--sources 1 2 8] [--mbyte 100] [--rounds 3] [--unsealed] [--json]
 
-Each source is a process of its own on this machine, whose connections are held to a rate as a link of its own would
-(SO_MAX_PACING_RATE; `--mbyte 0`: as fast as memory is copied through loopback). All numbers of sources take their turn
-in each round, in the reverse order in every other one. What arrives is compared to the bit.
+Each source is a separate process on this machine. Its connections are limited to a rate, as if it had a separate link
+(SO_MAX_PACING_RATE; `--mbyte 0`: as fast as loopback copies memory). Each round measures all numbers of sources, in
+reverse order in every second round. The received state is compared bit by bit.
 
-Prints medians of the rounds: MB/s (10^6 bytes), also as parts of what one source gives; processor seconds a GB of the
-joiner, and of all sources together; and what each source pays before, for its copy of the state. `--unsealed`: also
-with records that are not encrypted, as parts of the rate and processor time with them.
+Prints medians of the rounds: MB/s (10^6 bytes), and the ratio to the first number of sources; processor seconds per GB
+of the joiner, and of all sources together; and processor seconds per GB that each source needs first, for its copy of
+the state. `--unsealed`: also measures records that are not encrypted.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-import torch.multiprocessing  # noqa: F401 -- its tensors are shared with processes, and not copied
+import torch.multiprocessing  # noqa: F401 -- shares tensors with other processes instead of copying them
 
 from everstep.quorum.heal import Door, Fetch, HealState, Wanted, _Copy
 from everstep.quorum.streams import Streams
@@ -37,7 +37,7 @@ SEALER = door.Sealer
 
 
 class Unsealed:
-    """A `Sealer` that leaves records as they are, with an empty code."""
+    """A `Sealer` that does not encrypt records; their tags are zeros."""
 
     def seal(self, head, views):
         return b"".join([head, *views, bytes(sealing.TAG_BYTES)])
@@ -48,12 +48,12 @@ class Unsealed:
 
 
 def seal(sealed: bool) -> None:
-    """From now on this process's new connections are encrypted, or not."""
+    """Encrypt this process's new connections from now on, or do not."""
     door.Sealer = SEALER if sealed else (lambda key: Unsealed())  # pyrefly: ignore[bad-assignment]
 
 
 def source(pipe, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
-    """Say what a copy takes and where the state is served, and seal as is told."""
+    """Serve a state in this process. Sends its address and the processor seconds of a copy, then seals as told."""
     torch.set_num_threads(1)
     state = HealState(tensors=tensors)
     began, copy = time.process_time(), _Copy(state, Streams(), TIMEOUT.total_seconds())
@@ -72,7 +72,7 @@ def source(pipe, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
 
 
 class Sources:
-    """So many processes that serve a state."""
+    """`count` processes that each serve the same state."""
 
     def __init__(self, count: int, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
         context = multiprocessing.get_context("spawn")
@@ -95,7 +95,7 @@ class Sources:
             pipe.recv()
 
     def used_s(self) -> float:
-        """Processor seconds of all of them so far."""
+        """Return the processor seconds that all sources together have used so far."""
         return sum(sum(each.cpu_times()[:2]) for each in self._used)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Sources:
 
 
 def take(sources: Sources, count: int, tensors: dict[str, torch.Tensor], sealed: bool) -> tuple[float, float, float]:
-    """One transfer from so many of them: bytes a second, and processor seconds of the joiner and of the sources."""
+    """Fetch a state from `count` sources. Returns bytes per second, and processor seconds of joiner and sources."""
     sources.seal(sealed)
     seal(sealed)
     used, given = time.process_time(), sources.used_s()
@@ -120,13 +120,13 @@ def take(sources: Sources, count: int, tensors: dict[str, torch.Tensor], sealed:
 
 
 def measure(gb: float, mbyte: float, counts: list[int], rounds: int, kinds: list[bool]) -> list[dict[str, Any]]:
-    """A row for each number of sources, of a state of so many GB."""
+    """Return a row of results for each number of sources and each kind of connection, for a state of `gb` GB."""
     words = int(gb * 1e9) // (TENSORS * 8)
     tensors = {f"layer.{i}": torch.randint(1 << 62, (words,)).share_memory_() for i in range(TENSORS)}
     nbytes = words * 8 * TENSORS
     sources = Sources(max(counts), tensors, mbyte * 1e6)
     found: dict[tuple[int, bool], list[tuple[float, float, float]]] = {(n, k): [] for n in counts for k in kinds}
-    take(sources, max(counts), tensors, True)  # all of them copy the state
+    take(sources, max(counts), tensors, True)  # now each source has copied the state
     for number in range(rounds):
         for count, sealed in list(found)[:: -1 if number % 2 else 1]:
             found[count, sealed].append(take(sources, count, tensors, sealed))

@@ -1,9 +1,9 @@
-"""Everstep without failures, with ordinary and with exact sums, beside torchtitan's own HSDP, in one run.
+"""Compare Everstep without failures, with ordinary and with exact sums, to torchtitan's own HSDP.
 
     python bench/healthy.py [--steps 30] [--rounds 3]
 
-Trains the same config, seed, data and global batch in the three ways, alternating: Everstep with two replica groups of
-one rank each, the same with [fault_tolerance] exact = true, and torchtitan's trainer with two ranks and
+Trains the same config, seed, data and global batch in three ways, in turn: Everstep with two replica groups of one
+rank each; the same with [fault_tolerance] exact = true; and torchtitan's trainer with two ranks and
 data_parallel_replicate_degree = 2. Prints the largest loss difference and the ratios of the median step times.
 """
 
@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "demo.toml"
 TITAN_STEP = re.compile(r"bench step (\d+) loss ([-\d.e+]+) took ([\d.]+)")
 WARM_STEPS = 3
-"""Steps at the beginning whose time does not count: first uses, joining groups."""
+"""Steps at the beginning whose time does not count: first uses of code, and groups that join."""
 
 
 def everstep(steps: int, folder: Path, *flags: str) -> tuple[dict[int, float], list[float]]:
-    """Loss by step, and the seconds between commits."""
+    """Train with Everstep. Returns step -> loss, and the seconds between commits."""
     run_dir = folder / "-".join(["everstep", *flags])
     command = [sys.executable, "-m", "everstep.cli", "run", str(CONFIG), "--groups", "2", "--steps", str(steps)]
     run([*command, "--run-dir", str(run_dir), "--checkpoint.no-enable", *flags])
@@ -37,7 +37,7 @@ def everstep(steps: int, folder: Path, *flags: str) -> tuple[dict[int, float], l
 
 
 def titan(steps: int, folder: Path) -> tuple[dict[int, float], list[float]]:
-    """The same of torchtitan's own trainer."""
+    """Train with torchtitan's own trainer. Returns the same as `everstep`."""
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     command += ["--rdzv_endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", str(Path(__file__).resolve())]
     flags = ["--module", "everstep", "--config", str(CONFIG), "--dump_folder", str(folder / "titan")]
@@ -62,7 +62,7 @@ def run(command: list[str]) -> str:
 
 
 def as_titan(argv: list[str]) -> None:
-    """A rank of torchtitan's trainer that prints each step's loss in full, and when it was done."""
+    """Run one rank of torchtitan's trainer; print each step's loss in full precision, and when the step ended."""
     from everstep.titan import cpu
 
     cpu.stand_in()

@@ -1,4 +1,4 @@
-"""How fast snapshots are coded: GB (10^9) of source per second on one thread, best of several runs.
+"""Measure how fast snapshots are coded: GB (10^9 bytes) of source per second on one thread, best of 5 runs.
 
 python bench/snapshot.py [--mb 32] [--shards 4]
 """
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=4, help="sources that are combined")
     args = parser.parse_args()
     data, out = ([parity.aligned_bytes(args.mb << 20) for _ in range(count)] for count in (args.shards, 2))
-    for seed, array in enumerate((*data, *out)):  # memory that has been touched
+    for seed, array in enumerate((*data, *out)):  # touch all memory before it is timed
         array[:] = np.random.default_rng(seed).integers(0, 256, len(array), dtype=np.uint8)
 
     def combine(count: int) -> None:

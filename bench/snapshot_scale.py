@@ -1,10 +1,10 @@
-"""One rank of a thousand groups of eight restores from host memory, on one machine.
+"""Measure how long one rank needs to restore its state from host memory in a run of a thousand groups of eight ranks.
 
     python bench/snapshot_scale.py [--groups 1000] [--ranks 8] [--off 100] [--mb 8]
 
-It asks every host. The other groups' keepers are light: servers in this machine's processes that answer for the
-headers, parts and parity of all their ranks, over the real protocol. `--off` hosts accept connections and never answer.
-One rank is restored by the real code; the transfer alone is the same bytes over one connection.
+All of it runs on one machine. The rank is restored by the real code, which asks every host. The keepers are simulated:
+servers in a few processes that answer over the real protocol for headers, parts and parity of all ranks of their group.
+`--off` hosts accept connections and never answer. `transfer_at_1_gb_s` is the time of the fetched bytes at 1 GB/s.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from everstep.snapshot.segment import run_id
 
 STEP = 7
 SERVERS = 8
-"""Processes that the light keepers share."""
+"""Processes that the simulated keepers share."""
 PATIENCE = timedelta(seconds=10)
 TIMEOUT = timedelta(seconds=10)
 
 
 @functools.lru_cache(maxsize=20_000)
 def parity_group(groups: int, group: int) -> tuple[int, ...]:
-    """The groups that one is coded with, each on a host of its own."""
+    """Return the parity group of a group, if each group is on a separate host."""
     return Domains(tuple(range(groups)), 8, 1, tuple(range(1, groups + 1))).group_of(group)
 
 
@@ -53,13 +53,13 @@ def state_of(rank: int, nbytes: int, step: int) -> dict[str, torch.Tensor]:
 
 
 class Light:
-    """A keeper of one group without memory of its own: what it would hold is computed when it is asked for."""
+    """A simulated keeper of one group. It holds no segment: it computes each buffer when a client opens it."""
 
     def __init__(self, run: str, token: bytes, groups: int, ranks: int, state_bytes: int, group: int) -> None:
         self._run, self._groups, self._ranks = run, groups, ranks
         self._bytes, self._group = state_bytes, group
         held = [self._held(kind, rank)[0] for kind in ("data", "parity") for rank in range(ranks)]
-        # Encoded once: each keeper has a host of its own, and here nine hundred share two cores with who asks.
+        # Encoded only once, because here hundreds of keepers share the machine's cores with the rank that asks them.
         self._inventory = wire.encoded({"buffers": listed(held)})
         self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
 
@@ -94,7 +94,7 @@ def _flat(rank: int, nbytes: int) -> tuple[Layout, np.ndarray]:
 
 @functools.lru_cache(maxsize=20_000)
 def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
-    """A group's part as its copier would publish it."""
+    """Return header and payload of a group's part, as its copier would publish them."""
     layout, flat = _flat(rank, nbytes)
     mine, part = parity_group(groups, group), part_bounds(layout.size, groups, group)
     about = {"run": run, "step": STEP, "history": 1, "start": "", "group": group, "rank": rank}
@@ -113,7 +113,7 @@ def part_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: in
 
 @functools.lru_cache(maxsize=20_000)
 def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: int) -> tuple[Header, np.ndarray]:
-    """A group's piece of its parity group's code, as its keeper would publish it."""
+    """Return header and payload of a group's parity, as its keeper would publish them."""
     mine = parity_group(groups, group)
     parts = {g: part_of(run, groups, ranks, nbytes, g, rank) for g in mine}
     code = Code(mine, 1)
@@ -143,21 +143,21 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
 
 
 def serve(run: str, token: bytes, mine: list[int], groups: int, ranks: int, nbytes: int, told: Any) -> None:
-    """A process of light keepers."""
+    """Run simulated keepers of the groups `mine` in this process, until told to end."""
     lights = {group: Light(run, token, groups, ranks, nbytes, group) for group in mine}
     told.send({group: light.server.address for group, light in lights.items()})
     told.recv()
 
 
 def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -> dict[str, Any]:
-    """One rank of a start, while some hosts are off."""
+    """Restore one rank while some hosts are off. Returns the result as fields."""
     run_dir = home / "start"
     run_dir.mkdir(parents=True)
     token = run_token(run_dir)
     run = run_id(token)
     dead = set(range(off))
     alive = [group for group in range(groups) if group not in dead]
-    for group in alive:  # before the processes part, so that it is computed once
+    for group in alive:  # before the fork, so that it is computed only once
         for rank in range(ranks):
             parity_of(run, groups, ranks, state_bytes, group, rank)
     context = multiprocessing.get_context("fork")
@@ -181,7 +181,7 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
             path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, os.getpid(), "", 1.0).__dict__))
         gc.disable()  # as torchtitan does in a trainer
         began, used = time.monotonic(), time.process_time()
-        # As rank 0 decides for its group and fetches its own state; the other ranks fetch at the same time elsewhere.
+        # Do what rank 0 does: decide for its group and fetch its state. In a real run the other ranks fetch meanwhile.
         found = recovery.recover(
             run_dir, group=groups - 1, rank=0, ranks=ranks, layout=_flat(0, state_bytes)[0], disk_step=None,
             timeout=TIMEOUT, patience=PATIENCE,

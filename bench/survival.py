@@ -1,17 +1,16 @@
-"""How probable it is that a run can always be restored from memory, in closed form.
+"""Compute, in closed form, the probability that a run can always be restored from memory.
 
     python bench/survival.py [--days 30] [--svg docs/snapshot-survival.svg]
 
-The model. n hosts hold one keeper each and fail with their memory, independently, at a constant rate. A
-host's part is held again, on the hosts that are left or on a new one, once the next snapshot is published and
-coded: the *window* is the interval between snapshots plus the time to copy and code one. If more hosts of one
-parity group (of about eight) fail within one window than parity covers, the step of that window is lost, and if
-all trainers die at that moment, only disk is left. (As long as one trainer lives, its own copy of the state does
-too.) With p = 1 - exp(-window / MTBF), a parity group of n survives a window with P(Binomial(n, p) <= parity), a
-run if all do in all windows.
+The model: each of n hosts holds one keeper and fails with its memory, independently, at a constant rate. Once the
+next snapshot is published and coded, a failed host's part is held again, by the remaining hosts or a new one. So
+the *window* is the interval between snapshots plus the time to copy and code one. If more hosts of one parity
+group (of about eight) fail within one window than parity covers, the step of that window is lost; if all trainers
+die at that moment, only the disk is left. (As long as one trainer lives, its own copy of the state does too.) With
+p = 1 - exp(-window / MTBF), a parity group of n survives a window with probability P(Binomial(n, p) <= parity). A
+run survives if all its parity groups survive all windows.
 
-This is the argument of REFT (arXiv 2310.12670), section on reliability, for rotated parity of one or two
-shards.
+This follows the section on reliability of REFT (arXiv 2310.12670), for rotated parity of one or two shards.
 """
 
 import argparse
@@ -36,9 +35,9 @@ class Case:
     mtbf_s: float
     """Mean time between failures of one host."""
     interval_s: float
-    """Between snapshots: steps times the time of a step."""
+    """Time between snapshots: steps between them times the time of a step."""
     coding_s: float
-    """To copy a snapshot and code its parity."""
+    """Time to copy a snapshot and to code its parity."""
     length_s: float
     parity_group: int = 8
 
@@ -52,12 +51,12 @@ class Case:
 
 
 def group_sizes(hosts: int, size: int) -> list[int]:
-    """How large the parity groups of a run are."""
+    """Return the sizes of a run's parity groups."""
     return [len(each) for each in Domains(tuple(range(hosts)), size, 1, (0,) * hosts).groups]
 
 
 def closed_form(case: Case) -> float:
-    """Probability that every window of the run is survived."""
+    """Return the probability that the run survives every window."""
     p = -math.expm1(-case.window_s / case.mtbf_s)
     kept = 1.0
     for n in group_sizes(case.hosts, case.parity_group):
@@ -68,7 +67,7 @@ def closed_form(case: Case) -> float:
 
 
 def svg(curves: dict[str, list[tuple[float, float]]], title: str) -> str:
-    """Probability of survival against MTBF (logarithmic), one line per curve."""
+    """Plot the probability of survival against MTBF (logarithmic), one line per curve."""
     width, height, left, top, right, bottom = 720, 400, 70, 40, 20, 60
     xs = [x for points in curves.values() for x, _ in points]
     low, high = math.log10(min(xs)), math.log10(max(xs))

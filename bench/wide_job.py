@@ -1,7 +1,7 @@
-"""Modules for `[job] module`: torchtitan's debug Llama 3 with a state of so many bytes (fp32, Adam).
+"""Configs for `[job] module`: torchtitan's debug Llama 3, widened to a state of a given size (fp32, Adam).
 
-In a copy of configs/demo.toml: `module = "wide_job"`, `config = "half_gigabyte"`; then with PYTHONPATH=bench
-`python bench/switch.py --config COPY.toml`.
+To use one, set `module = "wide_job"` and `config = "half_gigabyte"` in a copy of configs/demo.toml. Then run
+`PYTHONPATH=bench python bench/switch.py --config COPY.toml`.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def _widened(dim: int, layers: int) -> Trainer.Config:
 
 
 def tiny() -> Trainer.Config:
-    """0.3 million parameters, for steps as short as they get."""
+    """0.3 million parameters, for the shortest possible steps."""
     return _widened(64, 1)
 
 

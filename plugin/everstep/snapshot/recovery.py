@@ -1,4 +1,4 @@
-"""Restoring a state at a start: rank 0 of a group decides on a source, all its ranks restore from it, and retry.
+"""Restoring a state at a start: rank 0 of a group decides on a source, and all ranks of the group restore from it.
 
 If a buffer's bytes turn out wrong, or its keeper dies during the read, the buffer is set aside and rank 0 decides
 again without it. So a damaged part is decoded from parity, and if that is impossible, an older step is restored.
