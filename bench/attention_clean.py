@@ -1,11 +1,11 @@
-"""Healthy attention on data that tempts a check to raise an alarm: how many are raised.
+"""Count false alarms of the attention check, on healthy attention with data that is likely to cause them.
 
     python bench/attention_clean.py --cases 10000
 
-A case is one layer's attention with its projections, forward and backward, every check on: one token or runs of tokens
-repeated, two values, mostly zeros, padding whose loss does not count, with rotary embedding or none, causal, full, in
-windows or in documents, with sinks, with outlier channels, flat and sharp scores, 1 to 8 heads of keys with 1 to 4 of
-queries each, gradients from 1 to 1e-12, in bf16 and fp32, by PyTorch's kernel, the emulated one or as matrices.
+A case is one layer's attention with its projections, forward and backward, with every check on. Its data are one token
+or runs of tokens repeated, two values, mostly zeros, or padding without loss; with rotary embedding or none; causal,
+full, in windows or in documents; with sinks, outlier channels, flat or sharp scores; 1 to 8 key heads with 1 to 4 query
+heads each; gradients from 1 to 1e-12; bf16 or fp32; by PyTorch's kernel, an emulated kernel, or explicit matrices.
 """
 
 import argparse
@@ -29,7 +29,7 @@ LENGTHS = (64, 100, 200)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """x (B, L, N, H) with rotary embedding."""
+    """Return x (B, L, N, H) with rotary embedding."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[1]).view(-1, 1) * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = (t.view(1, x.shape[1], 1, half).to(x.dtype) for t in (angle.cos(), angle.sin()))
@@ -38,7 +38,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(draw: random.Random, length: int, dim: int) -> torch.Tensor:
-    """What the norm before an attention gives it (1, L, D)."""
+    """Return an input of attention (1, L, D), as the norm before it would give it."""
     x = torch.randn(1, length, dim)
     style = draw.choice(("text", "one token", "runs", "padding", "two values", "sparse"))
     if style == "one token":
@@ -58,7 +58,7 @@ def tokens(draw: random.Random, length: int, dim: int) -> torch.Tensor:
 
 
 def sdpa(visible: Visible):
-    """PyTorch's kernel under a mask."""
+    """Return PyTorch's kernel under a mask."""
 
     def attend(q, k, v):
         mask = visible.block(0, q.shape[1], 0, q.shape[1], batch=1, heads=q.shape[2], device=q.device)
@@ -70,7 +70,7 @@ def sdpa(visible: Visible):
 
 
 def case(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, list[dict]]:
-    """One case, of one of these lengths: what it is, and what the checks find."""
+    """Run one case, with one of these sequence lengths. Returns what it was, and what the checks found."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     dtype, kernel, kv_heads = draw.choice(DTYPES), draw.choice(KERNELS), draw.choice((1, 2, 4, 8))

@@ -1,18 +1,18 @@
-"""INF, NaN and near-INF anywhere in attention, at no rate of checks: what reaches a committed step, and its harm.
+"""Put INF, NaN and near-INF anywhere into attention, with no sampled checks: what reaches a commit, and how it harms.
 
     python bench/attention_extremes.py --faults 5000
 
-A Llama 3 of two layers whose attention is the emulated kernel of attention_flash.py: any intermediate of any of its
-tiles is hit, forward, backward and between them, and any result of a projection. Half of the faults are in fp32, half
-in bf16; half of each in an eager model, half in one that `torch.compile` compiled block by block, the kernel an
-operator in its graphs. The slot's gradient is then asked what a group asks: whether the checks refuse the slot (none is
-drawn here: only what is looked at in every slot counts, and the default's sampled checks find more), whether its loss
-is finite, and whether the elements of its sum are within `step.reduction.LARGEST`.
+The model is a Llama 3 of two layers whose attention is the emulated kernel of attention_flash.py. A fault hits any
+intermediate of any tile, in the forward, the backward or between them, or any result of a projection. Half of the
+faults are in fp32, half in bf16. Half of each are in an eager model, half in one that `torch.compile` compiled block by
+block, with the kernel as an operator in its graphs. The slot is then judged as a group judges it: whether the checks
+refuse it, whether its loss is finite, and whether all elements of its gradient are within `step.reduction.LARGEST`.
+No sampled check is drawn, only what is checked in every slot counts; the default also samples, and finds more.
 
-What passes is counted by its harm, the largest change of a parameter's gradient, by its norm over a step of --tokens.
-Without them a step is one slot, where the checks look at rows of P as well. In steps of 65,536 tokens, one sequence of
-8192 on eight devices, they do not: a row of one head that the kernel loses is one token's share of a gradient, so its
-harm falls as the root of the tokens. A model and its data serve several faults.
+The harm of a fault that passes is the largest change of a parameter's gradient, relative to its norm in a step of
+--tokens. Without --tokens a step is one slot, and the checks look at rows of P as well. In steps of 65,536 tokens, one
+sequence of 8192 on eight devices, they do not: a row that the kernel loses in one head is one token's share of a
+gradient, so its harm falls with the square root of the tokens. Several faults share a model and its data.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from everstep.step.reduction import LARGEST, all_within
 LENGTH, DIM, HEADS, KV_HEADS, HEAD, WORDS, LAYERS = 128, 64, 4, 2, 16, 64, 2
 HARMFUL = 0.01
 FAULTS_OF_DATA = 8
-"""Faults on the same tokens, whose clean gradients are made once."""
+"""Faults on the same tokens, which share one computation of the clean gradients."""
 PROJECTED = tuple(name for module in ("wqkv", "wo") for name in linear.result_names(module))
 KINDS = ("inf", "nan", "near-inf")
 
 
 class OneShot(Injector):
-    """Hits one result of one layer, once. active: whether layers know that they may be hit, and so do not run as if
-    they had no checks."""
+    """Hits one result of one layer, once. active: whether layers know that they may be hit, and so do not take the
+    path of a slot without checks."""
 
     active = True
 
@@ -52,7 +52,7 @@ class OneShot(Injector):
         self.aim: tuple[int, str, Fault] | None = None
 
     def begin(self, step: int) -> None:
-        """Nothing is due by itself."""
+        """Schedule nothing: `aim` is set from outside."""
 
     def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         if self.aim is None or self.aim[:2] != (layer, section):
@@ -62,7 +62,7 @@ class OneShot(Injector):
 
 
 class Block(nn.Module):
-    """One layer, its attention watched; `hook` sees the kernel's intermediates."""
+    """One layer with checked attention; `hook` sees the kernel's intermediates."""
 
     def __init__(self, checks: Checks, layer: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.hook: Any = untouched
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, L, D) to the same."""
+        """Map (B, L, D) to (B, L, D)."""
         of_qkv, of_inner, of_out = self.guards
         qkv = self.projected(self.first(x), self.wqkv, of_qkv).unflatten(-1, (-1, HEAD))
         q, k, v = (part.contiguous() for part in qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2))
@@ -88,7 +88,7 @@ class Block(nn.Module):
         return h + self.down(nn.functional.silu(self.up(self.second(h))))
 
     def projected(self, x: torch.Tensor, module: nn.Linear, guard: Guard) -> torch.Tensor:
-        """As titan.attention.CheckedLinear; hit from outside, where the layer runs as in a run without faults."""
+        """Project as titan.attention.CheckedLinear does. Faults come from here if the layer runs as without faults."""
         if torch.compiler.is_compiling():
             return operators.linear(x, module.weight, None, guard)
         x, weight = x.view_as(x), module.weight.view_as(module.weight)
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama 3, small, without positions."""
+    """A small Llama 3 without positional embedding."""
 
     def __init__(self, checks: Checks) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Model(nn.Module):
         self.head = nn.Linear(DIM, WORDS, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the tokens' losses."""
+        """Return the sum of the tokens' losses."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -122,7 +122,7 @@ class Model(nn.Module):
 
 
 class Campaign:
-    """Faults in one dtype, and what became of them."""
+    """Faults in a model of one dtype, eager or compiled."""
 
     def __init__(
         self, dtype: torch.dtype, seed: int, *, compiled: bool = False, length: int = LENGTH, tokens: int = 0
@@ -138,14 +138,14 @@ class Campaign:
             for layer in self.model.layers:
                 layer.compile(fullgraph=True)
         self.rest = [torch.zeros_like(p, dtype=torch.float64) for p in self.model.parameters()]
-        """The gradients of a step's other slots."""
+        """Sum of the gradients of the step's other slots, by parameter."""
         for _ in range(tokens // length - 1):
             for total, part in zip(self.rest, self.slot(*self.data())[0], strict=True):
                 total += part
         self.renew()
 
     def renew(self) -> None:
-        """Other tokens, without a fault; the kernels of all layers have the same tiles."""
+        """Draw other tokens, compute their clean gradients and count the tiles, which are the same in all layers."""
         self.tokens, self.count = self.data(), Strike()
         self.watch(0, self.count)
         self.clean, dropped = self.slot(*self.tokens)
@@ -153,12 +153,12 @@ class Campaign:
         self.watch(0, untouched)
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of a slot."""
+        """Draw tokens and labels of a slot."""
         tokens = torch.randint(0, WORDS, (1, self.length))
         return tokens, tokens.roll(-1, 1)
 
     def slot(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-        """The gradients of a slot, and whether its group would let go of them."""
+        """Return the gradients of a slot, and whether its group would drop them."""
         self.model.zero_grad()
         self.checks.begin(1, 0)
         loss = self.model(tokens, labels)
@@ -170,13 +170,13 @@ class Campaign:
 
     def watch(self, number: int, hook: Any) -> None:
         """Have `hook` see the intermediates of a layer's kernel."""
-        if self.compiled:  # one operator for all layers: a count of each layer's own
+        if self.compiled:  # all layers share one operator, so its calls are counted to tell the layers apart
             hooks[:] = [OfLayer(number, hook)]
         else:
             self.model.layers[number].hook = hook
 
     def fault(self) -> tuple[str, str, bool, float]:
-        """One fault: where, its kind, whether it was seen, and how much it harms its step."""
+        """Inject a fault. Returns where it was, its kind, whether it was seen, and how much it harms its step."""
         draw = self.draw
         kind, number = draw.choice(KINDS), draw.randrange(LAYERS)
         fault = Fault(kind, draw.random(), sign=draw.choice((-1, 1)))
@@ -199,7 +199,7 @@ class Campaign:
 
 
 class OfLayer:
-    """A hook of one layer, where all layers' kernels call it: the forwards in order, the backwards the other way."""
+    """A hook for one layer that all layers' kernels call: forwards in the order of layers, backwards in reverse."""
 
     def __init__(self, number: int, hook: Any) -> None:
         self.hook, self.calls = hook, 0
@@ -207,7 +207,7 @@ class OfLayer:
 
     def __call__(self, name: str, tile: torch.Tensor) -> torch.Tensor:
         at = self.calls % (2 * LAYERS)
-        if name in ("lse", "dv"):  # the last of a forward, of a backward
+        if name in ("lse", "dv"):  # the last intermediate of a forward, of a backward
             self.calls += 1
         return self.hook(name, tile) if at in self.mine else tile
 

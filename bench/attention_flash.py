@@ -1,7 +1,7 @@
-"""FlashAttention-2, forward and backward, tile by tile in PyTorch: a fused kernel to put faults inside.
+"""FlashAttention-2, forward and backward, tile by tile in PyTorch: a fused kernel into which faults can be put.
 
-It computes as the kernels on accelerators do: scores, P, dP and dS of one tile at a time in fp32, P and dS rounded to
-the operands' dtype before they are multiplied again, online softmax, fp32 accumulators for O, dQ, dK and dV, lse and
+It computes as the kernels on accelerators do: scores, P, dP and dS of one tile at a time in fp32; P and dS rounded to
+the operands' dtype before they are multiplied again; online softmax; fp32 accumulators for O, dQ, dK and dV; lse and
 delta = rowsum(dO ∘ O) between forward and backward. Every intermediate of every tile passes through a hook.
 """
 
@@ -16,22 +16,22 @@ import torch
 from everstep.attention.injection import Fault, inject
 
 FORWARD = ("s", "p", "m", "l", "acc", "out", "lse")
-"""Intermediates of the forward, in the order of a tile; `out` and `lse` are what it leaves."""
+"""Intermediates of the forward, in the order in which a tile computes them; `out` and `lse` are its results."""
 
 BACKWARD = ("saved lse", "saved out", "delta", "bs", "bp", "dp", "ds", "dv acc", "dk acc", "dq acc", "dq", "dk", "dv")
-"""Intermediates of the backward; the saved ones are what the forward left, hit while they wait."""
+"""Intermediates of the backward. The saved ones are results of the forward, hit before the backward reads them."""
 
 Hook = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def untouched(name: str, tile: torch.Tensor) -> torch.Tensor:
-    """The hook of a healthy device."""
+    """Return the tile unchanged: the hook of a healthy device."""
     return tile
 
 
 @dataclass
 class Strike:
-    """Hits one intermediate of one tile, once. Without a fault it counts what there is to hit."""
+    """A hook that puts a fault into one intermediate of one tile, once. Without a fault it only counts tiles."""
 
     name: str = ""
     tile: int = 0
@@ -50,13 +50,13 @@ class Strike:
 
 
 def exponent_or_sign(dtype: torch.dtype, draw: random.Random) -> Fault:
-    """One flipped bit of the exponent, or the sign, of a number of this dtype."""
+    """Draw a fault that flips one exponent bit, or the sign bit, of a number of this dtype."""
     low, high = {torch.float32: (23, 31), torch.bfloat16: (7, 15), torch.float16: (10, 15)}[dtype]
     return Fault("bitflip", draw.random(), bit=draw.randint(low, high))
 
 
 class Flash(torch.autograd.Function):
-    """`flash` below, as autograd knows it."""
+    """The autograd function of `flash` below."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, block: int, hook: Hook):
@@ -86,8 +86,8 @@ class Flash(torch.autograd.Function):
 
 
 def flash(hook: Hook = untouched, *, causal: bool = True, block: int = 64, scale: float | None = None):
-    """A kernel as `fused.attention` takes it: q (B, L, N, H), k, v (B, L, N_kv, ·) to the context and lse (B, L, N).
-    Values of another width than keys have tiles of another size, as a tuned kernel's would."""
+    """Return a kernel for `fused.attention`: it maps q (B, L, N, H) and k, v (B, L, N_kv, ·) to context and lse
+    (B, L, N). If values and keys have different widths, its tiles have half the size, as a tuned kernel's might."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tile = block if v.shape[-1] == k.shape[-1] else block // 2
@@ -101,7 +101,7 @@ def _heads_first(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, accumulated in fp32, as a matrix unit does."""
+    """Return a @ b, accumulated in fp32 as in a matrix unit."""
     return a.float() @ b.float()
 
 
@@ -160,23 +160,23 @@ def _backward(q, k, v, out, lse, d_out, scale: float, causal: bool, block: int, 
 
 
 hooks: list[Hook] = [untouched]
-"""What sees the intermediates of `flash_operator`."""
+"""The last of these hooks sees the intermediates of `flash_operator`."""
 
 
 class Saved:
-    """Of an autograd function's context, what `Flash` uses."""
+    """The part of an autograd function's context that `Flash` uses."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Keep them."""
+        """Keep these tensors."""
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @torch.library.custom_op("bench::flash", mutates_args=())
 def flash_operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`flash`, causal, as an operator in a graph."""
+    """`flash`, causal, as an operator that a graph can hold."""
     return Flash.forward(Saved(), q, k, v, q.shape[-1] ** -0.5, True, 64, hooks[-1])
 
 

@@ -1,16 +1,16 @@
-"""What the identities see of faults inside a fused kernel: every intermediate of every tile of a FlashAttention,
-forward and backward, and what the forward left for the backward.
+"""Measure which faults inside a fused kernel the attention check finds. The faults hit every intermediate of every tile
+of a FlashAttention, forward and backward, and what the forward saves for the backward.
 
     python bench/attention_inside.py --faults 3000 --json RESULT.json
     python bench/attention_inside.py --faults 1000 --dtypes bf16 --compile
     python bench/attention_inside.py --faults 1000 --dtypes bf16 --as sdpa
 
-`--as sdpa`: looked at as PyTorch's kernel is, which may round partial sums, hands out no lse, and is given as many
-columns of sums as values have.
+`--as sdpa`: check the kernel as PyTorch's own kernel is checked, which may round partial sums, returns no lse, and gets
+as many columns of sums as values have.
 
-A fault harms when it moves the output, or dQ, dK or dV of some head, by more than 1 % of its norm (`norm`); the
-second column counts the stricter 2^-7 of the largest element of the tensor (`element`), two units of bf16's last place.
-Printed: found of harmful, by intermediate.
+A fault is harmful if it changes the output, or dQ, dK or dV, of some head by more than 1 % of its norm (`norm`). The
+second column uses a stricter limit, 2^-7 of the largest element of the tensor (`element`), two units of bf16's last
+place. Prints the number of faults found and of harmful faults, by intermediate.
 """
 
 import argparse
@@ -32,14 +32,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KINDS = ("flip", "extreme", "two bits", "tile")
 STYLES = ("normal", "trained", "sharp", "flat")
 NARROW = ("out", "saved out", "dq", "dk", "dv")
-"""Intermediates that are in the operands' dtype; all others are in fp32."""
+"""Intermediates in the operands' dtype; all others are in fp32."""
 
 
 def operands(style: str, length: int, heads: int, groups: int, dim: int, dtype: torch.dtype, seed: int):
-    """q, k, v and dO of one sequence.
+    """Draw q, k, v and dO of one sequence.
 
-    trained: gradients of tokens that differ by e, a shared direction in them, a first key that all queries see and
-    whose value is small. sharp and flat: scores times 4, times 1/30.
+    Styles: `trained` has gradients whose size varies between tokens by factors of about e and that share a direction,
+    and a first key that all queries attend to, with a small value. `sharp` and `flat` have scores times 4 and 1/30.
     """
     g = torch.Generator().manual_seed(seed)
     q, do = (torch.randn(1, length, heads, dim, generator=g) for _ in range(2))
@@ -55,7 +55,7 @@ def operands(style: str, length: int, heads: int, groups: int, dim: int, dtype: 
 
 
 def computed(inputs, hook, guard=None, graph=None) -> list[torch.Tensor]:
-    """Output, dQ, dK and dV; graph: a compiled call of the kernel with its checks."""
+    """Return output, dQ, dK and dV. `graph`: a compiled call of the kernel with its checks."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     kernel = flash(hook)
     if guard is None:
@@ -71,7 +71,7 @@ def computed(inputs, hook, guard=None, graph=None) -> list[torch.Tensor]:
 
 
 def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> tuple[float, float]:
-    """The largest change of a head's norm, and of an element by the largest one; inf where it is not finite."""
+    """Return the largest change of a head by its norm, and of an element by the largest; inf if one is not finite."""
     norm = element = 0.0
     for a, b in zip(got, clean, strict=True):
         apart, b = a.double() - b.double(), b.double()
@@ -82,7 +82,7 @@ def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> tuple[float, flo
 
 
 def draw_fault(kind: str, name: str, dtype: torch.dtype, draw: random.Random) -> Fault:
-    """A fault of this kind for an intermediate."""
+    """Draw a fault of this kind for an intermediate."""
     of = dtype if name in NARROW else torch.float32
     if kind == "extreme":
         return Fault(draw.choice(("nan", "inf", "near-inf")), draw.random(), sign=draw.choice((-1, 1)))
@@ -96,8 +96,8 @@ def draw_fault(kind: str, name: str, dtype: torch.dtype, draw: random.Random) ->
 
 
 class Campaign:
-    """Faults of one dtype, and what became of them. flex: whether the kernel is looked at as FlexAttention is, else as
-    PyTorch's own."""
+    """Faults of one dtype, and whether they were found. flex: whether the kernel is checked as FlexAttention is, or as
+    PyTorch's own kernel is."""
 
     def __init__(self, dtype: torch.dtype, *, seed: int = 0, in_graph: bool = False, flex: bool = True) -> None:
         self.dtype, self.draw = dtype, random.Random(seed)
@@ -123,7 +123,7 @@ class Campaign:
         return got, refused
 
     def case(self, length: int, style: str, faults: int, names=(*FORWARD, *BACKWARD), kinds=KINDS) -> None:
-        """Put `faults` faults, one at a time, into one attention."""
+        """Inject `faults` faults, one at a time, into one attention."""
         draw = self.draw
         groups = draw.choice((1, 2, 4))
         inputs = operands(
@@ -144,13 +144,13 @@ class Campaign:
             )
 
     def found(self, by: str, **only) -> tuple[int, int]:
-        """Found of harmful, by this measure of harm."""
+        """Return how many harmful faults were found, and how many there were, by this measure of harm."""
         rows = [row for row in self.rows if row[by] and all(row[key] == value for key, value in only.items())]
         return sum(row["found"] for row in rows), len(rows)
 
 
 def show(campaign: Campaign, title: str) -> dict:
-    """Print found of harmful by intermediate."""
+    """Print found and harmful faults by intermediate; return them."""
     print(f"\n{title}: {campaign.clean} clean runs, {campaign.alarms} alarms")
     print(
         f"{'':12s}" + "".join(f"{kind:>26s}" for kind in KINDS) + "\n" + " " * 12 + f"{'norm':>13s}{'element':>13s}" * 4
@@ -189,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile:
         torch._dynamo.config.recompile_limit = 1000
-        # The same arithmetic, without a minute for each shape.
+        # Not compiled: the arithmetic is the same, and compiling would take a minute for each shape.
         setattr(compiled, "_compiled", lambda function: function)  # noqa: B010
     results = {}
     for name in args.dtypes.split(","):

@@ -1,18 +1,18 @@
-"""What the attention check adds to a training step on an H100, counted and not measured: kernels, bytes and time.
+"""Estimate what the attention check adds to a training step on an H100: kernels, bytes and time, not measured.
 
     python bench/attention_roofline.py --json
 
-One layer's attention is built from torchtitan's own config as a user's trainer builds it, on tensors without values,
-and run forward and backward three times: torchtitan's own, with the check at `frequency = 0` (what is looked at in
-every slot), at `frequency = 1.0`, and with every layer checked and timed, as the default has it. The difference is
-what the check costs: every operation that reaches the device, the second run of the kernel, sums of weights (made once
-a step; one slot a step here) and, of the default, the timing events. One kernel a slot, which gathers all layers'
-verdicts, is left out. What `torch.compile` makes of a comparison is counted from Inductor's schedule for the same
-tensors on an H100, after its fusions.
+Builds one layer's attention from torchtitan's own config, as a user's trainer does, on tensors without values. It runs
+the layer forward and backward in four ways: torchtitan's own; with the check at `frequency = 0` (only what is checked
+in every slot); at `frequency = 1.0`; and by default, with every layer checked and timed. The difference is the cost of
+the check: every operation on the device, the second run of the kernel, sums of weights (computed once a step; a step
+has one slot here) and, by default, the timing events. It leaves out one kernel a slot, which gathers all layers'
+verdicts. The cost of compiled comparisons is taken from Inductor's schedule for the same tensors on an H100, after its
+fusions.
 
-A kernel takes the longest of its bytes at 80 % of 3.35 TB/s, its FLOPs at 65 % of 989 TFLOP/s (60 for fp32; attention
-at 650 forward, 550 backward), and 1.5 us; an event takes 1.5 us. The block is taken for fast: its products, attention
-and forty passes over its activations, without a single launch. Not counted: time of the host.
+A kernel takes the longest of three times: its bytes at 80 % of 3.35 TB/s; its FLOPs at 65 % of 989 TFLOP/s (60 TFLOP/s
+for fp32; attention 650 forward, 550 backward); and 1.5 us. An event takes 1.5 us. The transformer block is assumed to
+be fast: its products, attention and forty passes over its activations, without launches. Host time is not counted.
 """
 
 import argparse
@@ -66,7 +66,7 @@ FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.arange", "aten.scal
 
 
 def size(x: torch.Tensor) -> int:
-    """Bytes of x that are there: a broadcast dimension is read once."""
+    """Return the bytes of x in memory: a broadcast dimension counts once."""
     count = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         count *= length if stride else 1
@@ -74,40 +74,40 @@ def size(x: torch.Tensor) -> int:
 
 
 def seconds(moved: float, flops: float, rate: float) -> float:
-    """What one kernel takes."""
+    """Return the time of one kernel."""
     return max(moved / BYTES_A_SECOND, flops / rate, LAUNCH_S)
 
 
 class Cost(NamedTuple):
-    """Of a run: kernels, bytes and seconds."""
+    """Kernels, bytes and seconds of a run."""
 
     kernels: int = 0
     bytes: float = 0.0
     seconds: float = 0.0
 
     def plus(self, other: "Cost") -> "Cost":
-        """Both."""
+        """Return the sum of both costs."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
     def less(self, other: "Cost") -> "Cost":
-        """This without the other."""
+        """Return this cost minus the other."""
         return Cost(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class Count(TorchDispatchMode):
-    """What runs under it; every operation that is not a view is a kernel."""
+    """Counts what runs under this mode: every operation that is not a view is a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cost = Cost()
 
     def add(self, moved: float, flops: float = 0.0, rate: float = FLOPS_A_SECOND, exponentials: float = 0.0) -> None:
-        """One kernel."""
+        """Count one kernel."""
         least = max(seconds(moved, flops, rate), exponentials / EXPONENTIALS_A_SECOND)
         self.cost = self.cost.plus(Cost(1, moved, least))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "everstep":  # its own operations are what counts
+        if func.namespace == "everstep":  # count the operations that it consists of
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -128,11 +128,11 @@ class Count(TorchDispatchMode):
 
 
 counting: list[Count] = []
-"""The count that is running."""
+"""The last one counts now."""
 
 
 class Flash(torch.autograd.Function):
-    """A stock kernel, causal: one forward, and in the backward delta, dK with dV, and dQ."""
+    """A stock causal kernel, counted: one forward kernel; in the backward one for delta, for dK with dV, and for dQ."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -155,12 +155,12 @@ class Flash(torch.autograd.Function):
 
 
 def flash_flops(q: torch.Tensor, v: torch.Tensor) -> float:
-    """Of a causal forward."""
+    """Return the FLOPs of a causal forward."""
     return q.shape[0] * q.shape[2] * q.shape[1] ** 2 / 2 * 2 * (q.shape[-1] + v.shape[-1])
 
 
 def stock(self, q, k, v, *, out_transform=None, **kwargs):
-    """In place of FlexAttention.forward."""
+    """Count attention in place of FlexAttention.forward."""
     out, lse = Flash.apply(q, k, v)
     return out if out_transform is None else out_transform(out, lse)
 
@@ -182,7 +182,7 @@ H100 = types.SimpleNamespace(
 
 @contextmanager
 def on_an_h100() -> Iterator[None]:
-    """Inductor plans for an H100, though none is here."""
+    """Have Inductor plan for an H100, even if this machine has none."""
     properties = hints.DeviceProperties(
         type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
@@ -194,13 +194,13 @@ def on_an_h100() -> Iterator[None]:
         mock.patch.object(CudaInterface, "get_device_properties", staticmethod(lambda device=None: H100)),
         mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
         mock.patch("torch.compiler.is_compiling", return_value=True),
-        mock.patch.object(product, "signs", product.signs.__wrapped__),  # as the compiler, which has no caches
+        mock.patch.object(product, "signs", product.signs.__wrapped__),  # the compiler bypasses its cache too
     ):
         yield
 
 
 def planned(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Cost, Any]:
-    """What Inductor makes of `function` for tensors like the given ones, and its result without values."""
+    """Return the cost of `function` as Inductor schedules it for such arguments, and its result without values."""
     leaves, form = tree_flatten(given)
     fake = FakeTensorMode()
 
@@ -228,7 +228,7 @@ def planned(function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Cost,
 
 
 def without_values(x: torch.Tensor) -> torch.Tensor:
-    """A tensor like x."""
+    """Return a tensor like x on the meta device."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
@@ -236,7 +236,7 @@ _plans: dict[Any, tuple[Cost, Any]] = {}
 
 
 def as_compiled(function: Callable[..., Any], like: torch.Tensor, *, in_graph: bool = False):
-    """In place of `compiled.at_once`: counted as what the compiler makes of it."""
+    """Return a stand-in for `compiled.at_once`, which counts what the compiler makes of `function`."""
 
     def at_once(*args: Any, **known: Any) -> Any:
         described = [
@@ -262,8 +262,8 @@ class Holder(nn.Module):
 
 
 def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: int = guard.SMALL_STEP) -> Cost:
-    """One slot of one layer's attention, forward and backward, in a step of so many tokens; in_graph: as a compiled
-    block calls it."""
+    """Return the cost of one slot of one layer's attention, forward and backward, in a step of `tokens` tokens.
+    in_graph: whether it is called as in a compiled block."""
     spec = MODELS[name]()
     training = TrainingConfig(seq_len=LENGTH, local_batch_size=1, disable_cuda_graphs=True)
     config = Trainer.Config(model_spec=spec, training=training)
@@ -307,7 +307,7 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: in
 
 
 def block_seconds(name: str) -> float:
-    """One transformer block, forward and backward, without checks."""
+    """Return the time of one transformer block, forward and backward, without checks."""
     model = MODELS[name]().model
     config = model.layers[1]
     with torch.device("meta"):
@@ -326,8 +326,8 @@ def block_seconds(name: str) -> float:
 
 
 def rate_of(block_s: float, looks_s: float, checks_s: float, layers: int) -> float:
-    """The rate that the default's schedule ends at, of what a layer takes in a slot: without checks, for what is looked
-    at in every slot, and for the checks of one that is drawn."""
+    """Return the rate of sampled checks that the default schedule settles at, from seconds of a layer in a slot:
+    without checks, for what is checked in every slot, and for the checks of a layer that is drawn."""
     section = AttentionCheck()
     schedule = Schedule(section.rate(), section.max_overhead)
     for layer in range(layers):

@@ -1,14 +1,14 @@
-"""ATTNChecker's table: what becomes of errors in each section of attention, by how far they spread, on both paths.
+"""Reproduce ATTNChecker's table: what becomes of errors in each section of attention, by their extent, on both paths.
 
     python bench/attention_table.py --faults 10
     python bench/attention_table.py --recovery
 
-A layer's attention with its projections, checked at rate 1 with `mode = "correct"`. An element (0D), a row (1D) or a
-tile of 16 x 16 (2D) of a product's result becomes INF, NaN, near-INF, or 300 times what it was. Found: corrected from
-checksums, recomputed in place, or refused, so that the slot is computed again. Wrong: some output or gradient is off by
-more than 1 % of its norm, and the slot is not refused.
+It runs one layer's attention with its projections, checked at rate 1 with `mode = "correct"`. An element (0D), a row
+(1D) or a tile of 16 x 16 (2D) of a product's result becomes INF, NaN, near-INF, or 300 times its value. An error is
+corrected from checksums, recomputed in place, or refused, so that the slot is computed again. It counts as wrong if
+the slot is not refused and an output or a gradient is off by more than 1 % of its norm.
 
-`--recovery` gives the processor time of a finding on the Llama 3 debug model, and of going back to a checkpoint.
+`--recovery` prints the processor time that a finding takes on the Llama 3 debug model, and that of a checkpoint.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Layer:
         self.dy = torch.randn(1, LENGTH, DIM).to(dtype)
 
     def run(self, section: str = "", fault: Fault | None = None) -> tuple[list[torch.Tensor], str]:
-        """The output and all gradients, and what was done about the fault."""
+        """Run forward and backward. Returns the output, all gradients, and what was done about the fault."""
         self.checks.begin(1, 0)
         self.shot.aim = None if fault is None else (0, section, fault)
         of_qkv, of_inner, of_out = self.guards
@@ -81,7 +81,7 @@ class Layer:
 
 
 def harm(got: list[torch.Tensor], clean: list[torch.Tensor]) -> float:
-    """The largest change of a result by its norm."""
+    """Return the largest change of a result, relative to its norm."""
     apart = (float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, clean, strict=True))
     return max(math.inf if math.isnan(x) else x for x in apart)
 
@@ -93,7 +93,7 @@ def table(path: str, faults: int) -> None:
     print(f"{path:12s}" + "".join(f"{spread:>34s}" for spread in SPREAD))
     for title, section in (FORWARD | BACKWARD).items():
         if path == "fused" and section in ("scores", "scores.backward", "dp"):
-            continue  # inside the kernel
+            continue  # these are inside the kernel
         line = f"{title:12s}"
         for kinds in SPREAD.values():
             became: Counter[str] = Counter()
@@ -116,7 +116,7 @@ def table(path: str, faults: int) -> None:
 
 
 def recovery() -> None:
-    """Print the medians of what a finding takes, and of what a checkpoint would."""
+    """Print the median processor time of a finding, and of writing and reading a checkpoint."""
     from everstep.titan import cpu, cpu_attention
 
     if not cpu.has_accelerator():

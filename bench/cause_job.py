@@ -1,9 +1,9 @@
-"""A module for `[job] module` whose trainers go wrong when told to: torchtitan's debug Llama 3 with two layers, on a
-small text.
+"""A module for `[job] module` whose trainers fail on demand: torchtitan's debug Llama 3 with two layers, on a small
+text.
 
-Before a slot a trainer looks into the folder EVERSTEP_CAUSES for the name of an order: in `group-G`, which it takes
-away; in `group-G.always`, which stays for the processes that come after it; in `slot-S` and `slot-S.step-T`, for
-whoever computes that one. `host-G` says what is wrong with a group's host.
+Before each slot a trainer looks into the folder EVERSTEP_CAUSES for files with the name of an order (see ORDERS). It
+obeys and removes `group-G`. `group-G.always` stays, also for the group's later processes. `slot-S` and `slot-S.step-T`
+are for every group that computes that slot. `host-G` says what is wrong with a group's host from the beginning.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ GROUP_ID = "--fault_tolerance.group_id"
 SLOW_S, TOO_MUCH = 0.25, 1 << 47
 _compute, _time = Slots.compute, time.time
 _after: list[Callable[[Slots], None]] = []
-"""What is done to each slot's gradients from now on."""
+"""Changes to make to the gradients of the current slot, after it is computed."""
 _held: list[object] = []
 _slow_s = 0.0
 
@@ -109,10 +109,10 @@ def _no_gradient(slots: Slots) -> None:
 
 
 def _refuse_connections(slots: Slots) -> None:
-    """Of the other groups, as a firewall does: the socket that they come to listens no more."""
+    """Refuse the other groups' connections, as a firewall would: shut down the socket that listens for them."""
     port = int(slots._trainer.participation.column.address.rpartition(":")[2])
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as door:  # or no socket
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as door:  # not all are sockets
             if door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and door.getsockname()[1] == port:
                 door.shutdown(socket.SHUT_RDWR)
 
@@ -162,7 +162,7 @@ def _computed(slots: Slots, step: int, slot: int, *, whole: bool) -> None:
 
 
 _host = FOLDER / f"host-{sys.argv[sys.argv.index(GROUP_ID) + 1]}" if GROUP_ID in sys.argv else FOLDER / "host"
-if _host.exists():  # what is wrong with it from before the trainer begins
+if _host.exists():  # the host is wrong before its trainer begins
     match _host.read_text():
         case "ahead":
             time.time = lambda: _time() + 3600.0

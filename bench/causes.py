@@ -1,12 +1,12 @@
-"""Does a run say what is wrong with it? Real causes, each in a run of its own, and every way to hear of them.
+"""Check that a run names what is wrong with it: real causes, each in a separate run, and every outlet of reports.
 
     python bench/causes.py [NAME …] [--jobs 2]
 
 Each row of CAUSES starts `everstep run` as a user does, waits until all groups take part, and breaks something: a disk
-(a small tmpfs), a limit of a process or a control group (version 1), a signal, or what trainers do (`cause_job.py`).
-Then it has to be said on the console, in `everstep status`, on the page, in Prometheus' figures and at the webhook:
-within LIMIT_S of the moment at which the run could know, which is the cause itself and what the row says it has to wait
-for. No cause may show a traceback of ours on the console. Needs root, for the small disks.
+(a small tmpfs), a limit of a process or a control group (version 1), a process by a signal, or a trainer
+(`cause_job.py`). The console, `everstep status`, the page, Prometheus' metrics and the webhook must all name the cause
+within LIMIT_S of the moment at which the run can know it: the cause itself plus the wait that the row states. No cause
+may show a traceback of Everstep on the console. Needs root, for the small disks.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LIMIT_S, STARTS_S, LOOK_S = 10.0, 120.0, 0.1
 STALL_S = 6.0
 HERE = Path(__file__).parent
 LAST_WORDS = re.compile(r"^group \d+, incarnation \d+: (?:(?!^\d\d:\d\d:\d\d |^step ).*\n)*", re.MULTILINE)
-"""What the console quotes of the log of a worker that died: its own exception is no traceback of ours."""
+"""The console's quotes from logs of dead workers. An exception of a worker in them is not a traceback of Everstep."""
 CGROUP = Path("/sys/fs/cgroup")
 
 CONFIG = """
@@ -91,7 +91,7 @@ seed = 0
 
 
 class Hook:
-    """A webhook; `texts` are what it was told, and when."""
+    """A webhook. `texts`: text that was posted to it -> time of the first post."""
 
     def __init__(self) -> None:
         self.texts: dict[str, float] = {}
@@ -113,7 +113,7 @@ class Hook:
 
 
 class Scene:
-    """One run that something happens to."""
+    """One run, and what a cause needs to break it and to read its outlets."""
 
     def __init__(self, home: Path, cause: "Cause") -> None:
         self.home, self.run_dir, self.shm = home, home / "run", home / "shm"
@@ -122,7 +122,7 @@ class Scene:
             folder.mkdir()
         self.hook, self.mounts, self.stopping = Hook(), list[Path](), threading.Event()
         self.controlled = Path()
-        """Its control group, of the controller that the cause has."""
+        """The run's control group, if the cause names a controller."""
         self._cause = cause
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -152,7 +152,7 @@ class Scene:
         with self.console.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
-    # What acts use
+    # Used by acts
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return list(read_events(self.run_dir, {kind}))
@@ -167,7 +167,7 @@ class Scene:
         return found
 
     def all_take_part(self, groups: int) -> None:
-        """Until each has made a step with all others: until its own first one it has `startup_timeout_s`."""
+        """Wait until each group has committed a step with all others. Until then `startup_timeout_s` applies to it."""
         made = lambda: {event["group"] for event in self.events("commit") if len(event["groups"]) == groups}  # noqa: E731
         self.until(lambda: len(made()) == groups)
 
@@ -199,10 +199,10 @@ class Scene:
 
         threading.Thread(target=loop, daemon=True).start()
 
-    # What is heard of it
+    # Reads the outlets
 
     def heard(self, words: str) -> dict[str, Callable[[], list[str]]]:
-        """By outlet the sentences with these words that it has now."""
+        """Return, for each outlet, a function that returns the outlet's current sentences that match `words`."""
 
         def figures() -> list[str]:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as answer:
@@ -253,7 +253,7 @@ class Scene:
 
 
 def read(path: Path) -> str:
-    """A file's text; "" if it is not there."""
+    """Return a file's text; "" if the file does not exist."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -265,7 +265,7 @@ Act = Callable[[Scene], object]
 
 @dataclass(frozen=True)
 class Wait:
-    """For a timeout of the config, or for repeats."""
+    """Seconds before a run can know a cause, and what they are for, such as a timeout of the config or repeats."""
 
     s: float = 0.0
     of: str = ""
@@ -273,7 +273,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is broken, and what has to be said of it."""
+    """What is broken, and what the outlets have to say about it."""
 
     guarantee: str
     words: str
@@ -282,16 +282,16 @@ class Cause:
     before: Act = lambda scene: None
     groups: int = 2
     controller: str = ""
-    """Of a control group in which the run is, of version 1."""
+    """Controller (version 1) of a control group that the run is started in; "" for none."""
     job: str = "debugmodel"
     source: str = "stdlib"
     waits: Wait = Wait()
-    """How long nobody can know."""
+    """How long the run cannot know the cause."""
     starts: bool = True
-    """Whether all groups take part before it."""
+    """Whether all groups must take part before the act."""
     lr: float = 8e-4
     silent: tuple[str, ...] = ()
-    """Outlets that need not say it: figures of a run that ends by it, what is looked at too seldom."""
+    """Outlets that need not name it: the metrics of a run that it ends, or an outlet that is refreshed too rarely."""
 
 
 def orders(order: str, *places: str) -> Act:
@@ -299,7 +299,7 @@ def orders(order: str, *places: str) -> Act:
 
 
 def soon(order: str) -> Act:
-    """Slot 3 of a step that comes soon."""
+    """Give the order for slot 3 of a step that comes soon."""
 
     def act(scene: Scene) -> None:
         step = max(event["step"] for event in scene.events("commit")) + 3
@@ -313,7 +313,7 @@ def sent(signum: signal.Signals, whom: Callable[[Scene], int]) -> Act:
 
 
 def full(folder: str, options: str) -> Act:
-    """A disk with little room takes the place of a folder of the run."""
+    """Mount a small disk in place of a folder of the run."""
     return lambda scene: scene.small_disk(scene.home / folder, options)
 
 
@@ -349,13 +349,13 @@ def keep_killing(whom: Callable[[Scene], int], every_s: float = 0.2) -> Act:
 
 
 def own_group(controller: str) -> Path:
-    """Where this process is, in a hierarchy of version 1."""
+    """Return the control group (version 1) of this process under a controller."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     return CGROUP / controller / next(name for _, names, name in lines if names == controller).lstrip("/")
 
 
 def without_processes(scene: Scene) -> None:
-    """Launcher and groups may have no more processes than they have; who serves the page starts threads."""
+    """Let launcher and groups start no more processes. The page's server is exempt, because it starts threads."""
     for process in psutil.Process(launcher_of(scene)).children():
         if "everstep.report.live" in process.cmdline():
             (own_group("pids") / "cgroup.procs").write_text(str(process.pid))
@@ -364,20 +364,20 @@ def without_processes(scene: Scene) -> None:
 
 
 def with_little_memory(scene: Scene) -> None:
-    """The run may use 200 MB more than it does."""
+    """Limit the run's memory to 200 MB more than it uses now."""
     used = int((scene.controlled / "memory.usage_in_bytes").read_text())
     (scene.controlled / "memory.limit_in_bytes").write_text(str(used + 200_000_000))
 
 
 def fill(scene: Scene) -> None:
-    """No room is left on the disk of the run directory."""
+    """Fill the disk of the run directory."""
     with contextlib.suppress(OSError), (scene.run_dir / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
 
 
 def starve(group: int) -> Act:
-    """A worker gets a tenth of a core."""
+    """Leave a worker a tenth of a core."""
 
     def act(scene: Scene) -> None:
         pid = worker_of(group)(scene)
@@ -412,7 +412,7 @@ def unsaved(words: str, act: Act, *flags: str) -> Cause:
 
 
 def again(order: str, words: str) -> Cause:
-    """What ends a group each time that it starts."""
+    """Return a cause that ends group 1 each time that it starts."""
     failed = f"Group 1 has failed .* in a row.*{words}"
     return Cause("group", failed, orders(order, "group-1.always"), waits=RESTARTS)
 
@@ -553,14 +553,14 @@ CAUSES = {
 
 @dataclass
 class Found:
-    """What became of a cause."""
+    """Whether and when the outlets named a cause."""
 
     name: str
     cause: Cause
     sentences: dict[str, list[str]] = field(default_factory=dict)
-    """And who said it."""
+    """Sentence -> the outlets that said it."""
     heard_s: dict[str, float] = field(default_factory=dict)
-    """By outlet, after the cause."""
+    """Outlet -> seconds after the cause until it named it."""
     wrong: str = ""
 
     def row(self) -> dict[str, Any]:
@@ -571,7 +571,7 @@ class Found:
 
 
 def tried(name: str, folder: Path) -> Found:
-    """One cause from the start of its run to its end."""
+    """Start a run, break it with one cause, and end it. Returns what the outlets said."""
     cause = CAUSES[name]
     home = folder / re.sub(r"\W+", "-", name)
     home.mkdir()
@@ -587,7 +587,7 @@ def tried(name: str, folder: Path) -> Found:
         said = LAST_WORDS.sub("", scene.console.read_text())
         if "Traceback" in said:
             found.wrong += " traceback: " + said[said.index("Traceback") :][:600]
-    except Exception as error:  # noqa: BLE001  the others go on
+    except Exception as error:  # noqa: BLE001  the other causes go on
         found.wrong = f"{type(error).__name__}: {error}"
     finally:
         scene.end()
@@ -595,7 +595,7 @@ def tried(name: str, folder: Path) -> Found:
 
 
 def listen(scene: Scene, cause: Cause, found: Found, begun: float) -> None:
-    """Until every outlet has said it, or it is too late."""
+    """Wait until every outlet has named the cause, or it is too late; note in `found` which did and when."""
     outlets = scene.heard(cause.words)
     for silent in cause.silent:
         del outlets[silent]

@@ -1,14 +1,14 @@
-"""A long run with hundreds of kills: is everything kept, and does anything grow?
+"""Check that a long run with hundreds of kills loses nothing, and that its processes do not grow.
 
     python bench/endurance.py [--kills 300] [--every 6] [--groups 3] [--config configs/demo.toml] [--run-dir DIR]
 
-Starts `everstep run`, breaks it with a campaign of `everstep chaos` and stops it cleanly after the last kill. For the
-first half of the kills group 0 is spared, so that one trainer lives through all of them; then every group is hit. Every
-few seconds the memory, file descriptors and threads of the run's processes and the bytes in shared memory are read.
-Each of these series is flat when the median of its last quarter is within GROWTH of that of its second quarter (the
-first quarter is start-up), or of its third for shared memory: a group's buffers become as large as its largest part,
-that of a group which was once alone. Prints one JSON object; status 1 if the promise was broken or something grew. The
-figures of the run go to DIR/endurance.json as well, beside its report.
+Starts `everstep run`, breaks it with a campaign of `everstep chaos` and stops it cleanly after the last kill. The first
+half of the kills spares group 0, so that one trainer lives through all of them; the second half hits every group. Every
+few seconds it reads memory, file descriptors and threads of the run's processes, and the bytes in shared memory. Each
+of these series is flat if the median of its last quarter is within GROWTH of the median of its second quarter, because
+the first quarter is start-up. Shared memory is compared to its third quarter: a group's buffers grow to its largest
+part, which is the whole state if the group was once alone. Prints one JSON object, which is also written to
+DIR/endurance.json, beside the run's report. The exit status is 1 if the promise was broken or something grew.
 """
 
 import argparse
@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 5.0
 GROWTH = 0.1
 ENOUGH = 50
-"""Kills from which on growth is judged: what a trainer opens when it is needed first is no growth."""
+"""Kills from which on growth is judged: what a trainer opens on first use does not count as growth."""
 TRAINER = "trainer of group 0"
 SLACK = {"rss_mib": 8.0, "fds": 4.0, "threads": 4.0, "bytes_mib": 8.0}
-"""Differences that are never called growth, in the series' own units."""
+"""Quantity -> difference that never counts as growth."""
 
 
 class Samples:
-    """Series of one run, read from outside: by process role and quantity, over time."""
+    """Series of one run, by process role and quantity over time, read from outside the run."""
 
     def __init__(self, run_dir: Path, supervisor: psutil.Process):
         self._run_dir, self._supervisor = run_dir, supervisor
@@ -49,11 +49,11 @@ class Samples:
         self._tail = EventTail(run_dir)
         self.series: dict[str, list[tuple[float, float]]] = {}
         self.kills = 0
-        """So far."""
+        """Kills so far."""
 
     def take(self, spared: int) -> None:
-        """One sample of everything; of the trainer of group 0 only during the `spared` first kills, in which it grows
-        old."""
+        """Take one sample of everything. The trainer of group 0 is only sampled during the first `spared` kills, which
+        spare it."""
         self._follow()
         now = time.monotonic()
         by_role: dict[str, list[dict[str, float]]] = {}
@@ -77,7 +77,7 @@ class Samples:
                 self.kills += 1
 
     def growth(self) -> dict[str, dict[str, float | bool]]:
-        """For each series the medians of an earlier and of the last quarter, and whether it is flat."""
+        """Return, for each series, the medians of an earlier and of the last quarter, and whether it is flat."""
         found = {}
         for name, points in sorted(self.series.items()):
             values = [value for _, value in points]
@@ -104,7 +104,7 @@ def _read(process: psutil.Process) -> dict[str, float] | None:
 
 
 def _shared_bytes(run_dir: Path) -> int:
-    """Bytes of the run's snapshots in shared memory."""
+    """Return the bytes of the run's snapshots in shared memory."""
     segments = {place.segment for place in read_places(run_dir)}
     return sum(_size(path) for segment in segments for path in Path(segment).rglob("*"))
 
@@ -117,8 +117,8 @@ def _size(path: Path) -> int:
 
 
 def campaign(kills: int, every_s: float, groups: int) -> str:
-    """A kill of a drawn group every so often; of group 0 in their second half alone. One that has to wait for its group
-    to take part delays no other."""
+    """Return a campaign that kills a drawn group every `every_s` seconds, group 0 only in the second half. A kill that
+    waits for its group to take part does not delay the next."""
     draw, rows = random.Random(kills), []
     for number in range(kills):
         group = draw.randrange(int(number < kills // 2), groups)
@@ -128,7 +128,7 @@ def campaign(kills: int, every_s: float, groups: int) -> str:
 
 
 def break_it(run_dir: Path, plan: Path, samples: Samples, spared: int) -> None:
-    """Do what a campaign says, sampling meanwhile."""
+    """Run a campaign, and take samples meanwhile."""
     command = [sys.executable, "-m", "everstep.cli", "chaos", str(run_dir), "--campaign", str(plan)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as injector:
         try:
@@ -160,7 +160,7 @@ def main() -> int:
                 plan = Path(folder) / "kills.toml"
                 plan.write_text(campaign(args.kills, args.every, args.groups))
                 break_it(run_dir, plan, samples, args.kills // 2)
-                time.sleep(2 * args.every)  # the last one rejoins
+                time.sleep(2 * args.every)  # the last killed group rejoins
             finally:
                 run.send_signal(signal.SIGINT)
         found = score(run_dir)
