@@ -1,14 +1,14 @@
-"""Steps a second of a live run while strangers hold connections to every port of it, against the same run left alone.
+"""Compare a live run's steps per second while a stranger holds connections to all its ports, to the run left alone.
 
     python bench/hostile.py [--groups 2] [--pairs 12] [--window 10] [--connections 1000]
 
-Windows of both kinds take turns in one run (alone, hostile, hostile, alone, …); each hostile one is compared with the
-one beside it. In a hostile one, a process without the run's token holds so many connections to each port that a
-process of the run listens on, a third of which have sent HTTP, a third noise, a third nothing; opens a hundred more
-every second instead of old ones; and asks the lighthouse to take it in as a replica, as torchft's do. It runs in the
-lowest class (nice 19, in a session and autogroup of its own): measured is what the run spends on strangers, and not
-what they spend themselves on this machine's cores. The steps are short, so that a step is mostly protocol.
-`cpu_s_per_step` is what the run's processes used; it tells the same where other work disturbs the rates.
+Time windows of both kinds alternate in one run (alone, hostile, hostile, alone, …), and each hostile window is compared
+to the one beside it. In a hostile window, a process without the run's token holds `--connections` connections to each
+port on which a process of the run listens. A third of them have sent HTTP, a third noise, a third nothing. Every second
+it replaces a hundred of them by new ones, and it asks the lighthouse to accept it as a replica, as torchft's replicas
+do. It has the lowest priority (nice 19, in a separate session and autogroup), so that the benchmark measures what the
+run spends on strangers, and not what they themselves take from this machine's cores. The steps are short, so that a
+step is mostly protocol. `cpu_s_per_step`, the run's processor time, is still comparable if other work disturbs rates.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SHORT_STEPS = ("--training.seq_len", "32", "--training.global_batch_size", "2", 
 
 
 def lower_priority() -> None:
-    """What this process does is left over by others. Under autogroups (sched(7)) nice counts within a session only."""
+    """Give this process only the time that others leave. With autogroups (sched(7)), nice counts only in a session."""
     os.nice(19)
     with contextlib.suppress(OSError):
         os.setsid()
@@ -57,7 +57,7 @@ Address = tuple[str, int]
 
 
 def attack(places: list[Address], lighthouse: str, connections: int, orders) -> None:
-    """When told to, connect to everything, say how many connections stand, and hold them until told again."""
+    """On an order, connect to all ports, send the number of connections, and hold them until the next order."""
     from torchft.coordination import LighthouseClient
 
     lower_priority()
@@ -75,13 +75,13 @@ def attack(places: list[Address], lighthouse: str, connections: int, orders) -> 
         return True
 
     def intrude_everywhere() -> list[Address]:
-        """Where that works."""
+        """Connect to all ports. Returns those that accept connections."""
         opened = []
         for place in places:
             failed = 0
             for number in range(connections):
                 failed += not intrude(place, number)
-                if failed > 3:  # a port that lets nobody in
+                if failed > 3:  # the port accepts no connections
                     break
             else:
                 opened.append(place)
@@ -95,7 +95,7 @@ def attack(places: list[Address], lighthouse: str, connections: int, orders) -> 
             for number in range(10):
                 intrude(random.choice(opened), number)
                 held.popleft().close()
-            with contextlib.suppress(Exception):  # whatever it answers
+            with contextlib.suppress(Exception):  # any answer will do
                 client = LighthouseClient(lighthouse, timedelta(seconds=0.1))
                 client.heartbeat("stray-job_0", timeout=timedelta(seconds=0.1))
         orders.recv()
@@ -105,7 +105,7 @@ def attack(places: list[Address], lighthouse: str, connections: int, orders) -> 
 
 
 def processes(launcher: int, run_dir: Path) -> list[psutil.Process]:
-    """Of the run, keepers included."""
+    """Return the processes of the run, keepers included."""
     with contextlib.suppress(psutil.NoSuchProcess):
         run = psutil.Process(launcher)
         pids = {run.pid, *(child.pid for child in run.children(recursive=True))}
@@ -115,7 +115,7 @@ def processes(launcher: int, run_dir: Path) -> list[psutil.Process]:
 
 
 def listens(process: psutil.Process) -> set[Address]:
-    """Where a process of the run takes connections."""
+    """Return the addresses on which a process listens."""
     with contextlib.suppress(psutil.NoSuchProcess):
         places = process.net_connections("tcp")
         return {(place.laddr[0], place.laddr[1]) for place in places if place.status == psutil.CONN_LISTEN}
@@ -123,7 +123,7 @@ def listens(process: psutil.Process) -> set[Address]:
 
 
 def cpu_s(launcher: int, run_dir: Path) -> float:
-    """Processor seconds that the run's processes have used so far."""
+    """Return the processor seconds that the run's living processes have used so far."""
     used = 0.0
     for process in processes(launcher, run_dir):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -132,7 +132,7 @@ def cpu_s(launcher: int, run_dir: Path) -> float:
 
 
 def commits(run_dir: Path) -> list[float]:
-    """Times of the run's steps, once each."""
+    """Return the times of the run's steps, each by its first commit."""
     first: dict[int, float] = {}
     for event in read_events(run_dir, {"commit"}):
         first.setdefault(event["step"], event["mono"])
@@ -147,7 +147,7 @@ class Window:
 
 
 def look(launcher: int, run_dir: Path, seconds: float) -> Window:
-    """What the run does from now on for so long."""
+    """Watch the run for `seconds`. Returns its steps and processor time."""
     begin, used = time.monotonic(), cpu_s(launcher, run_dir)
     time.sleep(seconds)
     end, used = time.monotonic(), cpu_s(launcher, run_dir) - used
@@ -189,7 +189,7 @@ def main() -> None:
         held, most, told = 0, 0, (places, published_address(run_dir), args.connections, theirs)
         attacker = context.Process(target=attack, args=told, daemon=True)
         attacker.start()
-        theirs.close()  # an attacker that has died is an end of file
+        theirs.close()  # so that the death of the attacker reads as an end of file
         for number in range(args.pairs):
             for kind in list(found)[:: 1 if number % 2 == 0 else -1]:
                 if (kind == "hostile") != bool(held):

@@ -1,15 +1,15 @@
-"""How long a quorum takes with many groups: one real lighthouse behind its gate, real members, no training.
+"""Measure how long a quorum takes with many groups: one real lighthouse behind its gate, real members, no training.
 
     python bench/quorum_scale.py [--groups 4 16 64 128 256] [--seconds 45] [--step 1.0] [--every-step] [--plot FILE]
 
-Each simulated group is a thread with the `Membership` of a real group: it asks for a quorum, "computes" steps of STEP
-seconds, and asks again when some group dies or hears that another one waits; with --every-step, before each step. What
-the tally of a real step tells the groups, a number that all share tells them here. The latency is what a group waits
-from its request to the quorum. For each number of groups there are two series: nobody dies, and every second one group
-dies (its heartbeats end, as they do when its processes are killed) and a new incarnation joins DOWN_S later.
+Each simulated group is a thread with the `Membership` of a real group. It asks for a quorum, "computes" steps of STEP
+seconds, and asks again if a group dies or another one waits for a quorum; with --every-step, before each step. A real
+group learns of this from a step's tally, a simulated one from a shared counter. The latency is the time from a group's
+request to the quorum. There are two series for each number of groups. In the first no group dies. In the second one
+group dies every second (its heartbeats end, as if its processes were killed), and joins again DOWN_S later.
 
-The lighthouse is a process of its own, and GROUPS_PER_PROCESS groups share one. All of it shares this machine's cores;
-the groups of a real run have their own, so processor time is told of both, for each quorum.
+The lighthouse runs in a separate process, and GROUPS_PER_PROCESS groups share one. All processes share this machine's
+cores, unlike those of a real run, so the processor time per quorum is printed too, of lighthouse and groups.
 """
 
 import argparse
@@ -52,9 +52,9 @@ TOKEN = bytes(range(32))
 
 @dataclass(frozen=True)
 class Series:
-    """Quorum latencies with one number of groups, in seconds, NaN without any; how many requests of all groups there
-    were for each step; seconds of processor that a quorum took the lighthouse with its gate, and all clients; the
-    lighthouse's bytes."""
+    """Quorums with one number of groups: latencies in seconds, NaN if there are none; requests of all groups for each
+    step; processor seconds of a quorum, of the lighthouse with its gate and of all clients; the lighthouse's memory in
+    bytes."""
 
     groups: int
     deaths_per_s: float
@@ -70,7 +70,7 @@ class Series:
 
 
 def request_of(group: int, life: str, number: int, step: int) -> Request:
-    """What a group that lost nothing asks for its `number`th quorum."""
+    """Return the request for the `number`th quorum of a group that lost nothing."""
     store = f"127.0.0.1:{20000 + group}"
     return Request(
         group=group,
@@ -87,7 +87,7 @@ def request_of(group: int, life: str, number: int, step: int) -> Request:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all groups have alike. `changes`: how often the membership was found to have changed."""
+    """What all groups share. `changes`: how often a group noticed that the membership changed."""
 
     lighthouse: str
     step_s: float
@@ -102,7 +102,7 @@ class Setting:
 
 
 class Group(threading.Thread):
-    """One simulated group. `waits` holds (step, members, seconds) of its quorums, `steps` and `asks` count."""
+    """One simulated group. `waits`: (step, members, seconds) of its quorums. `steps`, `asks`: steps and requests."""
 
     def __init__(self, group: int, setting: Setting, end: float) -> None:
         super().__init__(name=f"group-{group}", daemon=True)
@@ -128,10 +128,10 @@ class Group(threading.Thread):
             if membership.wanted and seen == setting.changes.value:
                 setting.change()
             if seen == setting.changes.value and not setting.every_step:
-                self.steps += 1  # all make them together: `step` tells those that missed a quorum
+                self.steps += 1  # `step` stays: all groups step together, and it only tells who missed a quorum
                 until = time.monotonic() + setting.step_s
                 while seen == setting.changes.value and time.monotonic() < until:
-                    time.sleep(LOOK_S)  # closed connections break a step at once
+                    time.sleep(LOOK_S)  # in a real run, closed connections end a step at once
                 continue
             number += 1
             seen = setting.changes.value
@@ -146,7 +146,7 @@ class Group(threading.Thread):
             waited = time.monotonic() - asked
             heals = quorum.state.step > step
             step = quorum.state.step + 1
-            # A healing group waits for the others in the first place: its wait is no latency of the lighthouse.
+            # A healing group mainly waits for the others, so its wait does not measure the lighthouse.
             if not heals:
                 self.waits.append((step, len(quorum.groups), waited))
             self.steps += 1
@@ -163,8 +163,8 @@ class Group(threading.Thread):
 
 
 def crowd(groups: range, setting: Setting, deaths_per_s: float, results: multiprocessing.Queue) -> None:
-    """The groups of one process; puts their waits, and how many steps and requests there were once all had taken
-    WARM_UP_ROUNDS, into `results` and leaves them where they are."""
+    """Run the groups of one process. Puts into `results` their waits, and the steps and requests after all groups had
+    made WARM_UP_ROUNDS steps. Does not stop the groups."""
     step_s, end = setting.step_s, time.monotonic() + setting.seconds
     members = [Group(group, setting, end) for group in groups]
     for member in members:
@@ -183,7 +183,7 @@ def crowd(groups: range, setting: Setting, deaths_per_s: float, results: multipr
 
 
 def measure(groups: int, options: argparse.Namespace, deaths_per_s: float) -> Series:
-    """One series: quorums of `groups` groups for so many seconds."""
+    """Measure one series: quorums of `groups` groups for options.seconds."""
     lighthouse, address = start_lighthouse(groups)
     context = multiprocessing.get_context("spawn")
     results, ready = context.Queue(), context.Semaphore(0)
@@ -236,7 +236,7 @@ def processor_s(pids: Iterable[int | None]) -> float:
 
 
 def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
-    """A lighthouse of its own that waits for at least half of the groups; its process and address."""
+    """Start a lighthouse that waits for at least half of the groups. Returns its process and address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         bind = f"127.0.0.1:{free.getsockname()[1]}"
@@ -255,7 +255,7 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
 
 
 def plot(series: list[Series], path: Path) -> None:
-    """p50 and p99 against the number of groups, with and without deaths, as SVG."""
+    """Plot p50 and p99 against the number of groups, with and without deaths, as SVG."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -289,7 +289,7 @@ def main() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard > 0 else soft, hard))
     os.environ["RUST_LOG"] = "error"
-    os.environ.setdefault("TOKIO_WORKER_THREADS", "1")  # a manager server has a runtime of its own: 256 of them here
+    os.environ.setdefault("TOKIO_WORKER_THREADS", "1")  # each manager server has its own runtime: 256 here
     series = []
     print(
         "groups  deaths/s  asks/step  quorums  members   p50 s   p99 s   max s  lighthouse s, clients s, MiB",

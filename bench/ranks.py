@@ -1,12 +1,12 @@
-"""Single ranks of FSDP and tensor parallel groups, killed and stopped at random moments of real training.
+"""Kill and stop single ranks of FSDP and tensor parallel groups at random moments of real training.
 
     python bench/ranks.py [--kills 150] [--stops 30] [--ranks 2] [--tensor-parallel 1] [--groups 2] [--run-dir DIR]
 
-Starts `everstep run` on the demo's config with a smaller batch, and sends signals straight to its workers: SIGKILL, or
-SIGSTOP for 1 to 12 s, to a rank that is drawn, of a group that is drawn, whatever it does just then, as long as another
-group takes part. When all came back the run is stopped, made again by one group for as many steps with nothing failing,
-and compared with that. Prints one JSON object; status 1 if a step was lost, repeated or differs, if nobody committed
-for longer than stall_timeout_s, or if the watchdog ended a group that was not stopped. Runs on this machine only.
+Starts `everstep run` on the demo's config with a smaller batch, and sends signals directly to its workers: SIGKILL, or
+SIGSTOP for 1 to 12 s, to a random rank of a random group, whatever it is doing, as long as another group takes part.
+When all groups are back, it stops the run, and compares it to a run of one group for as many steps without failures.
+Prints one JSON object. The exit status is 1 if a step was lost, repeated or differs, if no group committed for longer
+than stall_timeout_s, or if the watchdog ended a group that was not stopped. All of it runs on this machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Group:
-    """What events say of a group, and what was done to it."""
+    """What the events say about a group, and what was done to it."""
 
     pids: list[int] = field(default_factory=list)
     trains: bool = False
@@ -43,7 +43,7 @@ class Group:
 
 
 class Run:
-    """`everstep run`, followed by its events."""
+    """One `everstep run`, followed by its events."""
 
     def __init__(self, args: argparse.Namespace, run_dir: Path, groups: int, steps: int) -> None:
         words = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir)]
@@ -89,7 +89,7 @@ class Run:
 
 
 def break_it(run: Run, kills: int, stops: int, every_s: float, draw: random.Random) -> None:
-    """All hits, in an order that is drawn."""
+    """Make all kills and stops, in random order."""
     faults = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     draw.shuffle(faults)
     asleep: list[tuple[float, int]] = []
@@ -105,7 +105,7 @@ def break_it(run: Run, kills: int, stops: int, every_s: float, draw: random.Rand
         if not faults or now < due or not able:
             time.sleep(0.005)
             continue
-        # Mostly a group that takes part; at times one that is just coming back.
+        # If several groups take part, hit one of them. If only one does, sometimes hit a group that is coming back.
         may = able if len(able) > 1 else [g for g in run.groups.values() if g not in able and g.pids and not g.hit]
         due = now + draw.uniform(0.2, 2 * every_s)
         if not may or (len(able) == 1 and draw.random() < 0.7):

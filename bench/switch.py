@@ -1,19 +1,19 @@
-"""What a switch of the config costs a real run: tokens per second and processor time, with it on and off; and what a
-host takes with it.
+"""Measure what a config switch costs a real run, in tokens per second and processor time; and, with --kills, how many
+steps are lost with a host.
 
     python bench/switch.py [--switch snapshot.enable] [--groups 2] [--steps 60] [--rounds 2]
-    python bench/switch.py --switch fault_tolerance.exact     # and any other flag, which goes to both runs
-    python bench/switch.py --kills 30 --life-s 20             # of the run with it on: no rounds
+    python bench/switch.py --switch fault_tolerance.exact     # all other flags go to both runs
+    python bench/switch.py --kills 30 --life-s 20             # one run with the switch on, no rounds
 
-Both runs of a round go on at the same time, with the same steps and data and no checkpoints: a machine whose cores are
-now faster and now slower is so for both. What counts is the time in which both train. Processor time is that of
-launcher, trainers and keepers in this time, for a step. Tokens per second are shared out by the system's scheduler: a
-run that waits leaves the cores to the other. With `--apart`, for states of which memory holds one run's, they go on one
-after the other, on a machine that has nothing else to do. Each group counts as a host, so that snapshots are coded as
-they are between hosts.
+A round consists of two runs, one with the switch on and one with it off, with the same steps and data and without
+checkpoints. They run at the same time, so that changes of the machine's speed affect both. Only the time in which both
+train counts. Processor time is that of launcher, trainers and keepers in this time, per step. The system's scheduler
+shares the cores between the runs: a run that waits leaves them to the other. With `--apart`, for states of which only
+one run's fits into memory, the runs follow each other; the machine must then be idle. Each group counts as a host, so
+that snapshots are coded as between hosts.
 
-`--kills`: a random host with its keeper and memory, and all trainers, are killed at random moments of one run, which
-then starts again. A step is lost if it was committed before and is made again.
+`--kills`: kills all trainers, and a random host's keeper with its memory, at random moments of one run, which is then
+started again. A step is lost if it was committed before and is made again.
 """
 
 import argparse
@@ -45,17 +45,17 @@ from everstep.snapshot import peers
 LOOK_S = 0.2
 ENDLESS = 1_000_000
 STARTS_S = 300.0
-"""For a run to make its first step, however busy the machine is."""
+"""Seconds that a run has for its first step, even on a busy machine."""
 
 
 class Meter:
-    """Processor seconds of a run's processes, looked at again and again: those that have ended count as last seen."""
+    """Samples the processor seconds of a run's processes. A process that has ended counts as in its last sample."""
 
     def __init__(self, run_dir: Path, launcher: int) -> None:
         self._run_dir, self._launcher = run_dir, launcher
         self._last: dict[int, float] = {}
         self.seen: list[tuple[float, float]] = []
-        """Wall clock, and seconds of all of them."""
+        """Wall clock, and processor seconds of all processes."""
 
     def look(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,7 +68,7 @@ class Meter:
         self.seen.append((time.time(), sum(self._last.values())))
 
     def between(self, begin: float, end: float) -> float:
-        """Seconds between two moments."""
+        """Return the processor seconds between two moments."""
         first = min(self.seen, key=lambda seen: abs(seen[0] - begin))
         last = min(self.seen, key=lambda seen: abs(seen[0] - end))
         return last[1] - first[1]
@@ -83,7 +83,7 @@ class Started:
 
 
 def started(args: argparse.Namespace, on: bool, home: Path) -> Started:
-    """Start a run with the switch on or off, or go on with it."""
+    """Start a run with the switch on or off, or continue it."""
     directory = home / f"run-{on}"
     section, _, key = args.switch.partition(".")
     steps = ENDLESS if args.kills else args.steps
@@ -95,7 +95,7 @@ def started(args: argparse.Namespace, on: bool, home: Path) -> Started:
 
 
 def run_once(args: argparse.Namespace, on: bool, home: Path) -> tuple[list[dict[str, Any]], Meter]:
-    """The events of one run, and what its processes took."""
+    """Run once. Returns the run's events, and a meter of its processes."""
     shutil.rmtree(home / f"run-{on}", ignore_errors=True)
     run = started(args, on, home)
     meter = Meter(run.directory, run.process.pid)
@@ -108,7 +108,7 @@ def run_once(args: argparse.Namespace, on: bool, home: Path) -> tuple[list[dict[
 
 
 def commits_of(events: list[dict[str, Any]], after: int = 0) -> tuple[dict[int, float], dict[int, float]]:
-    """By step after the first ones: when the first group committed it, and its tokens."""
+    """Return, for steps above `after`, step -> time of the first commit, and step -> tokens."""
     at: dict[int, float] = {}
     tokens: dict[int, float] = {}
     for event in events:
@@ -119,8 +119,8 @@ def commits_of(events: list[dict[str, Any]], after: int = 0) -> tuple[dict[int, 
 
 
 def snapshots_of(events: list[dict[str, Any]], after: int) -> dict[str, float]:
-    """How many were taken after the first steps, how many of them were coded, how long trainers waited for them, and
-    how large they were."""
+    """Return how many snapshots were taken of steps above `after`, how many of them were coded, how long trainers
+    waited for them, and how large they were."""
     taken = [event for event in events if event["kind"] == "snapshot" and event["step"] > after]
     if not taken:
         return {}
@@ -136,7 +136,7 @@ def snapshots_of(events: list[dict[str, Any]], after: int) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]:
-    """Two runs: tokens per second, processor time of a step, and what snapshots did."""
+    """Make two runs. Returns, for each, tokens per second, processor time of a step, and figures of snapshots."""
     with ThreadPoolExecutor(1 if args.apart else 2) as pool:
         runs = dict(zip(("off", "on"), pool.map(lambda on: run_once(args, on, home), (False, True)), strict=True))
     commits = {which: commits_of(events, args.warm_up) for which, (events, _) in runs.items()}
@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace, home: Path) -> dict[str, dict[str, float]]
 
 
 def shares(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """On as a share of off, in each round: the median and the least."""
+    """Return medians and minima of the rounds: tokens per second on / off, and processor time of a step off / on."""
     tokens = [each["on"]["tokens_per_s"] / each["off"]["tokens_per_s"] for each in rounds]
     cpu = [each["off"]["cpu_ms"] / each["on"]["cpu_ms"] for each in rounds]
     return {
@@ -171,7 +171,7 @@ def shares(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
 
 
 def killed(args: argparse.Namespace, home: Path) -> Iterator[dict[str, Any]]:
-    """What each kill took with it, of a run that is killed and started again; at the end it is killed whole."""
+    """Kill a run and start it again, many times. Yields what each kill lost. At the end all of the run is killed."""
     chance = random.Random(args.seed)
     last = protected = 0
     apart = 0.0
@@ -199,7 +199,7 @@ def killed(args: argparse.Namespace, home: Path) -> Iterator[dict[str, Any]]:
 
 
 def until_commit(run: Started, began: float, home: Path) -> None:
-    """Wait until the run has made a step after this moment."""
+    """Wait until the run has committed a step after `began`."""
     while not any(event["t"] > began for event in read_events(run.directory, {"commit"})):
         if run.process.poll() is not None or time.time() > began + STARTS_S:
             raise RuntimeError((home / "log").read_text()[-2000:])
@@ -207,12 +207,12 @@ def until_commit(run: Started, began: float, home: Path) -> None:
 
 
 def kill(run: Started, places: list[peers.Place], segments: set[str]) -> None:
-    """SIGKILL to launcher, agents, lighthouse, trainers, and the keepers of these segments, which are lost too."""
+    """SIGKILL launcher, agents, lighthouse, trainers and the keepers of these segments; remove these segments."""
     spared = {place.pid for place in places if place.segment not in segments}
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(run.process.pid)
         doomed = {process.pid for process in (launcher, *launcher.children(recursive=True))}
-        for pid in (doomed | {place.pid for place in places}) - spared:  # a keeper is a child of who started it
+        for pid in (doomed | {place.pid for place in places}) - spared:  # keepers are trainers' children
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     run.process.wait()
@@ -221,7 +221,7 @@ def kill(run: Started, places: list[peers.Place], segments: set[str]) -> None:
 
 
 def losses(kills: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all kills."""
+    """Summarize all kills."""
     lost = [each["lost"] for each in kills]
     return {
         "kills": len(kills),

@@ -1,14 +1,14 @@
-"""How fast a rank column connects over Gloo, and how fast a member that is lost lets go of the others.
+"""Measure how fast a rank column connects over Gloo, and how fast the other members get free when one is lost.
 
     python bench/transport.py [--rebuilds 200] [--kills 200] [--json RESULT.json]
 
-Real processes and the plugin's own `RankColumn`, with its watch, on this machine's loopback. Prints
-`rebuild`: connecting three members, and file descriptors and threads before and after so many of it; `give up`: one
-member breaks the column while the two others have three sums under way: how long until these sums have ended, so that
-their memory and threads are free, and how long the first sum of the next column takes; `kills`: a member kills itself
-at a random moment while the three connect: how long until the two others are connected with each other again, and
-until the three are with a new one. `early`: of those that died before they had said where they are, which nobody can
-notice before the connect timeout of 1 s.
+Uses real processes and the plugin's own `RankColumn`, with its watch, on this machine's loopback. Prints three parts.
+`rebuilds`: the time to connect three members, and file descriptors and threads before and after all rebuilds.
+`give_ups`: one member breaks the column while the two others have three sums under way. How long until these sums have
+ended, so that their memory and threads are free, and how long the first sum of the next column takes.
+`kills`: a member kills itself at a random moment while the three connect. How long until the two others are connected
+again, and until all three are with a new member. `early` are members that died before they had published their
+address, which the others cannot notice before the connect timeout of 1 s.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The fork server looks for what it preloads nowhere else.
+# The fork server finds the module that it preloads only this way.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import psutil
@@ -40,16 +40,16 @@ from everstep.quorum.process_group import Place, RankColumn, reach
 TIMEOUT, CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 TOKEN = bytes(range(32))
 SPREAD_S = 0.03
-"""A kill comes this long after connecting began, or earlier."""
+"""A kill comes at most this many seconds after connecting began."""
 
 
 def member(store: str, pipe: Connection) -> None:
-    """A process of the benchmark: does what it is told, and says how long it took."""
+    """Run one member in this process: do what it is told, and answer how long that took."""
     torch.set_num_threads(1)
     column = RankColumn(
         "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN
     )
-    # Here and not while a time is taken: it asks the name server for an address's name.
+    # Done here, outside the measured time, because it looks up an address's name at the name server.
     column._stores[store] = reach(store, CONNECT)
     board = reach(store, CONNECT)
     me, under_way = psutil.Process(), []
@@ -202,7 +202,7 @@ def kills(members: Members, times: int) -> dict[str, Any]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and largest, in milliseconds."""
+    """Return median, 99th percentile and largest value in milliseconds."""
     ordered = sorted(1000 * value for value in seconds) or [0.0]
     return {
         "median": round(statistics.median(ordered), 1),
