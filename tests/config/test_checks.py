@@ -234,7 +234,7 @@ def test_replicas_become_groups_and_it_is_said_in_a_line(load):
         "torchtitan's, of all replicas"
     )
     [told] = warnings
-    assert told.endswith("data_parallel_replicate_degree = 3: the replicas are 3 replica groups, one each")
+    assert told.endswith("data_parallel_replicate_degree = 3: trains as 3 replica groups of one replica each")
 
 
 @pytest.mark.parametrize(("shorter", "longer"), [row[:2] for row in _TIMEOUTS])

@@ -133,7 +133,7 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
     begin = checkpoint_of(tmp_path / "begin", f"{TRAIN_STATE}.step", "dataloader.dp_rank_0")
     of_it = {"initial_load_path": str(begin), "initial_load_model_only": only_weights}
     if not only_weights:
-        with pytest.raises(TrainerEnds, match=r'does not say where .* exclude_from_loading = \["dataloader"\]'):
+        with pytest.raises(TrainerEnds, match=r'has no position for .* exclude_from_loading = \["dataloader"\]'):
             disk_at(tmp_path / "none", **of_it).load()
     disk = disk_at(tmp_path / "none", **of_it, exclude_from_loading=["dataloader"])
     disk.load()
@@ -153,7 +153,7 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
     assert disk.asked == [(10, {"history"})]
     assert disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest() == 15
     before.rename(tmp_path / "step-10.kept")
-    with pytest.raises(TrainerEnds, match="step-15 has the model alone"):
+    with pytest.raises(TrainerEnds, match="step-15 has the model only"):
         disk_at(tmp_path).load()
 
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
     disk._events = SimpleNamespace(emit=lambda kind, text: told.append((kind, text)))
     disk.load()
     assert [step for step, _ in disk.asked] == [10]
-    assert told == [("warning", f"goes on from step 10: the .metadata of {cut} is damaged")]
+    assert told == [("warning", f"the run goes on from step 10, as the .metadata of {cut} is damaged")]
     os.truncate(next(before.glob("*.distcp")), 40)
     disk._manager.load = lambda step: dcp.load({names[0]: torch.tensor(0)}, checkpoint_id=str(before), no_dist=True)
     with pytest.raises(OSError, match=r"step-10 cannot be read: RuntimeError: .* Move it away"):
@@ -188,4 +188,4 @@ def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():
     )
     assert learnt == [{}, streams]
     [(kind, text)] = told
-    assert (kind, text.partition(":")[0]) == ("warning", "what group 2 of 3 says of its streams is skipped")
+    assert (kind, text.partition(":")[0]) == ("warning", "stream positions of member 2 of 3 of the quorum are skipped")

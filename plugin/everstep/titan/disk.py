@@ -109,7 +109,7 @@ class DiskCheckpoints:
         try:
             found = self._manager.load(step=step)
         except CheckpointException as error:
-            remedy = "Move it away, or give [checkpoint] load_step with another one"
+            remedy = "Move it away, or set [checkpoint] load_step to another one"
             raise OSError(f"{folder or self._manager.folder} cannot be read: {cause_of(error)}. {remedy}") from None
         self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
@@ -119,23 +119,23 @@ class DiskCheckpoints:
         newer = {at: path for at, path in checkpoints_in(Path(self._manager.folder)).items() if at > step}
         damaged = [str(path) for path in newer.values() if not tensors_in(path)]
         if damaged and self._config.load_step == -1 and dist.get_rank() == 0:
-            text = f"goes on from step {step}: the .metadata of {', '.join(damaged)} is damaged"
+            text = f"the run goes on from step {step}, as the .metadata of {', '.join(damaged)} is damaged"
             self._events.emit("warning", text=text)
 
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
         """Raise TrainerEnds if a checkpoint lacks something that torchtitan would load from it."""
         why, position = "", {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
         if not keys:
-            why = "has a damaged .metadata: move it away, or give [checkpoint] load_step with another one"
+            why = "has a damaged .metadata: move it away, or set [checkpoint] load_step to another one"
         elif not self._has_all(step, keys):
             why = (
-                "has the model alone ([checkpoint] last_save_model_only), and training cannot go on from it: give "
-                "[checkpoint] load_step with an older one, or begin another run with initial_load_path"
+                "has the model only ([checkpoint] last_save_model_only), and training cannot go on from it: set "
+                "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
             )
         elif step and DATALOADER not in self._config.exclude_from_loading and not position.issubset(keys):
             why = (
-                "does not say where the data of this [data] source stands: with [checkpoint] exclude_from_loading = "
-                '["dataloader"] it is read from its beginning'
+                "has no position for the data of this [data] source: to read the data from its beginning, set "
+                '[checkpoint] exclude_from_loading = ["dataloader"]'
             )
         if why:
             raise TrainerEnds(USAGE_EXIT, f"{folder} {why}")
@@ -176,7 +176,7 @@ class DiskCheckpoints:
         while not (found := self._is_of(folder, step, history)) and time.monotonic() < end:
             time.sleep(POLL_S)
         if not all_in_group(found):
-            raise not_saved(f"{folder} lacks workers")
+            raise not_saved(f"{folder} lacks the states of some workers")
 
     def read(self, folder: Path, into: dict[str, Any]) -> bool:
         """Load this rank's part of some entries of a checkpoint. Return False, with a warning, if that fails."""
@@ -214,7 +214,7 @@ class DiskCheckpoints:
             return
         folder = str(self._manager.folder)
         reason = f"{cause_of(error)}{_room(folder)}"
-        logger.warning(f"No checkpoint in {folder} of step {step}: {reason}. Training goes on.")
+        logger.warning(f"The checkpoint of step {step} in {folder} was not written: {reason}. Training goes on.")
         self._events.emit("checkpoint_failed", commit, reason=reason, folder=folder)
         give_up(Path(folder), step)
 
@@ -299,7 +299,7 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
         except OSError as failed:
             error = str(failed)
         if sum_in_group(bool(error)):
-            raise not_saved(error or f"{target} could not get its name")
+            raise not_saved(error or f"the written checkpoint could not be renamed to {target}")
         return begun
 
     replace(manager, "dcp_save", save_aside)

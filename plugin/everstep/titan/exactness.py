@@ -89,8 +89,8 @@ def agree(run_dir: Path, mine: dict[str, str]) -> None:
     if told := differences(run_dir, FILE, mine):
         raise TrainerEnds(
             UNFIT_EXIT,
-            f"[fault_tolerance] exact: this group computes other bits than those that {run_dir / 'state' / FILE} tells "
-            f"of: {told}. Give it the same hardware and software, or train with exact = false",
+            f"[fault_tolerance] exact: this group would compute other bits than the run's first start, which wrote "
+            f"{run_dir / 'state' / FILE}: {told}. Give it the same hardware and software, or train with exact = false",
         )
 
 

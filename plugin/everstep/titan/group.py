@@ -67,7 +67,7 @@ def require_members(token: bytes) -> None:
     if strangers := [rank for rank in range(ranks) if not hmac.compare_digest(answers[rank], proofs[rank])]:
         places = ", ".join(map(str, strangers))
         raise RuntimeError(
-            f"a process without the run's token has the place of rank {places} in this group: something else connects "
+            f"a process without the run's token has the place of rank {places} in this group: another program connects "
             "to the run's ports, see docs/security.md"
         )
 

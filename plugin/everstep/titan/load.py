@@ -117,7 +117,7 @@ def _replicas_as_groups(config: Any, groups: int | None) -> str:
     parallelism.data_parallel_replicate_degree = 1
     if training.global_batch_size < 0 and parallelism.data_parallel_shard_degree > 0:
         training.global_batch_size = training.local_batch_size * parallelism.data_parallel_shard_degree * replicas
-    return f"data_parallel_replicate_degree = {replicas}: the replicas are {ft.groups} replica groups, one each"
+    return f"data_parallel_replicate_degree = {replicas}: trains as {ft.groups} replica groups of one replica each"
 
 
 def _sections_by_key(config: Any) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
             listed = ", ".join("none" if item is None else shown(item) for item in now)
             raise source.error(
                 path,
-                f"{describe(path)} cannot stand for all {len(now)} parameter groups, which have {listed}: "
+                f"{describe(path)} cannot apply to all {len(now)} parameter groups, which have {listed}: "
                 "write [[optimizer.param_groups]] instead",
             )
         for group in config.param_groups:

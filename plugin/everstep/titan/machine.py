@@ -38,14 +38,14 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
                 "override", "imports", item if isinstance(item, str) else item[0], f"it is a {kernel} kernel"
             )
     if config.optimizer.implementation == "fused_opt_states_bf16":
-        why = "its kernel for states in bfloat16 beside parameters in float32 is one of GPUs"
+        why = "its kernel for states in bfloat16 beside parameters in float32 runs on GPUs only"
         yield _problem("optimizer", "implementation", config.optimizer.implementation, why)
     if any(group.optimizer_name == "DistMuon" for group in config.optimizer.param_groups):
         yield _problem("optimizer", "param_groups", "DistMuon", "its processes exchange parameters between GPUs")
     if config.compile.enable and config.compile.enable_async_tensor_parallel:
         yield _problem("compile", "enable_async_tensor_parallel", True, "it writes to other GPUs' symmetric memory")
     if config.parallelism.enable_fsdp_symm_mem:
-        yield _problem("parallelism", "enable_fsdp_symm_mem", True, "symmetric memory is memory of GPUs")
+        yield _problem("parallelism", "enable_fsdp_symm_mem", True, "only GPUs have symmetric memory")
     model = config.model_spec.model
     for kind, what in _MODULES.items():
         if next(iter(model.traverse(kind)), None):

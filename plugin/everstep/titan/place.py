@@ -48,7 +48,7 @@ def open_place(config: Any) -> RunPlace:
     if ft.group_id >= (groups := number_of_groups(run_dir) or ft.groups):
         raise TrainerEnds(
             USAGE_EXIT,
-            f"[fault_tolerance] group_id = {ft.group_id} is none of this run's {groups} groups: their ids begin at 0",
+            f"[fault_tolerance] group_id = {ft.group_id} is none of this run's groups, 0 to {groups - 1}",
         )
     try:
         host = use_interface(ft.bind_host).address

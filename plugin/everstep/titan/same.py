@@ -77,7 +77,7 @@ def checkpoints(run_dir: Path) -> dict[int, Path]:
         folder = read_source(config).table["checkpoint"]["folder"] if config.exists() else "checkpoint"
         return checkpoints_in(run_dir / folder)
     except (LookupError, TypeError):
-        raise ValueError(f"{config} does not say where the run's checkpoints are") from None
+        raise ValueError(f"{config} has no [checkpoint] folder: the run's checkpoints cannot be found") from None
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
@@ -87,7 +87,7 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
         if damaged := sorted(parts_in(folder) - {part for part, _ in found.values()}):
             return 0, f"{damaged[0] / '.metadata'} is damaged"
     if alone := sorted(ours.keys() ^ theirs.keys()):
-        return 0, f"{alone[0]} is in one of the checkpoints only"
+        return 0, f"{alone[0]} is in only one of the checkpoints"
     compared = 0
     for key in sorted(name for name, (_, entry) in ours.items() if isinstance(entry, TensorStorageMetadata)):
         mine, their = _load(key, *ours[key]), _load(key, *theirs[key])

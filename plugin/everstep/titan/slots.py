@@ -95,7 +95,7 @@ class Slots:
         told = not may_differ and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
         if told:
             raise TrainerEnds(
-                UNFIT_EXIT, f"the data of this host is not that of the run's first start: {told}. Bring the same here"
+                UNFIT_EXIT, f"this host's data is not that of the run's first start: {told}. Copy the same data here"
             )
         return source
 

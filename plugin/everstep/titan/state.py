@@ -123,7 +123,7 @@ class TrainingState:
         mine = self.tensors()
         if mine.keys() != state.tensors.keys():
             differing = sorted(mine.keys() ^ state.tensors.keys())
-            raise ValueError(f"the healed state is of another model: {differing[:3]} are not in both")
+            raise ValueError(f"the state is of another model or optimizer: only one of the two has {differing[:3]}")
         for name, tensor in mine.items():
             tensor.copy_(state.tensors[name])
         self.set_schedules(state.meta["lr_schedulers"])

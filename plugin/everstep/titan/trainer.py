@@ -188,8 +188,8 @@ class EverstepTrainer(titan.Trainer):
             # With checkpoints, the last one on disk holds the same state. A group that leaves alone ignores `over`.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
-        asked = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again)"
-        logger.info(f"Left the run after step {self.step}, asked by {asked}" if leaves else "Training completed")
+        why = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again) asked for it"
+        logger.info(f"Left the run after step {self.step}, as {why}" if leaves else "Training completed")
 
     def _compile(self) -> None:
         """Compute and discard a slot if the first slot compiles code or loads kernels, so that the other groups do not

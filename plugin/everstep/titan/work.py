@@ -114,7 +114,7 @@ class TrainerWork(ABC):
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         for slot in slots:
-            reason = "no group can compute it to a gradient whose norm is finite: the cause is in the data or the model"
+            reason = "the norm of its gradient is not finite on any group, so the cause is in the data or the model"
             self._events.emit("not_finite", step, slot=slot, reason=reason)
         self._leave_out(step, slots)
 
@@ -243,7 +243,7 @@ class TrainerWork(ABC):
         slot = commit.unfit[0]
         reason = (
             f"rank {dist.get_rank()} on host {socket.gethostname()} refused slot {slot} of step {commit.step} twice, "
-            f"and group {commit.owners[slot]} computed it: the error is this device's, take it out of service"
+            f"but group {commit.owners[slot]} could compute it: this device is at fault, take it out of service"
         )
         self._events.emit("unfit", commit.step, slot=slot, reason=reason)
         raise TrainerEnds(UNFIT_EXIT, reason)
@@ -266,7 +266,7 @@ class TrainerWork(ABC):
             try:
                 self._source.learn(note)
             except ValueError as error:
-                text = f"what group {place} of {len(notes)} says of its streams is skipped: {error}"
+                text = f"stream positions of member {place} of {len(notes)} of the quorum are skipped: {error}"
                 self._events.emit("warning", text=text)
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
@@ -310,8 +310,8 @@ class TrainerWork(ABC):
         if now and layout == mine and now != told:
             raise TrainerEnds(
                 status,
-                f"{what} has other parameters than those that were committed (checksum {now}, and {told} then): it was "
-                "damaged since. Remove it, and the run goes on from the one before",
+                f"{what} has other parameters than those that were committed (its checksum is {now}, and was {told}): "
+                "it has been damaged. Remove it, and the run goes on from the one before",
             )
 
     def settle(self) -> None:
