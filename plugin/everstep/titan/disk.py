@@ -43,6 +43,7 @@ DATA_BEGAN = "data_began_after"
 DATA = "data"
 PARAMETERS = "parameters"
 NAMING_S, POLL_S = 2.0, 0.02
+"""Seconds to wait for another group to rename a complete checkpoint, and between two looks."""
 OF_RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
 """Matches the key under which a checkpoint has the data streams that a data-parallel rank knew."""
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))

@@ -76,7 +76,7 @@ def parse_any() -> None:
 
 
 def config_from_source(source: Source, config_class: type[C], *, warnings: list[str] | None = None) -> C:
-    """Do what `load_config` does, for a parsed document, without overrides and checks across sections."""
+    """Return the config of a parsed document, as `load_config` does, without overrides and checks across sections."""
     if dropped := translate(source):
         _tell(dropped, warnings)
     job = Job()

@@ -63,8 +63,7 @@ class Slots:
             for name, buffer in part.named_buffers()
             if name.endswith(private.EXPERT_LOADS)
         ]
-        """Buffers that count the tokens of each expert, summed over slots like gradients, for torchtitan's load
-        balancing."""
+        """Buffers that count each expert's tokens, summed over slots like gradients, for torchtitan's balancing."""
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._reached: set[int] = set()

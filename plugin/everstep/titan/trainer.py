@@ -185,7 +185,7 @@ class EverstepTrainer(titan.Trainer):
         work.close(leaves=leaves)
         self.participation.leave()
         if place.snapshots is not None:
-            # With checkpoints, the last one on disk holds the same state. A group that leaves alone ignores `over`.
+            # With checkpoints, the last one on disk has the same state. `close` ignores `over` if this group leaves.
             over = not work.goes_on() or self.config.checkpoint.enable
             place.snapshots.close(over=over, leaves=leaves)
         why = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again) asked for it"
