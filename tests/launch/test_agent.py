@@ -83,7 +83,7 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     asked = time.monotonic()
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 1
-    assert one.events("agent_ended")[0]["reason"] == "did not end within 3 s and was killed"
+    assert one.events("agent_ended")[0]["reason"] == "its workers did not stop within 3 s and were killed"
     assert time.monotonic() - asked >= 3.0
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
 

@@ -58,7 +58,7 @@ def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) ->
         print(f"waiting for a lighthouse's address in {address_file(settings.run_dir)}", flush=True)
     await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would hold GPUs while they wait
     if launcher.is_stopping():
-        return End("stopped", "asked to stop" if launcher.stops else f"{stop_file(settings.run_dir)} is there")
+        return End("stopped", "asked to stop" if launcher.stops else f"{stop_file(settings.run_dir)} exists")
     group = launcher.add_group(settings, launcher.events)
     launcher.run(lambda: group.end is not None)
     assert group.end is not None

@@ -32,7 +32,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         lighthouse = launcher.serve(host, config, page)
         if launcher.page:
             where = f"{launcher.page} on {socket.gethostname()}"
-            print(f"the run's page: {where} (ssh -L from where you are)", flush=True)
+            print(f"the run's page: {where} (forward the port from your machine with ssh -L)", flush=True)
         launcher.import_all(PRELOAD, run_dir / "logs" / "imports.log")
         next_look = 0.0
 
@@ -44,8 +44,8 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             return lighthouse.superseded or is_over(run_dir)
 
         launcher.run(ends)
-        why = "asked to" if launcher.stops else "there is another" if lighthouse.superseded else "the run is over"
-        stopped = f"; {stop_file(run_dir)} is there" if stop_file(run_dir).exists() else ""
+        why = "asked to stop" if launcher.stops else "another serves" if lighthouse.superseded else "the run is over"
+        stopped = f"; {stop_file(run_dir)} exists" if stop_file(run_dir).exists() else ""
         print(f"the lighthouse ends: {why}{stopped}", flush=True)
     return 0
 

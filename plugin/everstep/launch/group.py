@@ -222,7 +222,7 @@ class Group:
         grace_s = STOP_GRACE_S + self.settings.fault_tolerance.stall_timeout_s
         self._stop_deadline = self._stop_deadline or time.monotonic() + grace_s
         if self._is_overdue() and now.running:
-            self._unclean = f"did not end within {grace_s:g} s and was killed"
+            self._unclean = f"its workers did not stop within {grace_s:g} s and were killed"
             now.kill()
             return
         for child in now.running:
@@ -238,7 +238,7 @@ class Group:
         if self._unclean:
             self.finish("killed", self._unclean)
         else:
-            self.finish("stopped", "the run is to have fewer groups" if self.leaves else "asked to stop")
+            self.finish("stopped", "the run should have fewer groups" if self.leaves else "asked to stop")
 
     # The end of an incarnation
 
@@ -327,8 +327,8 @@ class Group:
         """End the group, and by `ended_file` all others, because every group that computes this slot dies."""
         reason = (
             f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))}, "
-            f"{len(groups)} times: {why}. Its data, or what the model makes of it, is at fault; "
-            'with [fault_tolerance] on_poison = "skip" a run goes on without it'
+            f"{len(groups)} times: {why}. Its data, or what the model computes from it, is the cause; "
+            'with [fault_tolerance] on_poison = "skip" a run goes on without the slot'
         )
         write_json(ended_file(self.settings.run_dir), {"reason": reason})
         self.finish("failed", reason)

@@ -172,7 +172,7 @@ class Incarnation:
             poison.strike(run_dir, slot, group, self.number, worked=death.committed)
             groups = poison.poisoned(run_dir, slot)
         except OSError as error:  # a full disk must not prevent a restart
-            print(f"the slot at which group {group} died is not noted: {error}", flush=True)
+            print(f"the slot at which group {group} died could not be recorded: {error}", flush=True)
             return None
         if groups and not known:
             told = {"groups": sorted({*groups}), "error": death.error or death.reason, "action": on_poison}

@@ -76,8 +76,8 @@ def listen(host: str) -> socket.socket:
         if is_scarce(error):
             raise
         raise LaunchError(
-            f"{host}: this machine cannot listen there: {error.strerror}. Give an address of its own with --host, or "
-            "as [fault_tolerance] bind_host."
+            f"this machine cannot listen on {host}: {error.strerror}. Give an address of this machine with --host or "
+            "[fault_tolerance] bind_host."
         ) from None
 
 

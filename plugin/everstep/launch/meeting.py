@@ -137,7 +137,7 @@ class Meeting:
         for node in set(range(self._settings.nodes)) - {self._settings.node_rank}:
             if node not in notes:
                 if now_mono - self._came_mono > ARRIVAL_S:
-                    return f"the agent on node {node} of this group has not come within {ARRIVAL_S:g} s"
+                    return f"the agent on node {node} of this group has not joined within {ARRIVAL_S:g} s"
                 continue
             silent_s = age_s(agent_beat_path(self._settings.run_dir, self._settings.group, node))
             if min(silent_s or 0.0, now_mono - awake_mono) > SILENCE_S and not notes[node].ended:

@@ -182,7 +182,7 @@ def _patience(config: Any, ranks: int) -> Iterator[Line]:
     if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
         found = (
             f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
-            f"{longest_s:g}: a rank that waits for another group ends its own"
+            f"{longest_s:g}: a rank that waits for another group would end its own group"
         )
         yield Line("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
 
@@ -237,7 +237,7 @@ def prepared(order: Order) -> Prepared:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"torchtitan was not imported within {TIMEOUT_S:g} s.") from None
+        raise LaunchError(f"checking {order.config} with torchtitan took longer than {TIMEOUT_S:g} s.") from None
     if done.returncode not in (0, USAGE_EXIT):
         raise LaunchError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -158,7 +158,7 @@ def scale(run_dir: Path, groups: int) -> str:
         said.append(f"submitted groups {', '.join(map(str, missing))} as job {job}")
     if spare:
         call(["scancel", *spare])
-        said.append(f"cancelled the pending {', '.join(spare)}")
+        said.append(f"cancelled the pending tasks {', '.join(spare)}")
     return "; ".join(said)
 
 
@@ -183,7 +183,7 @@ def stop(run_dir: Path) -> str:
             call(["scancel", "--state=PENDING", *job.split(",")])
             said.append("cancelled the tasks that were pending")
     except LaunchError as error:
-        said.append(f"what is pending stays: {error}")
+        said.append(f"pending tasks were not cancelled: {error}")
     return "; ".join(said)
 
 

@@ -133,7 +133,7 @@ class Supervisor:
         try:
             child = self._launcher.children.start(Request(settings.prepare, [asdict(order)], log))
         except OSError as error:
-            raise Refused(f"there is no room for a process that checks the config: {error.strerror}.") from None
+            raise Refused(f"the process that checks the config could not be started: {error.strerror}.") from None
         while child.alive and not self._launcher.is_stopping():
             self._launcher.children.wait(TICK_S)
         if self._launcher.is_stopping():

@@ -36,7 +36,7 @@ LINES = {
     "training_started": "group {group}: trains from step {step} ({source})",
     "fault": "fault: {fault} on group {target_group}",
     "fault_undone": "fault undone: {fault} on group {target_group}",
-    "workers_protected": "group {group}: its workers' states survive a host again",
+    "workers_protected": "group {group}: its workers' states survive the loss of a host again",
     "validation": "step {step}: validation loss {loss:.5f}",
     "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
     "left_out": "all groups reach each other again",

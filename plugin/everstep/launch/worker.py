@@ -119,7 +119,7 @@ def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while not hold_alone(path):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"an earlier process of rank {rank} of group {group} still runs")
+            raise TimeoutError(f"an earlier process of rank {rank} of group {group} still holds {path}: kill it")
         time.sleep(0.02)
 
 

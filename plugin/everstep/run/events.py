@@ -95,7 +95,7 @@ class EventLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._complained:
-                print(f"everstep: events are lost, {self.path}: {error}", file=sys.stderr, flush=True)
+                print(f"everstep: cannot write events to {self.path}: {error}", file=sys.stderr, flush=True)
             self._complained = True
             self.unwritten = [*self.unwritten[-MOST_UNWRITTEN:], event]
         return event

@@ -75,14 +75,14 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         before = read_typed(Claim, path)
         if before and before > claim:
             raise Fenced(
-                f"group {group} was started again as {before} on {before.host}; if that start is over for good, "
-                f"on another cluster say, remove {path}"
+                f"group {group} was started again as {before} on {before.host}; if that start has ended for good, "
+                f"for instance on another cluster, remove {path}"
             )
         alone = hold_alone(path.with_suffix(".alive"))
         if not alone and before is not None and before == claim:
             raise Fenced(
-                f"group {group} is run by process {before.pid} on {before.host} already; to start it here in its "
-                f"place, give a higher --restart than {claim.restart}"
+                f"group {group} is run by process {before.pid} on {before.host} already; to replace that one, start "
+                f"it here with --restart {claim.restart + 1} or higher"
             )
         write_json(path, asdict(replace(claim, host=socket.gethostname(), pid=os.getpid())))
     while before and before != claim and not stopping() and not _is_gone(run_dir, group):

@@ -74,7 +74,7 @@ def read_token(run_dir: Path) -> bytes:
         found, text = os.fstat(file.fileno()), file.read()
     if found.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
         raise UnsafeError(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):03o}: others could know or "
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):03o}: others could read or "
             "change it. Make it yours alone (chmod 600), or remove it and start the run again"
         )
     try:
@@ -96,13 +96,13 @@ def require_own(run_dir: Path) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (os.geteuid(), 0):
         raise UnsafeError(
-            f"{run_dir} belongs to user {found.st_uid}, and what stands in a run directory is acted on: copy it and "
+            f"{run_dir} belongs to user {found.st_uid}, and commands act on what the files in it say: copy it and "
             "work on the copy, or act as that user"
         )
     # On many systems each user has a group with the user's id and no other member: it lets nobody else in.
     own_group = found.st_gid == found.st_uid
     if mode & 0o002 or (mode & 0o020 and not own_group):
-        raise UnsafeError(f"{run_dir} can be written to by others (mode {mode:03o}): chmod go-w {run_dir}")
+        raise UnsafeError(f"other users can write to {run_dir} (mode {mode:03o}): chmod go-w {run_dir}")
 
 
 def require_run(run_dir: Path) -> None:

@@ -61,7 +61,7 @@ def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
     """Parse standard JSON. Raises UnfitError for NaN, Infinity, numbers too large for a float or for 64 bits, nesting
     that exhausts the stack, and text longer than `limit`."""
     if len(text) > limit:
-        raise UnfitError(f"{len(text)} bytes are more than the {limit} that can be meant")
+        raise UnfitError(f"it is too long: {len(text)} bytes, at most {limit} are allowed")
     try:
         return json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_moderate)
     except RecursionError:
