@@ -1,10 +1,10 @@
-"""A deterministic simulation of a whole run: the real step protocol, quorum code and wire on every rank, over a world
-with virtual clocks, threads and sockets, a port of torchft's lighthouse, and faults placed from a seed.
+"""A deterministic simulation of a whole run. Every rank runs the real step protocol, quorum code and wire. Clocks,
+threads and sockets are virtual, the lighthouse is a port of torchft's, and the faults are drawn from a seed.
 
     python -m simulation --seeds 0-99            (scripts/simulate)
 
-`scheduler` is the clock; `system` what a process has of its operating system, `network` what is between hosts, `real`
-the code that runs over these; `services` stands in for torchft and torch, `nodes` for lighthouses, `ranks` and
-`trainer` for what else the protocol is given; `groups` starts and ends processes as an agent does; `faults` breaks
-things; `judge` knows what must never happen; `world` puts them together.
+`scheduler` is virtual time, `system` the clocks and threads of a process, `network` the sockets and links between
+hosts; `real` loads the real code over these. `services` replaces torchft and torch, `nodes` the lighthouse's process,
+`ranks` the collectives of a group, `trainer` torchtitan, `files` the run directory. `groups` starts and ends processes
+like an agent, `faults` breaks things, `judge` sees what must never happen, and `world` puts all together.
 """

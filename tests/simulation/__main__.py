@@ -53,8 +53,8 @@ def show(outcome: Outcome) -> None:
 
 
 def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, record: bool = False) -> bool:
-    """Run all seeds and print what came of them; whether none broke the promise, and those that have a name cost what
-    they did, if that is not to be recorded anew."""
+    """Run all seeds and print a summary. Return whether none broke the promise and their costs are as recorded under
+    `name`. record: first record their costs anew."""
     begun, outcomes = time.monotonic(), []
     with ProcessPoolExecutor(jobs) as pool:
         for outcome in pool.map(partial(simulate, settings=settings), seeds, chunksize=8):

@@ -1,4 +1,4 @@
-"""What a group's checks refuse: of one start of a group, whose ranks all see the same."""
+"""The errors that a group computes, and which of them its checks see. All ranks of a group see the same."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sick:
-    """What a group computes wrongly each time: these slots, to what is finite or not."""
+    """The slots that a group computes wrongly each time. finite: whether the wrong gradients are finite."""
 
     slots: frozenset[int]
     finite: bool
 
 
 class Checks:
-    """Args: of which start of a group."""
+    """The errors and checks of one start of a group."""
 
     def __init__(self, world: World, life: Life) -> None:
         self._world, self._life = world, life
@@ -28,8 +28,8 @@ class Checks:
         """Steps and slots that this start computed wrongly at least once."""
 
     def is_wrong(self, number: int, step: int, slot: int) -> bool:
-        """Whether a computation, by its number in this life, is; the same on all ranks. Checks see it. It does not meet
-        a bound that is too narrow: what all groups refuse passes."""
+        """Return whether computation `number` of this life is finite but wrong, which checks see. All ranks get one
+        answer. A slot under a bound that is too narrow is never wrong: all groups refuse it, so it passes."""
         if number not in self._wrong and (step, slot) in self._world.narrow:
             self._wrong[number] = False
         if number not in self._wrong:
@@ -41,7 +41,7 @@ class Checks:
         return self._wrong[number]
 
     def is_not_finite(self, number: int, step: int, slot: int) -> bool:
-        """Whether its gradient is not finite, which checks do not see."""
+        """Return whether the gradient of computation `number` is not finite, which checks do not see."""
         sick = self._world.sick.get(self._life.group.id)
         once = self._life.spoiled(("not finite", number), self._world.spoiling)
         found = once or (sick is not None and not sick.finite and slot in sick.slots)

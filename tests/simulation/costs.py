@@ -1,7 +1,7 @@
-"""What runs cost, and what they find, in sums over many seeds; and what those were when somebody last recorded them.
+"""Sums over many seeds of what their runs cost and find, compared with the sums that were recorded last.
 
-A change of the code between groups that breaks no promise may still ask, compute, send or wait for more than before, or
-find less. The faults of a seed are its plan's, so such a sum moves little when only the order of things changes.
+A change of the code between groups may break no promise, but ask, compute, send or wait more than before, or find less.
+The faults of a seed are in its plan, so such a sum moves little if only the order of events changes.
 """
 
 import csv
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RECORDED = Path(__file__).with_name("costs.tsv")
-"""A column for each figure that is counted. MOST: what a run adds to it at most. SPREAD: by how much that moves by
-chance (standard deviation, of runs with the same faults in which all else was drawn anew three times: 80 of `default`,
-15 to 24 of each variant). Then the sums of so many seeds, by their name, as `scripts/simulate --record` writes them."""
+"""A column for each figure. Row MOST: the most that one run adds to the figure. Row SPREAD: the standard deviation of
+this by chance, from runs with the same faults and all else drawn anew three times: 80 of `default`, 15 to 24 of each
+variant. The other rows: the sums of the first seeds of a name, as `scripts/simulate --record` writes them."""
 MOST, SPREAD = ("most", 1), ("spread", 1)
 SURE = 4.0
-"""So many standard deviations are no chance."""
+"""Standard deviations by which a sum does not move by chance."""
 PARTS = (15, 100, 1000)
-"""Numbers of seeds for which sums are recorded, beside that of all."""
+"""Numbers of first seeds for which sums are recorded, beside the sum of all."""
 
 Sums = dict[str, float]
 
@@ -36,7 +36,7 @@ def summed(runs: Sequence[Counter[str]], most: Sums) -> Sums:
 
 
 def changed(seeds: str, runs: Sequence[Counter[str]]) -> list[str]:
-    """What these seeds no longer cost as recorded, where that many of them are."""
+    """Return the figures of these seeds that differ from the recorded ones by more than chance."""
     found, every = [], recorded()
     for (name, count), before in every.items():
         if name == seeds and count <= len(runs):
@@ -47,7 +47,7 @@ def changed(seeds: str, runs: Sequence[Counter[str]]) -> list[str]:
 
 
 def same(runs: Mapping[str, Sequence[Counter[str]]]) -> bool:
-    """Whether all these seeds, by name, cost to the message what is recorded of so many of them."""
+    """Return whether the runs of each name cost exactly what is recorded for so many seeds."""
     every = recorded()
     return all(summed(some, every[MOST]) == every.get((name, len(some))) for name, some in runs.items())
 

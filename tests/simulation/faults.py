@@ -1,4 +1,4 @@
-"""What breaks, and when: kinds of faults, placed from a seed before the run begins."""
+"""The kinds of faults. A seed draws which faults a run meets, and when, before the run begins."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 STRAYS = ("", "{}", "[1, 2]", "null", '{"group": 0}', "\x00", '{"group":-1}', "[" * 2000)
-"""What a member that is no group of this run may say."""
+"""Requests from a client that is no group of this run."""
 
 SLOWEST = 9.0
-"""Times that a slow group may need for what another needs."""
+"""Largest factor by which a slow group is slower than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Fault:
     Attributes:
         at: virtual seconds from the start.
         kind: a name in `BREAKERS`.
-        group: a number that says which group; taken modulo those that there are.
-        rank: which of its ranks.
-        size: between 0 and 1: how long or how late, in each kind's own range.
+        group: index of the group, modulo the number of groups that live then.
+        rank: index of the rank, modulo the group's ranks.
+        size: between 0 and 1: how long, how late or how much, in the kind's own range.
     """
 
     at: float
@@ -45,7 +45,7 @@ class Fault:
 
 
 def place(chance: random.Random, kinds: Sequence[str], count: int, groups: int, ranks: int) -> tuple[Fault, ...]:
-    """Faults of these kinds, 0.1 to 12 s apart, some of them in bursts."""
+    """Draw `count` faults of these kinds, up to 12 s apart, some of them in bursts."""
     at, placed = chance.uniform(0.5, 8.0), []
     weights = [WEIGHTS.get(kind, 1.0) for kind in kinds]
     for _ in range(count):
@@ -56,11 +56,11 @@ def place(chance: random.Random, kinds: Sequence[str], count: int, groups: int, 
 
 
 class NothingToBreak(Exception):
-    """A fault can happen to nothing now."""
+    """The fault has nothing to break now."""
 
 
 def break_it(world: World, fault: Fault) -> None:
-    """Let a fault happen, if there is something that it can happen to."""
+    """Let a fault happen, if there is something to break and DEADLY faults would leave a state."""
     lives = world.lives()
     if not lives:
         return
@@ -82,7 +82,7 @@ def _only_if(holds: object) -> None:
 
 
 def _spare(world: World, life: Life) -> bool:
-    """Whether a state is left when this is gone: the run need not go back."""
+    """Return whether another group has a state, so that the run need not go back if this one dies."""
     return any(other is not life for other in world.with_state())
 
 
@@ -93,12 +93,12 @@ def _another(world: World, life: Life) -> Life:
 
 
 def _kill(world: World, life: Life, rank: Rank, size: float) -> None:
-    """One rank dies; its agent ends the others."""
+    """One rank dies. Its agent ends the others."""
     rank.process.kill()
 
 
 def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> None:
-    """One rank dies at one of its next waits, whatever it waits for."""
+    """One rank dies at one of its next 60 waits."""
     rank.process.die_after = 1 + int(size * 60)
     world.disturbed(world.scheduler.now + 5.0)
 
@@ -116,7 +116,7 @@ def _kill_group(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _kill_all(world: World, life: Life, rank: Rank, size: float) -> None:
-    """Every group dies within a tenth of a second; snapshots and disk are left."""
+    """The groups die 0 to 0.1 s apart. The disk is left, and mostly the snapshots."""
     for place, each in enumerate(world.lives()):
         world.scheduler.call_in(0.1 * size * place, each.end)
         if size < 0.15:
@@ -160,7 +160,7 @@ def _lighthouse(world: World) -> LighthouseNode:
 
 
 def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The lighthouse dies and comes back at its address, knowing nothing."""
+    """The lighthouse dies and comes back at its address, without memory."""
     node, away_s = _lighthouse(world), 0.1 + 15.0 * size**2
     _only_if(not node.process.stopped)
     node.process.kill()
@@ -176,7 +176,7 @@ def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> Non
 
 
 def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The lighthouse's host is gone; another one is started elsewhere."""
+    """The lighthouse dies. Another one is started on another host."""
     away_s = 0.5 + 10.0 * size
     _lighthouse(world).process.kill()
     world.scheduler.call_in(away_s, world.move_lighthouse)
@@ -184,7 +184,7 @@ def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> None
 
 
 def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A second lighthouse is published while the first lives on, until it sees that it is the older one."""
+    """A second lighthouse is published. The first lives on for up to 30 s, until it sees that it is the older one."""
     node = _lighthouse(world)
     world.move_lighthouse()
     if size > 0.5:
@@ -194,16 +194,16 @@ def _lighthouse_double(world: World, life: Life, rank: Rank, size: float) -> Non
 
 
 def _late_beats(world: World, life: Life, rank: Rank, size: float) -> None:
-    """What a group says does not come to the lighthouse for 1 to 10 s."""
+    """Nothing from a group reaches the lighthouse for 1 to 10 s."""
     world.network.lose([(life.host, world.lighthouses[world.published].host)], 1.0 + 9.0 * size)
     world.disturbed(world.scheduler.now + 10.0)
 
 
 def _leave(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group is asked to leave: its ranks hear of it within half a second."""
+    """A group is asked to leave. Its ranks hear of it within half a second."""
     _only_if([other for other in world.with_state() if other is not life and other.group.wanted])
     _ask_to_leave(world, life)
-    if size < 0.6:  # comes back, as somebody who has no state
+    if size < 0.6:  # it comes back, without a state
         world.sessions += 1
 
         def back() -> None:
@@ -228,19 +228,19 @@ def _join(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _join_odd(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group comes that has another number of ranks than all others, as `everstep agent` may be told."""
+    """A group joins that has another number of ranks than all others, as an option of `everstep agent` can cause."""
     _join(world, life, rank, size)
     world.groups[max(world.groups)].ranks = 1 + world.plan.ranks % 2
 
 
 def _join_at_vote(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group that comes asks just when others vote."""
+    """A group joins, and asks for a quorum just when others vote."""
     _join(world, life, rank, size)
     world.groups[max(world.groups)].asks_at_vote = True
 
 
 def _stop_all(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The run is asked to stop, and goes on later with another number of groups."""
+    """The run is asked to stop, and is started again later with 1 to 4 groups."""
     _only_if(not world.sessions and not world.finishing())
     world.sessions += 1
     for each in world.lives():
@@ -263,7 +263,7 @@ def _stop_all(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _flip(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A rank's parameters change behind the protocol's back; an audit can see it."""
+    """A rank's parameters change without the protocol noticing. An audit can see it."""
     sound = [other for other in world.with_state() if not other.group.suspicious]
     _only_if(world.plan.audit_every and life in sound and len(sound) >= 3)
     rank.work.flip()
@@ -277,7 +277,7 @@ def _refuse(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _sick(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group computes a slot, or every slot, wrongly from now on: its checks refuse it, or it is not finite."""
+    """A group computes one slot or all slots wrongly from now on: with a finite error, or not finite."""
     others = [other for other in world.groups if other != life.group.id and other not in world.sick]
     _only_if(world.plan.may_refuse and others)
     slots, chance = range(world.plan.slots), random.Random(size)
@@ -285,8 +285,8 @@ def _sick(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _narrow(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The bound of a check is too narrow for one slot's numbers, on every group: in a step that nobody has begun, as a
-    step's numbers do not change while it is made."""
+    """The bound of a check is too narrow for the numbers of one slot, on every group. The slot is of a step that no
+    group has begun, because the numbers of a step do not change while it is being made."""
     _only_if(world.plan.may_refuse)
     begun = max(rank.work.state.step for life in world.lives() for rank in life.ranks if rank.work is not None) + 1
     world.narrow.add((begun + 1, int(size * world.plan.slots)))
@@ -298,7 +298,7 @@ def _not_finite(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _stray(world: World, life: Life, rank: Rank, size: float) -> None:
-    """Something that holds the token and is no group of this run asks the lighthouse now and then, for a while."""
+    """A client that has the token, but is no group of this run, asks the lighthouse now and then for 1 to 10 s."""
     until = world.scheduler.now + 1.0 + 9.0 * size
     said = {
         "replica": f"{rank.number}:stray",
@@ -321,7 +321,7 @@ def _stray(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _twin(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group is started anew on another host while its old processes still live, some of them stopped."""
+    """A group is started a second time while its old processes still live, some of them stopped."""
     _only_if(_spare(world, life) and life.group.wanted)
     if size < 0.7:
         for each in life.ranks[: 1 + int(size * life.size)]:
@@ -330,17 +330,17 @@ def _twin(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _slow(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group computes several times slower from now on, or as fast as before."""
+    """A group computes up to SLOWEST times slower from now on, or at its normal speed again."""
     world.slow[life.group.id] = 1.0 if size < 0.3 else 1.0 + (SLOWEST - 1.0) * size
 
 
 def _lasts_s(size: float) -> float:
-    """How long a fault of the network lasts: 1 to 40 s, mostly short."""
+    """Return how many seconds a fault of the network lasts: 1 to 40, mostly few."""
     return 1.0 + 39.0 * size**2
 
 
 def _lose(ways: Callable[[World, Life], Sequence[tuple[str, str]]]) -> Callable[[World, Life, Rank, float], None]:
-    """Nothing passes on these ways. The others are to go on meanwhile."""
+    """Return a breaker: nothing passes on these ways for a while. Groups on other ways must go on meanwhile."""
 
     def breaker(world: World, life: Life, rank: Rank, size: float) -> None:
         seconds = _lasts_s(size)
@@ -351,7 +351,7 @@ def _lose(ways: Callable[[World, Life], Sequence[tuple[str, str]]]) -> Callable[
 
 
 def _around(life: Life, hosts: Iterable[str]) -> list[tuple[str, str]]:
-    """All ways between a group and hosts."""
+    """Return all ways between a group and some hosts, in both directions."""
     return [way for host in hosts if host != life.host for way in ((life.host, host), (host, life.host))]
 
 
@@ -360,7 +360,7 @@ def _hosts(world: World) -> list[str]:
 
 
 def _closed(world: World, life: Life, rank: Rank, size: float) -> None:
-    """Nobody connects anew to or from a group, and it has lost its connections."""
+    """A group loses its connections to other groups, and no new ones can be made for a while."""
     seconds = _lasts_s(size)
     world.network.close(_around(life, _hosts(world)), seconds)
     for host in _hosts(world):
@@ -369,20 +369,20 @@ def _closed(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _slow_link(world: World, life: Life, rank: Rank, size: float) -> None:
-    """What goes between two groups takes up to half a second longer."""
+    """Messages between two groups take 0.02 to 0.52 s longer for a while."""
     ways, seconds = _around(life, [_another(world, life).host]), _lasts_s(size)
     world.network.delay(ways, 0.02 + 0.5 * world.scheduler.random.random(), seconds)
     world.disturbed(world.scheduler.now + seconds)
 
 
 def _dark(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group's host is gone, and no connection says so."""
+    """A group's host loses power, and closes no connection."""
     world.network.dark.add(life.host)
     life.end()
 
 
 def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The lighthouse's host falls silent. It is heard again later, or another one is published."""
+    """The lighthouse's host falls silent for a while. In half of the cases another one is published meanwhile."""
     node, seconds, hosts = _lighthouse(world), _lasts_s(size), _hosts(world)
     world.network.lose([way for host in hosts for way in ((host, node.host), (node.host, host))], seconds)
     if world.scheduler.random.random() < 0.5:
@@ -392,7 +392,7 @@ def _lighthouse_dark(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _lag(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A host sees later, by up to half a minute, what others write into the run directory."""
+    """For a while, a host sees the writes of others to the run directory 0.5 to 30 s late."""
     seconds, late_s = _lasts_s(world.scheduler.random.random()), 0.5 + 29.5 * size**2
     world.lags[life.host].append((world.scheduler.now + seconds, late_s))
     world.disturbed(world.scheduler.now + seconds)
@@ -425,7 +425,7 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "slow": _slow,
     "part": _lose(lambda world, life: _around(life, [_another(world, life).host])),
     "one-way": _lose(lambda world, life: [(life.host, _another(world, life).host)]),
-    # From all others and not from the lighthouse; from everybody.
+    # "unreached": cut off from all other groups but not from the lighthouse. "gone": cut off from both.
     "unreached": _lose(lambda world, life: _around(life, _hosts(world))),
     "gone": _lose(lambda world, life: _around(life, [*_hosts(world), world.lighthouses[world.published].host])),
     "closed": _closed,
@@ -440,13 +440,13 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "join-odd": _join_odd,
 }
 DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
-"""What ends a group, if it is not the last one with a state."""
+"""Faults that end a group. They do not hit the last one with a state."""
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
-"""In which nobody falls silent: the connections of all that die are closed."""
+"""Faults that silence nobody: all processes that die close their connections."""
 REFUSALS = ("refuse", "sick", "narrow")
 AT_VOTE = ("vote", "join-vote")
 KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", *AT_VOTE))
-"""What falls where nothing else is asked for."""
+"""The kinds that are drawn by default."""
 WEIGHTS = {
     "flip": 2.0,
     "kill": 3.0,

@@ -16,7 +16,7 @@ AWAY = (STARTUP, DONE)
 
 
 class Shared(Generic[T]):
-    """Something in the run directory, as it was written over time."""
+    """A value in the run directory, with all of its versions over time."""
 
     def __init__(self, value: T) -> None:
         self._times, self._values = [-1.0], [value]
@@ -26,7 +26,7 @@ class Shared(Generic[T]):
         self._values.append(value)
 
     def read(self, when: float = math.inf) -> T:
-        """As it was then: a host may see what others wrote some seconds later."""
+        """Return the value of time `when`: a host may see the writes of others some seconds late."""
         return self._values[bisect_right(self._times, when) - 1]
 
 
@@ -50,7 +50,7 @@ class SimFiles:
                 life.able_since = min(life.able_since, now)
 
     def _when(self) -> float:
-        """From when what this rank reads of others is."""
+        """Return the time as of which this rank now sees the run directory."""
         self._world.scheduler.check()
         return self._world.seen_at(self._rank.life.host)
 
@@ -88,7 +88,7 @@ class SimFiles:
 
 
 class SimEvents:
-    """Events of one rank, into the trace."""
+    """The events of one rank, which go to the judge and into the trace."""
 
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self._rank = world, rank

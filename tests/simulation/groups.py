@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 OPEN_PATIENCE_S = 60.0
-"""How long a source keeps a joiner waiting for a step that it has not opened yet."""
+"""Seconds for which a source keeps a joiner waiting for a step that it has not opened yet."""
 BUFFERS = 2
-"""Snapshots that a keeper holds of each rank."""
+"""Snapshots of each rank that a keeper holds."""
 CLOSES_S = 0.3, 1.0
-"""From the last step until a process's connections close: it closes its snapshots, and Python ends."""
+"""Seconds from the last step until a process's connections close: it closes its snapshots, and Python exits."""
 NEVER = float("inf")
 
 
 class Group:
-    """A group id, and what outlives its processes."""
+    """A group id, and all that outlives the processes of the group."""
 
     def __init__(self, world: World, number: int) -> None:
         self._world, self.id = world, number
         self.life: Life | None = None
         self.lives: list[Life] = []
         self.wanted = True
-        """Whether its agent starts it again."""
+        """Whether its agent starts the group again."""
         self.asks_at_vote = False
         self.ranks = world.plan.ranks
         self.suspicious = self.named = False
-        """Whether a fault changed its parameters, so that an audit may name it; whether one did that might know."""
+        """Whether a fault changed its parameters, so that an audit may name it. Whether a reliable audit named it."""
         self.started: Shared[Life | None] = Shared(None)
-        """Its newest start, as its fence has it."""
+        """Its newest start, as the fence in the run directory says."""
         self.forget_beat()
         self.keeper: list[dict[int, State]] = [{} for _ in range(world.plan.ranks)]
 
     def forget_beat(self) -> None:
         self.beat: Shared[tuple[float, str, int]] = Shared((-NEVER, STARTUP, 0))
-        """When its rank 0 last gave a sign of life, in which phase of which step."""
+        """Time, phase and step of the last beat of its rank 0."""
 
     def start(self) -> None:
         if self.wanted:
@@ -79,37 +79,37 @@ class Life:
         self.size = group.ranks
         self.broken = self.ended = False
         self.accused = False
-        """Whether an audit named it: it ends."""
+        """Whether the last audit named it, so that it ends."""
         self.met: list[Request] = []
-        """All that asked for the last quorum that it asked for."""
+        """The requests of all members of its last quorum."""
         self.able: list[int] = []
-        """The groups that have the state in the attempt that it is in, as the rows say."""
+        """The groups that have the state in its current attempt, as the rows say."""
         self.committed = False
-        """Whether its last attempt did, and it has not asked since."""
+        """Whether its last attempt committed, and it has not asked for a quorum since."""
         self.in_vain = 0
-        """Quorums in a row that it asked for though nothing had changed."""
+        """Quorums in a row for which it asked although nothing had changed."""
         self.asks_since = NEVER
         self.asks_at_vote = group.asks_at_vote
-        """Whether it asks first when another group votes."""
+        """Whether its first request waits until another group votes."""
         self.passed_by: set[int] = set()
-        """Steps that were committed without it while it asked."""
+        """Steps that others committed while it was asking for a quorum."""
         self.proven = False
         """Whether an audit found its parameters equal to the others' since it took over a state."""
         self.stayed = self.audits_passed = 0
-        """Commits since it was asked to leave; audits since its parameters changed behind its back."""
+        """Commits since it was asked to leave. Audits since a fault changed its parameters."""
         self.saves = False
-        """Whether it writes a checkpoint, which may take longer than the others wait for it."""
+        """Whether it is writing a checkpoint, which may take longer than the others wait for it."""
         self.missed: set[int] = set()
-        """Steps that others committed without it, one after the other, though nothing kept it from taking part."""
+        """Steps in a row that others committed without it, though nothing kept it from taking part."""
         self.able_since = NEVER
-        """When its beats began to say that it has a state."""
+        """Time from which on its beats said that it has a state."""
         self.heals_in_vain = (0, 0)
-        """How often it healed without computing anything then, and the faults that there had been."""
+        """Heals in a row after which it computed nothing, and the number of faults before the last of them."""
         self.endings: list[Turn] = []
         self.decisions = Collectives(world, self, "decision")
         self.work = Collectives(world, self, "call of the trainer")
         self.chosen: list[State] | None = None
-        """What its ranks restored, where no group had a state."""
+        """The states that its ranks restored when no group had a state."""
         self.thrown: dict[tuple[int, int, int], str] = {}
         self.checks = Checks(world, self)
         self._spoiled: dict[tuple[str, int], bool] = {}
@@ -130,7 +130,7 @@ class Life:
             self.world.scheduler.spawn(rank.process, rank.main)
 
     def spoiled(self, what: tuple[str, int], faults: dict[int, int]) -> bool:
-        """Whether a fault of a kind falls on a computation, by its number; the same answer on all ranks."""
+        """Return whether a fault hits a computation, alike on all ranks. what: the fault, the computation's number."""
         if what not in self._spoiled:
             self._spoiled[what] = faults.get(self.group.id, 0) > 0
             if self._spoiled[what]:
@@ -139,7 +139,7 @@ class Life:
         return self._spoiled[what]
 
     def rank_died(self) -> None:
-        """The agent sees that a rank has ended without having finished, and ends the others."""
+        """Have the agent end the other ranks after one has died without finishing."""
         if self.broken or self.ended:
             return
         self.broken = True
@@ -149,7 +149,7 @@ class Life:
         scheduler.call_in(scheduler.random.uniform(0.005, 0.05), self.end)
 
     def end(self) -> None:
-        """All processes are gone; the agent starts the group again after a while."""
+        """End all processes, and have the agent start the group again after a while."""
         if self.ended:
             return
         self.broken = self.ended = True
@@ -235,13 +235,13 @@ class Rank:
                 world.judge.violate("collectives paired", f"{self.name}: {broken}")
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        except Exception as error:  # noqa: BLE001 whatever it is, it is a fault of the protocol
+        except Exception as error:  # noqa: BLE001 any exception here is a fault of the protocol
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{self.name}: {type(error).__name__}: {error} at {where.name}:{where.lineno}"
             world.judge.violate("crash", text)
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        if end is not Turn.FENCED:  # then its files are another start's
+        if end is not Turn.FENCED:  # a fenced start's files belong to the newer start
             files.beat(DONE, self.work.state.step)
         if self.voice is not None:
             self.voice.leave()

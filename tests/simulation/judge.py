@@ -1,7 +1,7 @@
-"""What must never happen, told as it happens.
+"""The rules that a run must never break, checked while it runs.
 
-The judge sees what the protocol cannot: all states at once. A violation is kept with its time and never raised, so that
-the run goes on and shows what follows from it.
+The judge sees what the protocol cannot see, which is all states at once. A violation is kept with its time and not
+raised, so that the run goes on and shows the consequences.
 """
 
 import hashlib
@@ -12,18 +12,18 @@ from typing import Any
 
 
 def fold(*parts: Any) -> int:
-    """62 bits over some values."""
+    """Return a hash of 62 bits over some values."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a rank's parameters, optimizer and counters are in this world.
+    """The simulated counterpart of a rank's parameters, optimizer and counters.
 
     Attributes:
-        step, history: as the protocol has them.
-        way: hash over everything that was ever applied, step by step: equal where the parameters are.
-        flipped: whether a fault changed the parameters behind the protocol's back.
+        step, history: as in the protocol.
+        way: hash over everything that was ever applied, step by step. It is equal if the parameters are.
+        flipped: how often a fault changed the parameters without the protocol noticing.
     """
 
     step: int
@@ -40,9 +40,9 @@ class Contribution:
     """One group's part of a gradient sum in one rank column.
 
     Attributes:
-        group: whose.
-        slots: how often each (step, slot) was added to it.
-        state: what it was computed on.
+        group: group id.
+        slots: each (step, slot), and how often it was added.
+        state: the state on which it was computed.
     """
 
     group: int
@@ -59,7 +59,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Link:
-    """A commit in the chain of histories."""
+    """One commit in the chain of histories."""
 
     step: int
     parent: int
@@ -73,16 +73,16 @@ class Judge:
     now: Callable[[], float]
     violations: list[Violation] = field(default_factory=list)
     chain: dict[int, Link] = field(default_factory=dict)
-    """History → the commit that made it."""
+    """History -> the commit that made it."""
     ways: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """(step, history, column) → the way of every group that is there."""
+    """(step, history, rank column) -> the way that all groups have there."""
     commits: int = 0
-    """Steps applied for the first time, over all histories."""
+    """Commits that were applied by at least one rank, over all histories."""
     keys: set[tuple[str, str]] = field(default_factory=set)
-    """Ranks, and the keys that they connected with."""
+    """Each rank, and each key with which it connected a process group."""
 
     def uses(self, who: str, key: str) -> None:
-        """A rank connects a process group."""
+        """Judge that a rank connects a process group: it uses each key only once."""
         if (who, key) in self.keys:
             self.violate("key used twice", f"{who} connects with key {key} again")
         self.keys.add((who, key))
@@ -92,14 +92,14 @@ class Judge:
             self.violations.append(Violation(round(self.now(), 3), kind, text))
 
     def summed(self, parts: Iterable[Contribution]) -> None:
-        """A gradient sum that is complete."""
+        """Judge a complete gradient sum: all gradients in it are of one step and history."""
         giving = [part for part in parts if part.slots]
         histories = {(part.state.step, part.state.history) for part in giving}
         if len(histories) > 1:
             self.violate("two histories summed", f"groups {[part.group for part in giving]} at {sorted(histories)}")
 
     def applied(self, who: str, column: int, before: State, commit: Any, parts: list[Contribution]) -> State:
-        """A rank's state after it applied a commit whose sums are `parts`."""
+        """Judge a commit that a rank applies to the state `before`, with sums made of `parts`. Return its new state."""
         where = f"step {commit.step} at {who}"
         if (before.step + 1, before.history) != (commit.step, commit.parent):
             held = f"a state of step {before.step}, history {before.history}"
@@ -133,13 +133,13 @@ class Judge:
         return after
 
     def at(self, who: str, column: int, state: State) -> None:
-        """Somebody has a state: everybody at its step and history has the same."""
+        """Judge that a rank has a state: every rank of its column at this step and history has the same one."""
         way = self.ways.setdefault((state.step, state.history, column), state.way)
         if way != state.way:
             self.violate("one history, two states", f"{who} at step {state.step} of history {state.history}")
 
     def lineage(self, state: State) -> list[int]:
-        """The steps behind a state, newest first. A violation where one is missing or there twice."""
+        """Return the steps behind a state, newest first. A missing or repeated step is a violation."""
         steps, history, step = [], state.history, state.step
         while step > 0:
             link = self.chain.get(history)

@@ -1,8 +1,8 @@
-"""torchft 0.2.0's lighthouse in Python: the rules of src/lighthouse.rs, over a clock that the caller tells.
+"""torchft 0.2.0's lighthouse in Python: the rules of src/lighthouse.rs, at times that the caller passes in.
 
 Ported: `quorum_compute` (fast quorum, min_replicas, more than half of the healthy, join timeout), the tick on every
-request, ids, and the request handler's loop. Not ported: `shrink_only` and commit failures, which nobody here sends.
-`test_lighthouse.py` runs it against the real one.
+request, ids, and the request handler's loop. Not ported: `shrink_only` and commit failures, which no client here sends.
+`test_lighthouse.py` compares it with the real lighthouse.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Announced:
 
 @dataclass(slots=True)
 class Listener:
-    """A request whose client still waits."""
+    """A request whose client still waits for the answer."""
 
     replica_id: str
     answer: Callable[[Announced], None]
@@ -40,7 +40,7 @@ class Lighthouse:
         self.options = options
         self.heartbeats: dict[str, float] = {}
         self.participants: dict[str, float] = {}
-        """Replica id → when it asked. A request stays when its client has given up."""
+        """Replica id -> time of its request. A request stays after its client has given up."""
         self.previous: tuple[str, ...] | None = None
         self.quorum_id = 0
         self._listeners: list[Listener] = []
@@ -49,7 +49,7 @@ class Lighthouse:
         self.heartbeats[replica_id] = now
 
     def ask(self, now: float, replica_id: str, answer: Callable[[Announced], None]) -> Listener:
-        """A request: counts as a heartbeat, and may make a quorum at once."""
+        """Take a request. It counts as a heartbeat, and may form a quorum at once."""
         self.heartbeats[replica_id] = now
         self.participants[replica_id] = now
         listener = Listener(replica_id, answer)
@@ -58,7 +58,7 @@ class Lighthouse:
         return listener
 
     def cancel(self, listener: Listener) -> None:
-        """Its client does not wait any more. The request stays."""
+        """Forget a client that waits no longer. Its request stays."""
         if listener in self._listeners:
             self._listeners.remove(listener)
 
@@ -66,7 +66,7 @@ class Lighthouse:
         return {name for name, last in self.heartbeats.items() if now - last < self.options.heartbeat_timeout_s}
 
     def compute(self, now: float) -> list[str] | None:
-        """The members of a quorum that can be had now."""
+        """Return the members of the quorum that can form now, or None if none can."""
         healthy = self.healthy(now)
         asking = sorted(name for name in self.participants if name in healthy)
         if self.previous is not None and all(name in asking for name in self.previous):
@@ -79,7 +79,7 @@ class Lighthouse:
         return asking
 
     def tick(self, now: float) -> None:
-        """What happens every `quorum_tick_s`, and on each request."""
+        """Form a quorum if one can form. The real lighthouse does this every `quorum_tick_s`, and on each request."""
         members = self.compute(now)
         if members is None:
             return
@@ -92,12 +92,12 @@ class Lighthouse:
         for listener in listeners:
             if listener.replica_id in members:
                 listener.answer(quorum)
-            else:  # it hears of a quorum without it and asks again
+            else:  # the quorum is without this one, so it asks again
                 self.participants[listener.replica_id] = now
                 self._listeners.append(listener)
 
     def next_change(self, now: float) -> float | None:
-        """When a tick may do something that it would not do now, if nobody asks or beats before; None for never."""
+        """Return when a tick may first form a quorum if no request or heartbeat comes before; None: never."""
         if not self.participants:
             return None
         joined = [when + self.options.join_timeout_s for when in self.participants.values()]

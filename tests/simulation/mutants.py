@@ -1,15 +1,15 @@
-"""Changes of one place in the code that the simulation runs, drawn by a script, and the first seed whose run each of
-them spoils.
+"""Mutation testing of the simulation: changes one place in the code that it runs, and finds the first seed that shows
+the change.
 
     scripts/simulate --mutants 100 [--draw 0] [--most 1000] [--jobs 2]
 
-A mutant is one node of a file's syntax tree with another in its place: a comparison turned, a condition negated, `and`
-for `or`, a constant moved by one, a call or an assignment left out, one of two like functions for the other. They are
-drawn evenly over the places where such a change is possible; what only tells (events, messages, annotations) is no
-place. Each runs in a process of its own (`run.forked`), over a copy of the package.
+A mutant replaces one node of a file's syntax tree: it turns a comparison, negates a condition, writes `and` for `or`,
+adds one to a constant, leaves out a call or an assignment, or takes a function's counterpart (`min` for `max`). Mutants
+are drawn evenly from all places where this is possible, except those that only report (events, messages, annotations).
+Each runs in its own process (`run.forked`), over a copy of the package.
 
-A mutant that no seed shows changes nothing that can be seen, is for a room's own tests, or is missed: read it. Where
-runs are other ones, it is no equivalent.
+If no seed shows a mutant, read it. It may change nothing that can be seen, or be left to the tests of its room, or be
+missed by the simulation. If its runs differ from the original's, it is not equivalent to the original.
 """
 
 import ast
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum")
 SEED_S = 60
-"""Of processor time: a run that takes longer does not end."""
+"""Seconds of processor time after which a run is taken for endless."""
 NOT_SIMULATED = (
     "step/exact.py",
     "step/reduction.py",
@@ -65,12 +65,12 @@ LIKE_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 TELLS = {"emit", "debug", "info", "warning", "error", "exception"}
-"""Calls that only tell somebody."""
+"""Names of methods that only report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """Text between two offsets of a file (bytes) replaced by another."""
+    """A replacement of the text between two byte offsets of a file."""
 
     file: str
     line: int
@@ -89,7 +89,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST | str]:
-    """What may stand in a node's place."""
+    """Yield the nodes, or the text, that may replace a node."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=others) if type(op) in TURNED:
             yield ast.Compare(left, [TURNED[type(op)]()], others)
@@ -114,7 +114,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST | str]:
 
 
 def places(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree that decide or act."""
+    """Yield the nodes of a tree that decide or act."""
     match node:
         case ast.Expr(value=ast.Constant()) | ast.Raise() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
             return
@@ -154,7 +154,7 @@ def mutants_of(name: str) -> list[Mutant]:
 
 
 def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
-    """So many mutants, each place with the same chance."""
+    """Return `count` mutants, each with the same chance."""
     files = sorted(path for room in rooms for path in (PACKAGE / room).glob("*.py"))
     names = [name for path in files if (name := str(path.relative_to(PACKAGE))) not in NOT_SIMULATED]
     every = [mutant for name in names for mutant in mutants_of(name)]
@@ -162,9 +162,9 @@ def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
 
 
 def search(package_root: str, most: int) -> str:
-    """In a process of its own: the first seed that breaks the promise with this package, and how, or after which it
-    shows that they cost something else; SAME if the first ones, and the first of VARIANTS, cost to the message what
-    they did; "" if no other seed shows it either. Without VARIANTS if `most` is less than the first ones."""
+    """Return "SEED | HOW" of the first seed that breaks the promise with this package, or at which the costs of all so
+    far differ from the recorded ones; SAME if the first seeds, and the first of VARIANTS, cost exactly what is
+    recorded; else "". VARIANTS are left out if `most` is less than the first seeds. Runs in a process of its own."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("everstep", "simulation")]:
         del sys.modules[name]
     sys.path.insert(0, package_root)
@@ -207,7 +207,7 @@ SEARCH = "import sys; from simulation import mutants; print(mutants.search(sys.a
 
 
 def attempt(mutant: Mutant, most: int) -> str:
-    """What `search` says of a copy of the package with this change."""
+    """Return the result of `search` for a copy of the package with this change."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "everstep"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,8 @@
-"""Hosts and what goes between them: sockets in virtual time, and links that lose, delay and refuse.
+"""Sockets in virtual time, and links between hosts that lose, delay and refuse.
 
-Stands in for `socket` and `selectors` under `everstep.wire` and what speaks it. A connection keeps its order.
-What is sent while its way is lost arrives when the way is open again, as TCP has it; a host that falls silent tells
-nobody. `Network.carry` is the only way from one host to another.
+Replaces `socket` and `selectors` for `everstep.wire` and the code that uses it. A connection keeps the order of its
+data. Data sent while its way is lost arrives when the way is open again, as with TCP. A host that falls silent closes
+no connection. Everything that passes from one host to another goes through `Network.carry`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from simulation.system import HERE
 
 LATENCY_S = (0.0001, 0.0015)
 RETRANSMIT_S = 0.4
-"""Longest time between a way's being open again and what waited for it."""
+"""Longest time in seconds from the opening of a way to the sending of the data that waited for it."""
 BULK_BYTES = 4096
-"""What is sent in one piece of this size is a state."""
+"""Data sent in one piece of at least this size is taken for a part of a state."""
 
 KEEPALIVE = {
     (real_socket.SOL_SOCKET, real_socket.SO_KEEPALIVE),
@@ -39,7 +39,7 @@ Way = tuple[str, str]
 
 
 class Flow:
-    """What goes one way in one order: when the last of it arrives."""
+    """A sequence of messages in one direction, which arrive in order. last: when the last of them arrives."""
 
     __slots__ = ("last",)
 
@@ -48,31 +48,31 @@ class Flow:
 
 
 class Network:
-    """All hosts. `bulk_s` draws what a piece of a state takes."""
+    """All hosts. `bulk_s` draws how many seconds a piece of a state takes, `damaged` whether it is altered."""
 
     def __init__(self, scheduler: Scheduler, bulk_s: Callable[[], float], damaged: Callable[[], bool]) -> None:
         self.scheduler, self.bulk_s, self.damaged = scheduler, bulk_s, damaged
         self.lost: Counter[Way] = Counter()
         self.lost_since: dict[Way, float] = {}
         self.closed: Counter[Way] = Counter()
-        """Ways on which nobody connects anew."""
+        """Ways on which no new connection can be made."""
         self.delay_s: dict[Way, float] = {}
         self.held: dict[Way, list[tuple[Callable[[], None], Flow, float]]] = defaultdict(list)
         self.sockets: dict[Process, list[Socket]] = defaultdict(list)
         self.listeners: dict[tuple[str, int], Listener] = {}
         self.dark: set[str] = set()
-        """Hosts that are gone, and tell nobody."""
+        """Hosts that lost power: they close no connection and refuse none."""
         self.breaks_off = False
-        """Whether the next state that is sent does not arrive whole."""
+        """Whether the connection over which the next state is sent breaks off."""
         self.ports = 1000
         self.carried = self.connected = 0
-        """What has gone between hosts, in messages and in connections that somebody asked for."""
+        """Number of messages sent, and of connections asked for."""
         self.stores: dict[tuple[str, int], Any] = {}
         self.communicators: dict[Process, list[Any]] = defaultdict(list)
-        """Of `simulation.services`."""
+        """The stores and communicators of `simulation.services`."""
 
     def carry(self, way: Way, call: Callable[[], None], flow: Flow, extra_s: float = 0.0) -> None:
-        """Have something happen at the end of a way, after what went into the same flow before."""
+        """Have `call` called at the end of a way, after everything that was put into the same flow before."""
         self.carried += 1
         if way[0] != way[1] and (self.lost[way] or self.held.get(way)):
             self.held[way].append((call, flow, extra_s))
@@ -83,7 +83,7 @@ class Network:
         self.scheduler.call_at(flow.last, call)
 
     def lose(self, ways: Sequence[Way], seconds: float) -> None:
-        """Nothing passes there for so long."""
+        """Let nothing pass on these ways for some seconds."""
         for way in ways:
             self.lost[way] += 1
             self.lost_since.setdefault(way, self.scheduler.now)
@@ -103,7 +103,7 @@ class Network:
         ]
 
     def _unheard(self, sock: Socket, way: Way) -> None:
-        """The kernel asks for its peer's, if the way was lost all the time."""
+        """Reset a connection, as its kernel does if the keepalives found the way lost all the time."""
         if self.scheduler.now - self.lost_since.get(way, math.inf) > sock.keepalive_s - TICK_S:
             sock.is_reset()
 
@@ -121,13 +121,13 @@ class Network:
                 self.carry(way, call, flow, extra_s)
 
     def close(self, ways: Sequence[Way], seconds: float) -> None:
-        """Nobody connects anew there for so long."""
+        """Let no new connection be made on these ways for some seconds."""
         for way in ways:
             self.closed[way] += 1
         self.scheduler.call_in(seconds, self.closed.subtract, ways)
 
     def delay(self, ways: Sequence[Way], delay_s: float, seconds: float) -> None:
-        """What goes there takes longer for so long."""
+        """Delay everything on these ways by `delay_s` for some seconds."""
         for way in ways:
             self.delay_s[way] = delay_s
             self.scheduler.call_in(seconds, self.delay_s.pop, way, None)
@@ -136,7 +136,7 @@ class Network:
         return not (any(self.lost.values()) or any(self.closed.values()) or self.delay_s)
 
     def reset(self, one: str, other: str) -> None:
-        """Every connection between two hosts is gone; both ends see it."""
+        """Reset every connection between two hosts. Both ends see it."""
         if one == other:
             return
         for sock in self._between(one, other):
@@ -146,7 +146,7 @@ class Network:
                 communicator.is_reset(one, other)
 
     def process_died(self, process: Process) -> None:
-        """The kernel closes what it had open; or its host is gone, and nobody hears of it."""
+        """Close all that a process had open, as the kernel does. If its host is dark, no peer hears of it."""
         for place, listener in list(self.listeners.items()):
             if listener.process is process:
                 del self.listeners[place]
@@ -164,7 +164,7 @@ class Network:
             communicator.dies(silent)
 
     def listen(self, port: int = 0, *, process: Process | None = None) -> Listener:
-        """A port of the host of the running process, or of the one given."""
+        """Listen at a port of the host of `process`, or of the running process."""
         process = process or HERE.process()
         if not port:
             self.ports += 1
@@ -175,7 +175,7 @@ class Network:
         return listener
 
     def connect(self, place: tuple[str, int], timeout: float) -> Socket:
-        """A connection. Raises OSError."""
+        """Return a connection from the running process. Raises OSError."""
         process, scheduler = HERE.process(), self.scheduler
         self.connected += 1
         ours, said = Socket(self, process), list[str]()
@@ -210,7 +210,7 @@ class Network:
 
 
 class _Readable:
-    """What a selector can look at."""
+    """The base of sockets and listeners, which a selector can watch."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self.network, self.process, self.host = network, process, process.host
@@ -275,12 +275,12 @@ class Socket(_Readable):
         self.flow = Flow()
         self.inbox = bytearray()
         self.ended = self.broken = self.shut = False
-        """Whether the other side has closed, the connection is reset, this side has shut down."""
+        """Whether the other side has closed; whether the connection is reset; whether this side has shut down."""
         self.timeout: float | None = None
         self._receive_s = 0.0
         self._keepalive: dict[int, int] = {}
         self.keepalive_s = 0.0
-        """After so long without a sign of the peer's kernel this end is reset; 0 for never."""
+        """Seconds without a sign of the peer's kernel after which this end is reset; 0: never."""
         network.sockets[process].append(self)
 
     # What arrives
@@ -320,7 +320,7 @@ class Socket(_Readable):
             self._receive_s = seconds + micros / 1e6
 
     def _wait(self, holds: Callable[[], bool]) -> None:
-        """Until there is something to read. Raises what a socket raises."""
+        """Wait until `holds` is true. Raises what a socket raises."""
         HERE.process()
         if self.closed:
             raise OSError("Bad file descriptor")
@@ -427,7 +427,7 @@ class Selector:
         return self._keys[thing]
 
     def _ready(self) -> list[tuple[real_selectors.SelectorKey, int]]:
-        # A closed descriptor tells its selector nothing.
+        # As in reality, a closed descriptor is not reported.
         return [(key, 1) for thing, key in self._keys.items() if not thing.closed and thing.readable()]
 
     def select(self, timeout: float | None = None) -> list[tuple[real_selectors.SelectorKey, int]]:

@@ -1,4 +1,4 @@
-"""What of a run speaks to other hosts, with the real code in it: the lighthouse and its gate, and a group's voice."""
+"""The two ends of a connection to the lighthouse, around the real code: a lighthouse's gate, and a group's voice."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 TOKEN = bytes(range(32))
 PORT = 29510
 VOTE_S = 5.0
-"""For how long one that is to ask just when others vote waits for that."""
+"""Seconds for which a group that shall ask while others vote waits for a vote."""
 NEVER = float("inf")
 
 
 class LighthouseNode:
-    """A lighthouse behind its gate, on a host of its own."""
+    """A lighthouse behind its gate, on its own host."""
 
     def __init__(self, world: World, host: str, options: Options) -> None:
         self.world, self.host, self.options = world, host, options
@@ -32,7 +32,7 @@ class LighthouseNode:
         self.process = self._start()
 
     def start(self) -> None:
-        """Start anew, knowing nothing."""
+        """Start the lighthouse again if it is dead. It has forgotten everything."""
         if not self.process.alive:
             self.process = self._start()
 
@@ -50,7 +50,7 @@ class LighthouseNode:
 
 
 class Voice:
-    """Membership, with what the judge wants to know of it."""
+    """A group's membership, which reports its quorums to the judge."""
 
     def __init__(self, world: World, rank: Rank, fenced: Callable[[], bool]) -> None:
         self._world, self._life = world, rank.life

@@ -1,4 +1,4 @@
-"""The ranks of one group: their collectives, and that all of them take the same ones in the same order."""
+"""The collectives within one group. All of its ranks must call the same ones in the same order."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TIMEOUT_S = 100.0
-"""torchtitan's timeout of a collective within a group."""
+"""Seconds of torchtitan's timeout of a collective within a group."""
 
 
 class Collectives:
-    """One process group within a group: pairs call number k of every rank, whatever they call."""
+    """One process group within a group. It pairs the calls with the same number of all ranks."""
 
     def __init__(self, world: World, life: Life, name: str) -> None:
         self._world, self._life, self._name = world, life, name
         self._calls = [0] * life.size
         self._meetings: dict[int, tuple[tuple[Any, ...], dict[int, Any]]] = {}
-        """By number of a call that some rank has still to make: its signature, and what the ranks gave."""
+        """Number of a call that some rank has still to make -> its signature, and the values of the other ranks."""
         self.changed = Signal()
 
     def meet(self, rank: int, signature: tuple[Any, ...], value: Any) -> list[Any]:
-        """What every rank gave, by rank. Raises GroupBroken."""
+        """Return the values of all ranks, by rank. Raises GroupBroken if a rank is gone, late or at another call."""
         scheduler, life = self._world.scheduler, self._life
         scheduler.check()
         number = self._note(rank, signature, value)
@@ -41,7 +41,7 @@ class Collectives:
         return [values[place] for place in range(life.size)]
 
     def note(self, rank: int, signature: tuple[Any, ...]) -> None:
-        """A call that all ranks make in the same order, though none waits for the others."""
+        """Note a call that all ranks make in the same order, without waiting for each other."""
         self._world.scheduler.check()
         number = self._note(rank, signature, None)
         if len(self._meetings[number][1]) == self._life.size:

@@ -1,8 +1,8 @@
-"""The real code of `everstep.quorum` and `everstep.wire`, over a system and a network of virtual time.
+"""Loads the real code of `everstep.quorum` and `everstep.wire` over a system and a network of virtual time.
 
-Each file is run once more under another name, in which `import time`, `threading`, `socket` and the like give what
-`simulation.system` and `simulation.network` have, and what the rooms import from each other is of the same kind. Their
-leaves are others: sealing (a checksum in place of AES), torch's store and communicators, the lighthouse's client.
+Each module is executed again under another name. In this copy imports of `time`, `threading`, `socket` and the like
+give the objects of `simulation.system` and `simulation.network`, and imports from these two rooms give other copies.
+These are replaced: sealing (a checksum in place of AES), torch's store and communicators, the lighthouse's client.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _LEAVES |= {
     name: importlib.import_module(name)
     for name in ("everstep.quorum.errors", "everstep.quorum.request", "everstep.quorum.streams")
 }
-"""What the step protocol has in common with them is the same."""
+"""The step protocol imports these three modules too, so both use the same ones."""
 _loaded: dict[str, Any] = dict(_LEAVES)
 
 
 def load(name: str) -> Any:
-    """A file of the two rooms, over virtual time."""
+    """Return the copy of a module of the two rooms, over virtual time."""
     if name in _loaded:
         return _loaded[name]
     spec = importlib.util.find_spec(name)
@@ -89,7 +89,7 @@ def _import(name: str, scope: Any = None, local: Any = None, names: Sequence[str
 
 
 def _one(full: str) -> Any:
-    """A module that is imported from its package."""
+    """Return a module that is imported by `from PACKAGE import MODULE`."""
     return load(full) if full.startswith(ROOMS) else importlib.import_module(full)
 
 
@@ -98,5 +98,5 @@ gate = load("everstep.quorum.gate")
 membership = load("everstep.quorum.membership")
 process_group = load("everstep.quorum.process_group")
 heal = load("everstep.quorum.heal")
-heal.PIECE_BYTES = network.BULK_BYTES  # two of a state, so that it comes from two groups
+heal.PIECE_BYTES = network.BULK_BYTES  # a state has two such pieces, so it comes from two groups
 process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)

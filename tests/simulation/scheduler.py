@@ -1,6 +1,6 @@
-"""Virtual time: greenlets that wait, one heap of what happens next, and one seeded random generator.
+"""Virtual time: greenlets that wait, one heap of future events, and one seeded random generator.
 
-Nothing here reads a real clock and nothing iterates over a set, so a seed replays to the byte.
+Nothing here reads a real clock, and nothing iterates over a set, so a seed always gives the same run.
 """
 
 import heapq
@@ -12,22 +12,22 @@ from greenlet import getcurrent, greenlet
 
 FOR_EVER_S = 1e8
 TICK_S = 1e-6
-"""The shortest wait: a clock of floats would not move by less."""
+"""Seconds of the shortest wait. A clock of floats might not move by less."""
 LATENCY_S = 0.0004
-"""Longest time between something happening and a waiting task noticing it: lets the tasks go on in any order."""
+"""Seconds until a waiting task notices an event, at most. The time is random, so tasks go on in any order."""
 
 
 class Killed(BaseException):
-    """Thrown into the tasks of a process that was killed; whatever they do on their way out has no effect."""
+    """Thrown into the tasks of a process that was killed. What they do while they unwind has no effect."""
 
 
 class Process:
-    """What is killed and stopped as one: a rank, with all its tasks.
+    """A process. All of its tasks are killed and stopped together.
 
     Attributes:
-        host: where it runs.
-        clock_s: what its host's monotonic clock is ahead of virtual time.
-        stopped_until: until then nothing in it runs (SIGSTOP).
+        host: name of the host on which it runs.
+        clock_s: seconds by which its monotonic clock is ahead of virtual time.
+        stopped_until: time until which nothing in it runs (SIGSTOP).
         stops: times at which it was stopped.
     """
 
@@ -36,15 +36,15 @@ class Process:
         self.clock_s = 1000.0 * scheduler.random.random()
         self.alive = True
         self.inner: Any = None
-        """Of a lighthouse: `simulation.services.Inner`."""
+        """For the process of a lighthouse, its `simulation.services.Inner`."""
         self.lose_next = False
-        """The next sum that completes elsewhere does not complete here."""
+        """Whether the next sum that completes on its peers does not complete here."""
         self.stopped_until = -1.0
         self.stops: list[float] = []
         self.tasks: list[Task] = []
         self.on_death: list[Callable[[], None]] = []
         self.die_after: int | None = None
-        """Dies at this many further awaits."""
+        """Number of further waits after which it dies, or None."""
 
     @property
     def stopped(self) -> bool:
@@ -55,7 +55,7 @@ class Process:
         self.stops.append(self.scheduler.now)
 
     def kill(self) -> None:
-        """SIGKILL. Called from outside of the process's own tasks."""
+        """Kill the process (SIGKILL). To be called from outside of its own tasks."""
         if not self.alive:
             return
         self.alive = False
@@ -70,7 +70,7 @@ class Task:
         self.process = process
         self.token = 0
         self.waits: tuple[Signal, Callable[[], bool], float] | None = None
-        """The signal that it waits on, for what, and until when."""
+        """While it waits: the signal, the condition, and the deadline."""
         self.done = False
         self.thread: Any = None
         self.greenlet = greenlet(self._main, parent=process.scheduler.hub)
@@ -121,7 +121,7 @@ class Scheduler:
         self._count = 0
 
     def call_at(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Outside of all tasks, at a time."""
+        """Schedule a call, outside of all tasks, at a time."""
         self._count += 1
         heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
 
@@ -136,7 +136,7 @@ class Scheduler:
         return task
 
     def run(self, most: int = 10**9) -> bool:
-        """Until nothing is left to happen; whether that came within so many events."""
+        """Run until no event is left. Return whether that took `most` events or fewer."""
         heap = self._heap
         for _ in range(most):
             if not heap:
@@ -146,7 +146,7 @@ class Scheduler:
         return False
 
     def end(self) -> None:
-        """Forget what is still to happen."""
+        """Drop all future events."""
         self._heap.clear()
 
     def _resume(self, task: Task, token: int) -> None:
@@ -158,7 +158,7 @@ class Scheduler:
         self.current = task
         if task.waits is not None:
             signal, holds, deadline = task.waits
-            if self.now < deadline and not holds():  # to ask here saves the switch to the task and back
+            if self.now < deadline and not holds():  # asking here saves the switch to the task and back
                 signal.waiters.append((task, token))
                 self.current = None
                 return
@@ -166,7 +166,7 @@ class Scheduler:
         self.current = None
 
     def _block(self) -> None:
-        """From inside a task: until somebody resumes it with the token that it has now."""
+        """Suspend the running task until it is resumed with its current token."""
         assert self.current is not None
         process = self.current.process
         if process.die_after is not None:
@@ -178,7 +178,7 @@ class Scheduler:
         self.check()
 
     def check(self) -> Process:
-        """The process whose task runs. Raises Killed in one that is dead: what it does has no effect."""
+        """Return the process whose task runs. Raises Killed if it is dead, so that its tasks have no further effect."""
         assert self.current is not None
         process = self.current.process
         if not process.alive:
@@ -197,7 +197,7 @@ class Scheduler:
         self.sleep(low + (high - low) * self.random.random())
 
     def wait(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
-        """Until `holds`, asked whenever `signal` fires; whether it did within `timeout` seconds."""
+        """Wait for `holds`, called whenever `signal` fires. Return whether it was true within `timeout` seconds."""
         if holds():
             self.check()
             return True

@@ -1,7 +1,7 @@
-"""Leaves of the real code that stand on other people's: torchft's lighthouse, torch's store and communicators.
+"""Replacements for torchft's lighthouse and torch's store and communicators, as the real code calls them.
 
-The lighthouse is the port in `simulation.lighthouse`. A communicator's sum is complete at a member when every other's
-part has come there, so a link that fails one way leaves some members with a sum and others without.
+The lighthouse is the port in `simulation.lighthouse`. A communicator's sum is complete at a member when the parts of
+all others have arrived there, so a link that fails in one direction leaves some members with a sum and others without.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ STORE_RETRY_S = (0.2, 1.0)
 
 
 class Inner:
-    """torchft's lighthouse in a process: the rules, and the clock that they are looked at by."""
+    """torchft's lighthouse in a process: its rules, and the ticks that apply them."""
 
     def __init__(self, rules: Lighthouse, process: Process) -> None:
         self.rules, self.process = rules, process
         self.formed: tuple[Announced | None, float] = None, 0.0
-        """The newest quorum, and when by the wall clock it was formed."""
+        """The newest quorum, and the time on the wall clock at which it was formed."""
         self._alarm = 0
 
     def look(self) -> None:
-        """Tick when something may have changed by itself."""
+        """Schedule a tick for when a quorum may form without a further request."""
         scheduler = self.process.scheduler
         when = self.rules.next_change(scheduler.now)
         self._alarm += 1
@@ -55,7 +55,7 @@ class Inner:
 
 
 class LighthouseServer:
-    """`torchft.coordination.LighthouseServer`, in the running process."""
+    """Replaces `torchft.coordination.LighthouseServer`, in the running process."""
 
     def __init__(
         self, *, bind: str, min_replicas: int, join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int
@@ -69,7 +69,7 @@ class LighthouseServer:
 
 
 class LighthouseClient:
-    """`torchft.coordination.LighthouseClient`, in the process of the lighthouse."""
+    """Replaces `torchft.coordination.LighthouseClient`, in the process of the lighthouse."""
 
     def __init__(self, address: str, connect_timeout: timedelta) -> None:
         self._inner: Inner = HERE.process().inner
@@ -101,7 +101,7 @@ class LighthouseClient:
 
 
 class StoreServer:
-    """The store of a group, in its rank 0."""
+    """The server of a group's store, in the process of its rank 0."""
 
     def __init__(self, network: Network, process: Process) -> None:
         listener = network.listen(process=process)
@@ -114,7 +114,7 @@ class StoreServer:
         return f"{self.place[0]}:{self.place[1]}"
 
     def meets(self, board: str, member: Communicator) -> None:
-        """A member tells where it listens; once all have, each of them learns it."""
+        """Note a member that tells where it listens. Once all have told, send the list to each of them."""
         if not self.process.alive:
             return
         if self.process.stopped:
@@ -136,7 +136,7 @@ class Store:
             try:
                 self.connection = HERE.network.connect(place, until - scheduler.now)
             except OSError as error:
-                scheduler.pause(*STORE_RETRY_S)  # as torch's client does, also after its time
+                scheduler.pause(*STORE_RETRY_S)  # as torch's client does, even after its timeout
                 if scheduler.now >= until:
                     raise RuntimeError(f"The client socket has timed out: {error}") from error
         self.server: StoreServer = HERE.network.stores[place]
@@ -152,7 +152,7 @@ class Prefix:
 
 
 class Summed:
-    """Contributions to a sum of gradients; a tensor as far as a rank column looks."""
+    """The contributions to a sum of gradients. A rank column takes it for a tensor."""
 
     nbytes = 0
 
@@ -168,7 +168,7 @@ class Summed:
 
 
 class Communicator:
-    """`everstep.quorum.communicator.Communicator`. Args: as there."""
+    """Replaces `everstep.quorum.communicator.Communicator`, with the same arguments."""
 
     on_device = False
 
@@ -187,7 +187,7 @@ class Communicator:
         self.network.communicators[self.process].append(self)
 
     def tells(self, other: Communicator, what: Any) -> None:
-        """Have something happen at another member, after what it was told before."""
+        """Have `what` called at another member, after all that this member told it before."""
         self.network.carry((self.host, other.host), what, self._flows[other.rank])
 
     @property
@@ -251,7 +251,7 @@ class Communicator:
         self.news()
 
     def can_complete(self, number: int) -> bool:
-        """Whether nothing that the sum needs is lost for good."""
+        """Return whether no part that the sum needs is lost for good."""
         return not self.aborted and self.gone.issubset(self.parts[number])
 
     def error(self) -> str:
@@ -264,7 +264,7 @@ class Communicator:
     # Ends
 
     def abort(self) -> None:
-        """Fail what is under way, here and on the peers."""
+        """Fail all sums under way, here and on the peers."""
         if not self.aborted:
             self.network.communicators[self.process].remove(self)
             self.dies(silent=False)
@@ -293,7 +293,7 @@ class Work:
         self._among, self._number, self._tensor, self._timeout_s = among, number, tensor, timeout_s
 
     def wait(self) -> None:
-        """Raises RuntimeError if the sum is not complete in time."""
+        """Wait for the sum. Raises RuntimeError if a peer is gone, or the sum is not complete in time."""
         among, number, scheduler = self._among, self._number, HERE.scheduler
 
         def whole() -> bool:
@@ -302,7 +302,7 @@ class Work:
         in_time = scheduler.wait(among.changed, lambda: whole() or not among.can_complete(number), self._timeout_s)
         if not whole() or among.aborted:
             raise RuntimeError("a peer is gone" if in_time else "no answer in time")
-        # Everybody gave its part. The last message may still be lost, with its sender or by itself.
+        # All parts have arrived. The last message may still be lost, because its sender died or by itself.
         scheduler.pause(0.0002, HERE.tail_s())
         lost, among.process.lose_next = among.process.lose_next, False
         if lost or among.aborted or (among.gone and scheduler.random.random() < 0.5):

@@ -1,7 +1,7 @@
-"""What a process has of its operating system, in virtual time: clocks and threads.
+"""The clocks and threads of a process, in virtual time.
 
-Stands in for the standard library's `time`, `threading` and `concurrent.futures` under code that runs as it is
-(`real`). A thread is a task of the process that starts it, a process belongs to a host with clocks of its own.
+Replaces the standard library's `time`, `threading` and `concurrent.futures` for real code that runs unchanged (`real`).
+A thread is a task of the process that starts it. Each process has its own monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from simulation.scheduler import Process, Scheduler, Signal
 
 
 class System:
-    """The world that runs now; there is one at a time."""
+    """The world that runs now. There is only one at a time."""
 
     def __init__(self) -> None:
         self.scheduler: Scheduler = Scheduler("none")
         self.network: Any = None
         self.judge: Any = None
         self.tail_s: Callable[[], float] = lambda: 0.0
-        """What the end of a sum takes."""
+        """Returns how many seconds the end of a sum takes."""
         self.wall_s: Callable[[], float] = lambda: 0.0
-        """What the wall clock of a lighthouse's host shows."""
+        """Returns the time on the wall clock of a lighthouse's host."""
         self.room: Callable[[], bool] = lambda: True
-        """Whether a host has memory for a copy."""
+        """Returns whether a host has memory for a copy."""
 
     def process(self) -> Process:
-        """The one whose thread runs. Raises Killed in one that is dead."""
+        """Return the process whose thread runs. Raises Killed if it is dead."""
         return self.scheduler.check()
 
 
@@ -45,7 +45,7 @@ def sleep(seconds: float) -> None:
 
 
 time = SimpleNamespace(monotonic=monotonic, sleep=sleep)
-"""There is no wall clock: what reads one fails. torchft's lighthouse, which reads one, has `System.wall_s`."""
+"""It has no wall clock, so code that reads one fails. torchft's lighthouse reads one and has `System.wall_s`."""
 
 
 def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> bool:
@@ -177,7 +177,7 @@ threading = SimpleNamespace(
 
 
 class ThreadPoolExecutor:
-    """`concurrent.futures.ThreadPoolExecutor`, for a `map` whose calls raise nothing."""
+    """`concurrent.futures.ThreadPoolExecutor` with `map` alone, for calls that do not raise."""
 
     def __init__(self, most: int) -> None: ...
 

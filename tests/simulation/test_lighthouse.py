@@ -1,5 +1,5 @@
-"""The port of torchft's lighthouse against the real one: a schedule of requests, heartbeats and clients that give up
-gives the same quorums, with the same members, in the same order."""
+"""Compares the port of torchft's lighthouse with the real one. For a schedule of requests, heartbeats and clients that
+give up, both give the same quorums, with the same members, in the same order."""
 
 import contextlib
 import random
@@ -15,14 +15,14 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 from simulation.lighthouse import Announced, Lighthouse, Listener, Options
 
 UNIT_S = 0.4
-"""One tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different places between two
-ticks, a fifth of it apart."""
+"""Seconds of one tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different points
+between two ticks, a fifth of a tick apart."""
 JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 2.5
 
 
 @dataclass(frozen=True)
 class Act:
-    """What a member does at a tick: ask, and give up after some ticks; or send a heartbeat, if it has no patience."""
+    """A member's act at a tick: it asks, and gives up after `patience` ticks, or if that is 0 sends a heartbeat."""
 
     unit: int
     member: str
@@ -30,15 +30,15 @@ class Act:
 
 
 def draw(seed: int) -> tuple[list[Act], int]:
-    """A schedule and min_replicas. A member asks only while it does not wait for an answer to an earlier request that
-    may still come: the rules allow two at once, but the real clients then race."""
+    """Return a schedule and min_replicas. A member asks only if it does not wait for the answer to an earlier request:
+    the rules allow two requests at once, but the real clients would race."""
     chance = random.Random(seed)
     members = [f"m{number}" for number in range(chance.randint(2, 5))]
     acts, free_at = [], dict.fromkeys(members, 0.0)
-    # Every other schedule is sparse: there, heartbeats run out while a member waits.
+    # Every other schedule is sparse, so that heartbeats time out while a member waits.
     asks, beats = (0.45, 0.75) if seed % 2 else (0.25, 0.3)
     for unit in range(1, 15):
-        # The order within a tick matters, so both sides take them one after the other.
+        # The order within a tick matters, so both sides take the acts one after the other.
         for member in chance.sample(members, len(members)):
             draw = chance.random()
             if draw < asks and free_at[member] <= unit:
@@ -51,11 +51,11 @@ def draw(seed: int) -> tuple[list[Act], int]:
 
 
 Heard = tuple[int, tuple[str, ...]]
-"""Id of the quorum, and its members."""
+"""A quorum's id and members."""
 
 
 def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
-    """What each request hears, by its number, from the port."""
+    """Return what the port answers to each request, by the request's number."""
     options = Options(min_replicas, JOIN_UNITS * UNIT_S, HEARTBEAT_UNITS * UNIT_S, quorum_tick_s=0.02)
     rules = Lighthouse(options)
     heard: dict[int, Heard | None] = {}
@@ -85,11 +85,11 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
 
 
 class Late(Exception):
-    """This machine was too busy for the schedule's times to mean anything."""
+    """This machine was too busy to keep the schedule's times."""
 
 
 def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
-    """The same from torchft's."""
+    """Return what torchft's lighthouse answers to each request, by the request's number."""
     heard: dict[int, Heard | None] = {}
     slack_s = 0.1 * UNIT_S
 
@@ -128,7 +128,7 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
 
 
 def compare(seed: int) -> int | None:
-    """How many requests were answered; None where this machine was too busy to tell."""
+    """Return how many requests were answered, or None if this machine was too busy to tell."""
     acts, min_replicas = draw(seed)
     expected = ported(acts, min_replicas)
     found = None

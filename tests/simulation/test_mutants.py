@@ -1,4 +1,4 @@
-"""The script that draws changes of the protocol's code: it draws code, and a run that a change spoils is seen."""
+"""Tests of the mutants: they are drawn from the protocol's code, and a seed shows a mutant that breaks a run."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Many simulated runs of the real protocol and driver, in none of which the promise is broken; and that the simulation
-sees what it is there to see."""
+"""Many simulated runs of the real protocol and driver keep the promise, and single faults cost no more than they
+should."""
 
 import itertools
 from collections import Counter
@@ -18,16 +18,16 @@ from simulation.world import DEFAULT, HEARTBEAT_S, VARIANTS, Outcome, Settings, 
 
 SEEDS = (
     *range(40),
-    355,  # four faults of two groups fall on one slot: nobody is left who can refuse it
-    877,  # two groups are cut apart, and then from the lighthouse, which would have them meet again
-    976,  # a group that comes late has a step's second attempt for its first
+    355,  # four faults of two groups hit one slot, so no group is left that can refuse it
+    877,  # two groups are cut off from each other, and then from the lighthouse, through which they would meet again
+    976,  # the first attempt of a group that joins late is the second attempt of the step
     1486,  # a host sees late that the run has ended
     1822,  # a process ends, and the others are told
 )
-"""The first, and those that have found a mistake. `scripts/simulate` tries 2,000 and all of VARIANTS; CI does before it
-runs the tests."""
+"""The first seeds, and seeds that have found a fault of the code. `scripts/simulate` tries 2,000 seeds and all of
+VARIANTS; CI runs it before the tests."""
 FEW = 12
-"""Seeds of a variant."""
+"""Number of seeds of each variant."""
 
 
 def assert_promise_kept(outcomes: list[Outcome]) -> None:
@@ -59,7 +59,7 @@ def test_neither_do_those_of_a_variant(variant: str) -> None:
 def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It lasts longer than any group would wait for one commit."""
+    """The run lasts longer than a group waits for one commit."""
     monkeypatch.setattr(simulation.world, "GIVE_UP_S", 12.0)
     for seed in range(8):
         plan = replace(draw_plan(seed, Settings(faults=0)), save_s=0.3)
@@ -76,8 +76,8 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
 
 
 def run_of(*faults: Fault | str, beat_s: float = HEARTBEAT_S, **more: Any) -> Outcome:
-    """A quiet run of three groups that meets these faults, each of which falls, and breaks no promise; of a kind alone,
-    one of some length. `beat_s`: the heartbeat timeout; `more`: of its plan."""
+    """Return the outcome of a quiet run of three groups with these faults. Each of them happens, and none breaks the
+    promise. A kind alone stands for a fault of some length. beat_s: heartbeat timeout. more: fields of the plan."""
     fell = tuple(Fault(13.0, fault, 2, 0, 0.9) if isinstance(fault, str) else fault for fault in faults)
     plan = draw_plan(0, Settings(groups=(3, 3), ranks=(2, 2), faults=0))
     quick = {"steps": 45, "slots": 6, "slot_s": 0.2, "data_ends": (10**9, 0), "on_loss": "redistribute", "save_s": 0.3}
@@ -90,7 +90,7 @@ def run_of(*faults: Fault | str, beat_s: float = HEARTBEAT_S, **more: Any) -> Ou
 
 
 def told(outcome: Outcome, kind: str, who: str = "") -> list[tuple[float, int, str]]:
-    """When, of which step and what: events of a kind, of one rank or of all."""
+    """Return time, step and text of all events of a kind, of one rank or of all."""
     return [(at, step or 0, text) for at, rank, what, step, text in outcome.trace if what == kind and who in ("", rank)]
 
 
@@ -99,7 +99,7 @@ def failed_attempts(outcome: Outcome, after_step: int = 0) -> list[str]:
 
 
 def longest_pause_s(outcome: Outcome, *who: str) -> float:
-    """Between commits of the two groups that no fault hits, or of others."""
+    """Return the longest time between commits of the two groups that no fault hits, or of `who`."""
     who = who or ("0.0/0", "1.0/0")
     times = [at for at, rank, what, _, _ in outcome.trace if what == "applied" and rank in who]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
@@ -121,7 +121,7 @@ def test_a_joiner_follows_for_longer_than_it_would_wait_for_a_commit(monkeypatch
     ],
 )
 def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(kind: str, bound_s: float) -> None:
-    """For half a minute. Reduce, connect and heartbeat timeouts make the bound, and a step of two groups."""
+    """The fault lasts half a minute. The bound consists of reduce, connect and heartbeat timeouts, and a step."""
     outcome = run_of(kind)
     left_out = [text.split(" cut")[0] for _, _, text in told(outcome, "left_out")]
     if kind in ("part", "one-way", "unreached", "closed"):
@@ -132,7 +132,7 @@ def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(
 
 @pytest.mark.parametrize("kind", ["lh-out", "lh-freeze", "lh-move", "lh-dark"])
 def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(kind: str) -> None:
-    """For ten seconds and more; nobody comes or goes meanwhile."""
+    """It is away for ten seconds and more, and no group joins or leaves meanwhile."""
     outcome = run_of(kind)
     assert longest_pause_s(outcome) < 2.0, "steps of 1.4 s"
     assert not failed_attempts(outcome, after_step=3)
@@ -143,14 +143,14 @@ def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(ki
 def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_timeout(
     kind: str, size: float, dead: int
 ) -> None:
-    """The new one has never heard of the dead, and would wait for them, as two may only be late."""
+    """The new lighthouse has never heard of the dead, and would wait for them because they may only be late."""
     deaths = tuple(Fault(13.5 + number, "group", 2 - number, 0, 0.9) for number in range(dead))
     outcome = run_of(Fault(13.0, kind, 2, 0, size), *deaths, beat_s=30.0, restart_s=(90.0, 90.0))
     assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "and an attempt that failed, and a step of one group"
 
 
 def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_waited_for() -> None:
-    """For 6 s: it is not known to be dead, and whoever lives makes no step without it."""
+    """The group stops for 6 s. It is not known to be dead, so the living group makes no step without it."""
     then = (Fault(13.4, "stop-group", 2, 0, 0.5), Fault(13.5, "group", 1, 0, 0.9))
     outcome = run_of(Fault(13.0, "lh-out", 2, 0, 0.25), *then, beat_s=30.0, restart_s=(90.0, 90.0))
     together = {text.partition("groups=")[2] for at, _, text in told(outcome, "applied", "0.0/0") if at > 14}
@@ -161,7 +161,7 @@ def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_w
 def test_a_group_that_comes_waits_for_the_step_and_a_beat_whatever_the_wall_clock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That of the lighthouse's host, which stands in torchft's answers, goes back: no reason to doubt a quorum."""
+    """The wall clock of the lighthouse's host, which is in torchft's answers, goes backwards. No quorum is rejected."""
     monkeypatch.setattr(World, "wall_s", lambda self: 1e9 - self.scheduler.now)
     outcome = run_of("join")
     assert longest_pause_s(outcome) < 2.0, "steps of 1.4 s, and a quorum"
@@ -186,20 +186,20 @@ def test_a_group_that_comes_in_a_step_longer_than_the_join_timeout_leaves_nobody
 
 
 def test_who_was_away_makes_no_step_with_one_that_comes_but_waits_for_those_that_made_steps_meanwhile() -> None:
-    """Else some steps are made twice, and those of one of the two are lost."""
+    """Otherwise some steps would be made twice, and those of one of the two groups would be lost."""
     away, comes = Fault(13.0, "stop-group", 1, 0, 0.6), Fault(21.0, "join", 0, 0, 0.9)
     assert run_of(away, comes, groups=2, slot_s=1.0, steps=25).commits == 25
 
 
 def test_a_group_that_waits_at_a_lighthouse_that_falls_silent_asks_the_one_that_is_published() -> None:
-    """In a step of 8 s; its request lasts for a minute."""
+    """It waits during a step of 8 s. Its request would last for a minute."""
     silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)
     outcome = run_of("join", silent, published, slot_s=4.0, quorum_s=60.0, steps=14)
     assert told(outcome, "quorum", "3.0/0")[0][0] < 13.0 + 30.0
 
 
 def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_longer_than_others() -> None:
-    """Its heartbeats go on: one of its ranks stands still. The others have healed from it meanwhile."""
+    """Only one of its ranks hangs, so its heartbeats go on. The others have healed from it meanwhile."""
     then = (Fault(13.1, "group", 1, 0, 0.9), Fault(30.0, "hang", 0, 1, 0.9))
     outcome = run_of("group", *then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
     assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, those that join, two attempts"
@@ -208,7 +208,7 @@ def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_long
 def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_late_tally(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For 40 s and 29 s, where the watchdog waits for 60 s."""
+    """It waits for 40 s and for 29 s. The watchdog's timeout is 60 s."""
     tally = StepProtocol._tally
 
     def late(self: StepProtocol, mine: Any, attempt: Attempt) -> Any:
@@ -222,7 +222,7 @@ def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_
 
 
 def test_a_heal_that_fails_has_its_reason_on_every_rank() -> None:
-    """All that it is sent is altered on its way."""
+    """Everything that the joiner is sent is altered on its way."""
     outcome = run_of("join", heal_fails=1.0, steps=20)
     for who in ("3.0/0", "3.0/1"):
         assert len([text for _, _, text in told(outcome, "heal_failed", who) if "altered" in text]) > 1
@@ -231,7 +231,7 @@ def test_a_heal_that_fails_has_its_reason_on_every_rank() -> None:
 def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_for_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two of three leave; the one that stays would ask whether they make the same steps."""
+    """Two of three groups leave. The one that stays would otherwise ask for a quorum in every step."""
     asked, judged = list[float](), World.judge_question
 
     def note(self: World, *what: Any) -> None:
@@ -247,8 +247,8 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_who_stands_still_is_not_waited_for_until_sums_time_out(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
-    """It is silent for a heartbeat timeout then. The others compute its slots, if it is not the spare. No notes are
-    due, for which they would wait."""
+    """It counts as silent after a heartbeat timeout. The others compute its slots, unless it is the spare. No notes are
+    due, because the others would wait for those."""
     monkeypatch.setattr(simulation.trainer, "NOTES_EVERY", 1000)
     outcome = run_of(Fault(14.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0

@@ -1,4 +1,4 @@
-"""The trainer of one rank: Work and Reducer over a state that is a number and gradients that are counted slots."""
+"""The trainer of one rank: its Work and its Reducer. A state is a few numbers, a gradient is a count of slots."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 GARBAGE, WRONG = -1, -2
-"""Slots that stand for a gradient that is not finite, and one that is wrong and finite."""
+"""Slot numbers that mark a gradient that is not finite, and one that is wrong but finite."""
 NOTES_EVERY = 4
 STATE_WORDS = 1024
-"""Of a state as it travels: as much as the network takes for one."""
+"""Words of a state in transfer: enough for the network to treat its pieces as those of a state."""
 
 
 def tokens_of(step: int, slot: int) -> float:
@@ -31,7 +31,7 @@ def tokens_of(step: int, slot: int) -> float:
 
 
 class SimReducer:
-    """Reducer: a sum is the list of what went into it."""
+    """The Reducer. A sum is the list of the contributions to it."""
 
     def __init__(self, work: SimWork) -> None:
         self._work = work
@@ -87,15 +87,15 @@ class SimWork:
         self.refuses: set[int] = set()
         self._given_up: set[tuple[int, int, int]] = set()
         self._given_nothing: set[tuple[int, int]] = set()
-        """Steps and slots that hold nothing, as no group can compute them."""
+        """Steps and slots that contribute nothing, because no group can compute them."""
         self.recomputed: set[int] = set()
-        """Slots of this step that were given up and computed again since the last event `attempt`."""
+        """Slots that were discarded and then computed again since the last `attempt` event."""
 
     def _together(self, *what: Any) -> list[Any]:
         return self.rank.life.work.meet(self.rank.number, what, None)
 
     def _same(self, *what: Any) -> None:
-        """A call that every rank of the group makes in the same order."""
+        """Note a call that all ranks of the group make in the same order."""
         self.rank.life.work.note(self.rank.number, what)
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
@@ -229,7 +229,7 @@ class SimWork:
         self.state, self.has_state = state, True
 
     def flip(self) -> None:
-        """Change the parameters, and nothing that counts steps."""
+        """Change the parameters, but none of the counters."""
         self.state = replace(self.state, flipped=self.state.flipped + 1)
 
     def apply(self, commit: Commit) -> None:
@@ -256,15 +256,15 @@ class SimWork:
             world.leaves(self.rank, commit)
 
     def _right(self, commit: Commit) -> list[Contribution]:
-        """What was summed. Where most groups are sick nothing wrong in it counts. Nor where one alone has the state:
-        nobody can audit it, and what it refuses twice passes (docs/attention.md), as does a slot that all err in."""
+        """Return the summed contributions, without the marks of errors if those do not count: if most groups are sick,
+        all err in one slot, or the only one with the state has no auditor or let a slot pass (docs/attention.md)."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
         passes = world.plan.audit_slots or (commit.able[0], commit.step) in world.passed
         lives = [life for number in commit.able if (life := world.groups[number].life) is not None]
         slots = [(commit.step, slot) for slot in range(world.plan.slots)]
         all_erred = any(all(slot in life.checks.erred for life in lives) for slot in slots)
         counts = fit and not all_erred and (len(commit.able) > 1 or not passes)
-        if world.all_counts.setdefault(commit.history, counts):  # on all ranks alike, whenever they come to it
+        if world.all_counts.setdefault(commit.history, counts):  # alike on all ranks, whenever each of them gets here
             return self.reducer.total
         return [
             replace(part, slots=tuple(entry for entry in part.slots if entry[0][1] >= 0)) for part in self.reducer.total

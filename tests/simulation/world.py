@@ -1,4 +1,4 @@
-"""One simulated run: its plan from a seed, the world in which it happens, and what came of it."""
+"""One simulated run: its plan, drawn from a seed; the world in which it happens; and its outcome."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from simulation.trainer import SimWork
 COMPLETE = {Turn.OVER, Turn.TOO_LATE}
 LOOK_S = 5.0
 HEARTBEAT_S, LONG_S = 2.0, 30.0
-"""The usual heartbeat timeout, and one that no pause may show: its runs meet no fault but CLOSING ones."""
+"""Seconds of the usual heartbeat timeout, and of one that must lengthen no pause: then all faults are CLOSING ones."""
 STALL_S, GIVE_UP_S = 120.0, 240.0
 FAILURES = 3
-"""Attempts of one group that may fail for each fault, and without any."""
+"""Attempts of one group that may fail for each fault; as many more may fail without a fault."""
 STUCK = 4
-"""So many times its bound without a commit a run counts as stuck."""
+"""A run is stuck after this many times its bound without a commit."""
 STAYS, AUDITS, HEALS, FAILED_HEALS, MISSES, IN_VAIN = 3, 3, 4, 2, 3, 2
 CALM_S = 5.0
-"""After a fault, for a quorum that nobody needs: who beats has been told what there was to tell."""
+"""Seconds after a fault in which groups may ask without need: by then answers to heartbeats have told them the news."""
 AGAIN = 1.5
-"""Commits of a step that there is already, for each fault."""
+"""Repeated commits of a step that are allowed for each fault."""
 MOST_EVENTS = 2_000_000
-"""A run of the largest size takes a tenth of it."""
+"""Events after which a run is endless. The largest runs take a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a campaign asks for."""
+    """The runs that a campaign simulates. groups, ranks: lowest and highest number."""
 
     groups: tuple[int, int] = (2, 4)
     ranks: tuple[int, int] = (1, 3)
     faults: int = 8
     kinds: tuple[str, ...] = KINDS
     homes: bool = False
-    """Whether slots have homes."""
+    """Whether slots have home groups."""
     spares: int | None = None
-    """Groups that stand by; None: one in a fifth of the runs of three groups and more."""
+    """Number of spare groups. None: a fifth of the runs of three groups and more have one spare."""
 
 
 DEFAULT, SEEDS = "default", range(2000)
-"""The seeds that `scripts/simulate` tries if nothing else is asked, with Settings()."""
+"""The seeds that `scripts/simulate` tries by default, with Settings()."""
 VARIANTS = {
     "errors": (range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
@@ -67,12 +67,12 @@ VARIANTS = {
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
     "votes": (range(7000, 7060), Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "part"))),
 }
-"""Seeds and settings that `scripts/simulate` tries beside its own."""
+"""Name -> seeds and settings that `scripts/simulate` tries beside the default ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is like, drawn from its seed."""
+    """The properties of a run, drawn from its seed."""
 
     groups: int
     ranks: int
@@ -99,7 +99,7 @@ class Plan:
     homes: int
     spares: int
     audit_slots: float
-    """Where it is not 0, checks see nothing of what is wrong, and audits have to."""
+    """If it is not 0, checks see no errors, and audits have to find them."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -132,7 +132,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         ranks=ranks,
         slots=slots,
         steps=steps,
-        # Most runs last about as long as their faults, and a slow group's slot is shorter than its watchdog waits.
+        # Most runs last about as long as their faults, and a slow group's slot is shorter than the watchdog's timeout.
         slot_s=min(max(slot_s, 0.8 * busy_s / steps * min(groups, slots) / slots), 0.09 * STALL_S),
         on_loss=chance.choice(["redistribute"] * 5 + ["shrink"]),
         data_ends=(chance.randint(5, steps), chance.randrange(slots)) if chance.random() < 0.15 else (10**9, 0),
@@ -167,30 +167,30 @@ class Outcome:
     applied: int
     trace: list[tuple[float, str, str, int | None, str]]
     fell: Counter[str] = field(default_factory=Counter)
-    """Faults that found something to break, by kind."""
+    """Kind -> number of faults that happened."""
     unfit: int = 0
-    """How often a group was found at fault."""
+    """Number of starts of groups that were found at fault."""
     costs: Counter[str] = field(default_factory=Counter)
-    """What was asked, computed, sent and told, see `simulation.costs.RECORDED`."""
+    """The run's figures; see `simulation.costs.RECORDED`."""
 
 
 class World:
-    """Everything outside of the protocol."""
+    """Everything outside of the protocol, and the judge's view over all groups."""
 
     def __init__(self, seed: int, plan: Plan, *, trace: bool = False) -> None:
         self.seed, self.plan = seed, plan
         self.scheduler = Scheduler(f"world {seed}")
         self.rumour = random.Random(f"rumour {seed}")
-        """Draws of what a host has memory for, apart from all others."""
+        """Draws whether a host has memory for a copy, independently of all other draws."""
         self.setting, self._set_s = random.Random(f"wall clock {seed}"), 0.0
-        """Draws of how the wall clock of a lighthouse's host is set, and by how much it is wrong."""
+        """Draws how the wall clock of a lighthouse's host is set. Seconds by which it is wrong."""
         self.judge = Judge(plan.slots, lambda: self.scheduler.now)
         self.trace: list[tuple[float, str, str, int | None, str]] = []
         self._tracing = trace
         self.address = Shared("")
-        """Of the newest lighthouse, as it is published."""
+        """Address of the newest lighthouse, as published in the run directory."""
         self.lags: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        """By host: until when, and by how much, it sees later what others write into the run directory."""
+        """Host -> until when, and by how many seconds, it sees the writes of others to the run directory late."""
         self.lighthouses: dict[str, LighthouseNode] = {}
         self.network = Network(self.scheduler, self.heal_s, self.heal_fails)
         here = system.HERE
@@ -198,42 +198,42 @@ class World:
         here.room, here.wall_s = lambda: self.rumour.random() > 0.02, self.wall_s
         self.groups: dict[int, Group] = {}
         self.disk: dict[int, list[State]] = {}
-        """Step → a state for each rank column, once rank 0 has said that all of them are written."""
+        """Step -> a state for each rank column, once rank 0 has noted that all of them are written."""
         self._writing: dict[tuple[str, int], dict[int, State]] = {}
         self.end: Shared[tuple[int, bool]] = Shared((-1, False))
-        """The step after which the run ended, and whether for all groups."""
+        """The step after which the run ended, and whether it ended for all groups."""
         self.finished_at = 0.0
         self.refusing: dict[int, int] = {}
         self.sick: dict[int, Sick] = {}
         self.all_counts: dict[int, bool] = {}
-        """By history whether what is wrong in the commit counts."""
+        """History -> whether errors in its last commit count."""
         self.narrow: set[tuple[int, int]] = set()
-        """Steps and slots whose bound is too narrow for what is computed in them, on every group."""
+        """Steps and slots for whose numbers the bound of a check is too narrow, on every group."""
         self.retried: set[int] = set()
-        """Steps that some group has tried more than once: what it held the first time stays in the step."""
+        """Steps that some group has tried more than once. What it held after the first attempt stays in the step."""
         self.passed: set[tuple[int, int]] = set()
-        """Groups, and steps of which they let a slot pass that was refused."""
+        """(group, step) for each step in which a group let a refused slot pass."""
         self.unfit: set[str] = set()
-        """Starts of groups that were found at fault."""
+        """Names of the starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
         self.last_event = self.last_fault = 0.0
         self.failed_heals = Counter[str]()
-        """By rank, in a row while nothing broke."""
+        """Rank -> heals that failed in a row while nothing broke."""
         self.top = self.rewound = 0
-        """The newest step that some group had; how many were lost with all that had their state."""
+        """The newest step that some group has had. Steps that were lost because all groups with their state died."""
         self.applied_count = 0
         self.failed: Counter[str] = Counter()
-        """By group: attempts that committed nothing."""
+        """Group -> attempts that committed nothing."""
         self._waits_for_state = False
-        """Whether some group found, since the last commit, that one which is in no quorum may have a state."""
+        """Whether some group found, since the last commit, that a group which is in no quorum may have a state."""
         self.votes, self.voted = 0, Signal()
-        """Beats of ranks that vote."""
+        """Number of beats of ranks that vote, and a signal that fires at each."""
         self.sessions = self._starting = 0
         self.stuck = False
         self.costs = Counter[str]()
-        """Of the whole run; kinds of events of all ranks among them."""
+        """The figures of the whole run, among them the number of events of each kind on all ranks."""
         self.move_lighthouse()
         for number in range(plan.groups):
             self.add_group(number)
@@ -241,7 +241,7 @@ class World:
             self.scheduler.call_at(fault.at, break_it, self, fault)
         self.scheduler.call_in(LOOK_S, self._look)
 
-    # What the parts of the world ask for
+    # Called by the parts of the world
 
     @property
     def published(self) -> str:
@@ -256,7 +256,7 @@ class World:
         return self.end.read()[1]
 
     def seen_at(self, host: str, when: float | None = None) -> float:
-        """From when what a host reads of the run directory is, now or at a time."""
+        """Return the time as of which a host sees the run directory, now or at time `when`."""
         when = self.scheduler.now if when is None else when
         return when - max((late_s for until, late_s in self.lags[host] if when < until), default=0.0)
 
@@ -278,14 +278,14 @@ class World:
             self.trace.append((round(self.scheduler.now, 4), who, kind, step, text))
 
     def audited(self, who: str, differing: list[int]) -> None:
-        """An audit's finding, as one of the groups tells it."""
+        """Note an audit's finding, as a rank tells it in an event."""
         for group in self.groups.values():
             life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
                 voters = [self.groups[number].life for number in life.able]
                 most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
-                # Of those that no audit has found sound since they took over a state, it may name the wrong ones; nor
-                # can it tell which of two is ill.
+                # The audit may be wrong about a group that no audit has found sound since it took over a state. It
+                # cannot tell which of two groups is ill.
                 group.named = life.proven and most_sound and group.id in differing
                 life.accused = group.id in differing
                 life.proven = not life.accused
@@ -301,24 +301,24 @@ class World:
         return self.scheduler.random.choice(self.plan.tail_s)
 
     def wall_s(self) -> float:
-        """By the clock of the lighthouse's host, which is set anew every tenth time that it is read."""
+        """Return the time on the clock of the lighthouse's host, which is set anew in one of ten readings."""
         if self.setting.random() < 0.1:
             self._set_s = self.setting.uniform(-60.0, 60.0)
         return self.scheduler.now + self._set_s
 
     def lives(self) -> list[Life]:
-        """The newest life of every group, where it goes on."""
+        """Return the newest life of every group, if it is alive."""
         return [group.life for group in self.groups.values() if group.life is not None and group.life.alive]
 
     def with_state(self) -> list[Life]:
         return [life for life in self.lives() if all(rank.work.has_state for rank in life.ranks)]
 
     def mostly_fit(self, groups: Collection[int]) -> bool:
-        """Whether more than half of these groups are not sick."""
+        """Return whether more than half of these groups are not sick."""
         return 2 * len(self.sick.keys() & set(groups)) < len(groups)
 
     def leaves(self, rank: Rank, commit: Commit) -> NoReturn:
-        """A group is at fault, and goes on on another machine."""
+        """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
         life = rank.life
         if not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
             self.judge.violate("named in vain", f"{life.name} for slots {commit.unfit} of step {commit.step}")
@@ -327,14 +327,14 @@ class World:
         raise GroupBroken(f"unfit: slots {commit.unfit}")
 
     def disturbed(self, until: float | None = None) -> None:
-        """Something broke, or will not be whole until a time."""
+        """Note that something broke, or stays broken until a time."""
         until = self.scheduler.now if until is None else until
         self.last_event, self.last_fault = max(self.last_event, until), max(self.last_fault, until)
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
             self._judge_audit(rank, commit)
-            if rank.life.group.id in commit.able:  # who catches up applies what was made long ago
+            if rank.life.group.id in commit.able:  # a group that catches up applies old commits
                 self._judge_members(commit)
             self.applied_count += 1
             self.top = max(self.top, commit.step)
@@ -346,8 +346,8 @@ class World:
                 )
 
     def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
-        """A group that commits a step, in an attempt that took so long, was not asked to leave before it began, and the
-        run had not ended as far as its host could see."""
+        """Judge a group's commit in an attempt of `took_s` seconds: when the attempt began, the run had not ended, as
+        the host saw it, and the group had not been asked to leave. STAYS commits after that are allowed."""
         looked = self.seen_at(rank.life.host, self.scheduler.now - took_s)
         ended = self.finished_for_all and looked > self.finished_at + 0.5
         if ended and step <= self.finished:
@@ -359,8 +359,8 @@ class World:
                 self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
 
     def _judge_audit(self, rank: Rank, commit: Commit) -> None:
-        """Where most groups that compute are sound, the next audits send one that is not away. Those that took over a
-        state since the last one have no voice in it: they may have it from the one that is ill."""
+        """Judge audits: if most groups that compute are sound, one of AUDITS audits sends the ill group away. Groups
+        that took over a state since the last audit have no vote: they may have it from the ill group."""
         every, life = self.plan.audit_every, rank.life
         if not every or commit.step % every:
             return
@@ -375,7 +375,8 @@ class World:
             life.audits_passed = 0
 
     def _judge_members(self, commit: Commit) -> None:
-        """Where nothing breaks, whoever has a state and writes no checkpoint takes part in every step."""
+        """Judge that, while nothing breaks, each group that has a state and writes no checkpoint takes part in every
+        step, and each group that asks is let in."""
         for life in self.with_state():
             if self._is_missed(commit, life, life.missed, not life.group.wanted or life.saves):
                 text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
@@ -386,7 +387,7 @@ class World:
                 self.judge.violate("not let in", text)
 
     def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool) -> bool:
-        """Whether with this commit too many steps were made without it in which nothing broke; they are in `missed`."""
+        """Return whether too many steps were made without a group while nothing broke. `missed` collects them."""
         if excused or life.group.id in commit.groups or life.size != self.plan.ranks:
             missed.clear()
         elif self.scheduler.now - self.last_fault > self.bound_s() and self.network.is_open():
@@ -395,8 +396,8 @@ class World:
         return False
 
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
-        """Where nothing breaks and nobody comes, goes or heals, or has healed since the last quorum, a group that made
-        a step with most of the others asks nobody for the next."""
+        """Judge that a group asks for a quorum only if it needs one. After a step with most of the others it does not,
+        while nothing breaks, no group joins, leaves or heals, and none has healed since its last quorum."""
         self.costs["ask"] += 1
         quorum, before = read_quorum(0, members), {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
@@ -404,14 +405,14 @@ class World:
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
         stands = alive == before == {member.name for member in members} and len(quorum.able) == len(members)
         stands = stands and len(read_quorum(0, life.met).able) == len(members)
-        most = 2 * len(members) > len(self.groups)  # those that joined count, as they may have been in one quorum
+        most = 2 * len(members) > len(self.groups)  # with those that joined, as all may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
         if life.in_vain > IN_VAIN:
             self.judge.violate("asks in vain", f"{life.name} after step {request.state.step}, of {sorted(alive)}")
 
     def _judge_commits(self) -> None:
-        """Each step is committed once; a fault may have it committed once more."""
+        """Judge that each step was committed once, except for AGAIN repeated commits for each fault."""
         steps = max((link.step for link in self.judge.chain.values()), default=0)
         above = self.judge.commits - steps - self.rewound
         if above > self.fell.total() * AGAIN:
@@ -419,8 +420,7 @@ class World:
             self.judge.violate("commits", text)
 
     def judge_restore(self, rank: Rank) -> None:
-        """Nobody goes back to snapshots or the disk while a group that can be heard has a state, and had one when this
-        one looked."""
+        """Judge that no group goes back to snapshots or disk if another beats and had a state when this one looked."""
         now, looked = self.scheduler.now, min(own.looked for own in rank.life.ranks)
         for other in self.with_state():
             beaten, _, step = other.group.beat.read()
@@ -432,7 +432,7 @@ class World:
                 )
 
     def judge_heal(self, rank: Rank, state: State) -> None:
-        """Where most groups are sound, an audit does not send a sound one to take over what the ill one has."""
+        """Judge a heal: if most groups are sound, an audit does not make a sound one take over the ill one's state."""
         self.failed_heals[rank.name] = 0
         able = self.with_state()
         ill = [life for life in able if life.flipped()]
@@ -441,7 +441,7 @@ class World:
         rank.life.group.named = rank.life.proven = False
 
     def _judge_failed_heal(self, who: str, reason: str) -> None:
-        """It says why, and where nothing breaks and hosts have memory one of the next succeeds."""
+        """Judge a failed heal: it has a reason, and if nothing breaks and hosts have memory, a next one succeeds."""
         if not reason:
             self.judge.violate("no reason", f"a heal failed as {who} says")
         if "memory" in reason:
@@ -452,8 +452,8 @@ class World:
             self.judge.violate("does not heal", f"{who} has failed {self.failed_heals[who]} times: {reason}")
 
     def judge_healing(self, rank: Rank) -> None:
-        """Whoever heals while nothing breaks can compute then. One behind a slow link is let in again, in vain, after
-        0.2 s, 0.4 s and so on (`quorum.reach`): seven times while the longest lasts."""
+        """Judge that a group which heals while nothing breaks then computes. Behind a slow link a group is let in again
+        in vain after 0.2 s, 0.4 s and so on (`quorum.reach`), seven times during the longest such fault."""
         count, faults = rank.life.heals_in_vain
         so_far = self.fell.total()
         rank.life.heals_in_vain = (count + 1 if faults == so_far else 1), so_far
@@ -462,14 +462,14 @@ class World:
             self.judge.violate("does not catch up", f"{rank.life.name} healed {most} times and computed nothing")
 
     def thrown_away(self, work: SimWork) -> None:
-        """A group's gradients are forgotten. Remember slots for which nothing says so."""
+        """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
         life, state = work.rank.life, work.state
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
         if not held or life.accused or work.refuses or any(slot < 0 for _, slot in work.gradient):
             return
         lives = [rival for other in self.groups.values() for rival in other.lives]
         if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
-            return  # owner or auditor: a third one has to say
+            return  # the owner or the auditor erred, and a third group has to decide
         for other in self.groups.values():
             for rival in other.lives:
                 theirs = rival.ranks[0].work
@@ -485,17 +485,17 @@ class World:
             life.thrown[state.history, step, slot] = f"at {self.scheduler.now:.3f}"
 
     def save(self, rank: Rank, state: State) -> None:
-        """A rank has written its part of a checkpoint."""
+        """Note that a rank has written its part of a checkpoint."""
         self._writing.setdefault((rank.life.name, state.step), {})[rank.number] = state
 
     def saved(self, life: Life, step: int) -> None:
-        """All parts are written, and now what says so."""
+        """Note that all parts of a checkpoint, and then its mark of completeness, are written."""
         parts = self._writing[life.name, step]
         self.disk[step] = [parts[number] for number in range(self.plan.ranks)]
 
     def restorable(self, rank: Rank) -> State:
-        """The newest state that the group's own snapshots, another group's or the disk have whole; the start if none
-        has. The same on all ranks of a group."""
+        """Return the newest state that is whole in the group's own snapshots, in another group's or on disk; the start
+        if there is none. All ranks of a group get the same."""
         life = rank.life
         if life.chosen is None:
             choices = [[START] * life.size, *self.disk.values()]
@@ -527,7 +527,7 @@ class World:
         self.scheduler.call_in(self.scheduler.random.uniform(0.0, 0.5), start)
 
     def move_lighthouse(self) -> LighthouseNode:
-        """A new lighthouse on a new host, which is published."""
+        """Start a new lighthouse on a new host, and publish it."""
         node = LighthouseNode(self, f"lighthouse{len(self.lighthouses)}", self.plan.lighthouse)
         self.lighthouses[node.address] = node
         self.address.write(self.scheduler.now, node.address)
@@ -540,26 +540,26 @@ class World:
     # Watching
 
     def bound_s(self) -> float:
-        """The longest time without a commit that any one fault may cause once it is over: a sum that fails, the quorum
-        after it, in which a group that hangs is waited for, a group that starts, two attempts of the slowest. A group
-        that may have the only state is waited for until its watchdog would have ended it."""
+        """Return the longest time without a commit, in seconds, that any single fault may cause after it is over. It is
+        made of a sum that fails, the next quorum, which waits for a group that hangs, the start of a group, and two
+        attempts of the slowest group. A group that may have the only state is waited for until its watchdog ends it."""
         plan = self.plan
         step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
-        if plan.audit_slots:  # every slot twice, and once more where the two differ
+        if plan.audit_slots:  # every slot is computed twice, and a third time if the two differ
             step_s *= 3
         found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * HEARTBEAT_S
         again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
         return found_s + again_s + plan.save_s + 2 * step_s + (plan.stall_s if self._waits_for_state else 0.0)
 
     def _judge_pause(self, pause_s: float) -> None:
-        """A commit comes so long after the one before, or after the last fault was over."""
+        """Judge the time between a commit and the later of the commit before it and the end of the last fault."""
         bound_s = self.bound_s()
         self._waits_for_state = False
         if pause_s > bound_s:
             self.judge.violate("pause", f"{pause_s:.1f} s without a commit, the bound is {bound_s:.1f} s")
 
     def _look(self) -> None:
-        """The agents' watchdogs, and whether the run goes on."""
+        """Act as the agents' watchdogs, and judge whether the run makes progress."""
         now = self.scheduler.now
         for group in self.groups.values():
             for life in group.lives:
@@ -584,7 +584,7 @@ class World:
             self.scheduler.end()
 
     def over(self) -> bool:
-        """Whether the run has ended: nobody is left who goes on."""
+        """Return whether the run is stuck or has ended: no group runs or will start."""
         if self.stuck:
             return True
         waiting = [group for group in self.groups.values() if group.wanted]
@@ -600,7 +600,7 @@ class World:
             self._judge_the_end()
         else:
             self.judge.violate("no end", f"{MOST_EVENTS} events")
-        # A sick group that nobody can outvote makes attempts fail in every step.
+        # A sick group that the others cannot outvote makes attempts fail in every step.
         if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not self.fell["sick"]:
             self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
         virtual_s = self.scheduler.now
@@ -642,7 +642,7 @@ class World:
             )
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
-        # Under `shrink` a step may be made without the slot at which the data ends, if that was lost.
+        # Under `shrink` a step may be made without the slot at which the data ends, if that slot was lost.
         wrong = self.finished < last if self.plan.on_loss == "shrink" else self.finished != last
         if wrong and any(group.wanted for group in complete):
             self.judge.violate("ended too early", f"after step {self.finished}, the last one is {last}")
@@ -651,21 +651,21 @@ class World:
             self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
 
     def finish(self, step: int, for_all: bool) -> None:
-        """A group says that the state of a step is saved, and is the last."""
+        """Note that a group has saved the state of a step, which is the last step."""
         self.finished_at = self.scheduler.now
         self.end.write(self.finished_at, (max(self.finished, step), for_all))
 
     def finishing(self) -> bool:
-        """Whether a group has come to the end of the run."""
+        """Return whether a group has reached the end of the run."""
         return self.finished >= self.plan.steps or any(
             COMPLETE.intersection(life.endings) for group in self.groups.values() for life in group.lives
         )
 
 
 def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:
-    """The run of a seed."""
+    """Simulate the run of a seed and return its outcome."""
     plan = draw_plan(seed, settings or Settings())
-    gc.disable()  # there are cycles by the thousand, and none is large
+    gc.disable()  # a run makes thousands of reference cycles, but no large ones
     try:
         return World(seed, plan, trace=trace).run()
     finally:
