@@ -43,7 +43,7 @@ def test_a_lighthouse_of_a_stopped_run_says_why_it_ends(start, tmp_path, capfd):
     stop_file(tmp_path / "run").parent.mkdir(exist_ok=True)
     stop_file(tmp_path / "run").touch()
     assert start().wait(DEADLINE_S) == 0
-    assert f"{stop_file(tmp_path / 'run')} is there" in capfd.readouterr().out
+    assert f"{stop_file(tmp_path / 'run')} exists" in capfd.readouterr().out
 
 
 def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
@@ -86,4 +86,4 @@ def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_t
     assert one.events("agent_ended")[-1]["status"] == "stopped"
     late = agent("--training.steps", "1000000", published=False)
     assert late.process.wait(DEADLINE_S) == 0
-    assert f"stopped: {stop_file(tmp_path / 'run')} is there" in late.said()
+    assert f"stopped: {stop_file(tmp_path / 'run')} exists" in late.said()
