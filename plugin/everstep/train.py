@@ -1,4 +1,4 @@
-"""torchtitan's entry point for machines with or without an accelerator; without one, it installs the CPU stand-in.
+"""torchtitan's entry point, for machines with and without an accelerator: without one, it trains on the CPU.
 
     torchrun --nproc_per_node 2 -m everstep.train --module everstep --config FILE.toml [--section.key value]
 

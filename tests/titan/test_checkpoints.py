@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what a torn one may not be taken for, and what is told of them."""
+"""Checkpoints on disk: an incomplete one is not taken for a checkpoint, and events tell what became of each."""
 
 import errno
 from unittest.mock import MagicMock
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(params=["disabled", "async"])
 def manager(request, tmp_path):
-    """torchtitan's, of the only rank of a group."""
+    """torchtitan's checkpoint manager, in a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = CheckpointManager.Config(enable=True, interval=10, async_mode=request.param)
     parts = {"model_parts": [torch.nn.Linear(3, 2)], "optimizers": {}, "lr_schedulers": {}, "dataloader": {}}

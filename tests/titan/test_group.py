@@ -1,4 +1,4 @@
-"""Ranks of a group tell each other apart from others."""
+"""Ranks of a group recognise a process that does not belong to the run."""
 
 import subprocess
 import sys

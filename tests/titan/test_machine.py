@@ -1,4 +1,4 @@
-"""What only a GPU can do is refused before the start where there is none, with the reason."""
+"""Settings that need a GPU are refused before the start on a machine without one, with the reason."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from forked import ran
 from watched import environment
 
 KERNELS = [
-    # of a config: where something is set to what
+    # a key of the config, and its value
     ("override.imports", ["torchtitan.overrides.fused_swiglu.fused_swiglu"]),
     ("parallelism.enable_fsdp_symm_mem", True),
     ("optimizer.implementation", "fused_opt_states_bf16"),

@@ -10,11 +10,11 @@ from everstep.titan.trainer import EverstepTrainer
 from watched import Watched, write_config
 
 REDUCE_S = 3.0
-"""Much less than compiling takes."""
+"""Seconds; much less than compiling takes."""
 
 
 def test_a_group_computes_and_connects_before_it_announces_itself():
-    """The short form: the order alone, of a trainer of which nothing else is there."""
+    """The short form: only the order of the calls, on a trainer that is a mock otherwise."""
     done, injector = [], Injector(Inject(kind="nan"))
     injector.register(0, ("context",))
 
@@ -36,7 +36,7 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
 
 @pytest.mark.slow
 def test_a_group_that_compiles_holds_nobody_up(tmp_path):
-    """With a cold compiler cache. The group that was killed asks for a quorum when it can compute a slot at once."""
+    """With a cold compiler cache. The killed group asks for a quorum only when it has compiled."""
     waits = {"reduce_timeout_s": REDUCE_S, "connect_timeout_s": REDUCE_S - 1.0, "join_timeout_s": REDUCE_S}
     config = write_config(
         tmp_path / "run.toml",
@@ -59,7 +59,7 @@ def test_a_group_that_compiles_holds_nobody_up(tmp_path):
         assert failed == []
         begun = told[0]["t"] - told[0]["took_s"]
         meanwhile = [event for event in run.events("commit", begun, group=0) if event["t"] < told[0]["t"]]
-        # One who waits for the group commits nothing until it has compiled.
+        # If group 0 waited for group 1, it would commit nothing until that has compiled.
         assert len(meanwhile) > told[0]["took_s"] / REDUCE_S
     finally:
         run.end()

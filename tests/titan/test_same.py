@@ -44,7 +44,7 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
     ],
 )
 def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
-    """Wherever a run has its checkpoints, and whatever else is there."""
+    """Also if a run's checkpoints are in another folder, or other folders are beside them."""
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)
     (one / "checkpoint").rename(one / "elsewhere")
     (one / "config.toml").write_text('[checkpoint]\nfolder = "elsewhere"\n')
@@ -58,7 +58,7 @@ def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", [".", "of-a-worker"])
 def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
-    """Nor are those of which one part is damaged in both runs."""
+    """Also if the same part is damaged in both runs."""
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     for run_dir in (one, two):
         damaged = run_dir / "checkpoint" / "step-4" / part

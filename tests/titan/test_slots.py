@@ -1,4 +1,4 @@
-"""What a group says of its slots beside the gradients, and what the commit makes of all groups' words."""
+"""What a group sends about its slots besides gradients, and what a commit does with the sums over all groups."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock, create_autospec
@@ -17,7 +17,7 @@ HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 
 
 def step_of(loads, gradients, held):
-    """Of one expert layer and three parameters, with gradients for some of them."""
+    """A `Steps` with one expert layer, and with gradients for some of its parameters."""
     slots = Slots.__new__(Slots)
     slots._trainer = SimpleNamespace(device=torch.device("cpu"), parallel_dims=HERE)
     slots.number = 2
@@ -47,7 +47,7 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
 
 
 def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path, monkeypatch):
-    """Where rows are left out of a checkpoint, a run may turn to other data."""
+    """A run that does not load the data's position from a checkpoint may switch to other data."""
     monkeypatch.setattr(slots, "decoder_vocab_size", lambda spec: 1)
 
     def start(content, *excluded):

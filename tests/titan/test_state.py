@@ -1,4 +1,4 @@
-"""What healing and snapshots carry, on a real module."""
+"""The state that heals and snapshots carry, and the checkpoints that a run resumes from."""
 
 import os
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
 
 
 def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
-    """One that heals has no part of it to give: without that the snapshot could not be restored."""
+    """A group that is still healing has no part to give, and the snapshot could not be restored without that part."""
     one, fields = MagicMock(), dict.fromkeys(Commit.__dataclass_fields__, 0)
     Snapshots.committed(one, Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
     (told,) = one._copier.committed.call_args_list
@@ -77,7 +77,7 @@ def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_b
 
 
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
-    """However often it is started again; a checkpoint says of which run and of which data it is."""
+    """Only once, however often it is started again, as a checkpoint records its run and its data."""
     work = MagicMock()
     work._trainer.configure_mock(step=100, data="new", data_told="old", parameters_told="")
     work._trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
@@ -89,7 +89,7 @@ def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
 
 
 def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tmp_path, monkeypatch):
-    """Its last checkpoint was removed, or an older one named. What another group saved meanwhile counts."""
+    """Its last checkpoint was removed, or the user chose an older one. What another group has saved since counts."""
     monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
 
     def start(rank=0):
@@ -114,7 +114,7 @@ def checkpoint_of(folder, *keys):
 
 
 def disk_at(folder, **checkpoint):
-    """What `load` asks torchtitan's manager for is in `asked`: which step, with which of our own keys."""
+    """A `DiskCheckpoints` whose `asked` lists the step and our own keys of each load by torchtitan's manager."""
     disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
     settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
     disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
@@ -129,7 +129,7 @@ def disk_at(folder, **checkpoint):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path, only_weights):
-    """Also one that a run begins with; of which nothing is asked where only its weights are taken."""
+    """Also one that a run begins with (`initial_load_path`). If only its weights are loaded, it is not inspected."""
     begin = checkpoint_of(tmp_path / "begin", f"{TRAIN_STATE}.step", "dataloader.dp_rank_0")
     of_it = {"initial_load_path": str(begin), "initial_load_model_only": only_weights}
     if not only_weights:
@@ -143,7 +143,7 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path):
-    """With more steps, or where all groups died before the end was noted. Without another one it is refused."""
+    """With more steps, or if all groups died before the end was noted. Without an older checkpoint it is refused."""
     before = checkpoint_of(
         tmp_path / "step-10", f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
     )
@@ -159,7 +159,7 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeypatch):
-    """The host lost its power as it was written. Without another one it is refused, by name."""
+    """The host lost power during the write. Without an older checkpoint the run is refused, and the file named."""
     names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
     before, cut = (checkpoint_of(tmp_path / f"step-{step}", *names) for step in (10, 15))
     os.truncate(cut / ".metadata", 40)

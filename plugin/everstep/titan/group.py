@@ -24,8 +24,8 @@ def all_in_group(flag: bool) -> bool:
 
 
 def least_in_group(*values: int) -> list[int]:
-    """Return each value's minimum over the group's ranks, as int64; a flag's is true if it is true on all ranks. A
-    collective of the group."""
+    """Return each value's minimum over the group's ranks, as int64. A flag's minimum says whether it is true on
+    all ranks. A collective of the group."""
     if dist.get_world_size() == 1:
         return list(values)
     least = torch.tensor(values, dtype=torch.int64, device=_device())
@@ -34,7 +34,7 @@ def least_in_group(*values: int) -> list[int]:
 
 
 def sum_in_group(value: int) -> int:
-    """Return the sum of an integer over the group's ranks, modulo 2^62; a collective of the group."""
+    """Return the sum of an integer (a flag's count) over the group's ranks, modulo 2^62; a collective of the group."""
     if dist.get_world_size() > 1:
         total = torch.tensor([value], dtype=torch.int64, device=_device())
         dist.all_reduce(total)
@@ -52,8 +52,8 @@ def gather_json(value: Any) -> list[Any]:
 
 def require_members(token: bytes) -> None:
     """Check that every rank of the group has the run's token: each answers everyone's random numbers with an HMAC under
-    it. To be the group's first collective. Any process that reaches torch's store in time can take a rank's place, and
-    what a rank sends later is trusted: checkpoint plans are even unpickled.
+    it. This has to be the group's first collective. Any process that reaches torch's store in time can take a rank's
+    place, and what a rank sends later is trusted: checkpoint plans are even unpickled.
 
     Raises:
         RuntimeError: the answer of a rank is wrong, so a process without the token has its place.

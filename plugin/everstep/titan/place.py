@@ -36,8 +36,8 @@ class RunPlace:
 
 
 def open_place(config: Any) -> RunPlace:
-    """Open this rank's place in the run, and change those settings of an `EverstepTrainer.Config` that must differ
-    between groups. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
+    """Open this rank's place in the run, and change the settings of an `EverstepTrainer.Config` that groups must not
+    share, in place. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
     machine cannot carry the groups' sums, or if the run has no group of this id."""
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
