@@ -1,4 +1,4 @@
-"""The docs name what there is: files, commands, campaigns, kinds of faults, fields of report.json."""
+"""The docs name only files, commands and campaigns that exist, and explain every fault, figure and metric."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_every_fault_that_a_user_can_make_has_its_row():
 
 
 def named(names, text):
-    """Those of `names` that the text has, where `a_b_c`, `_d` stands for a_b_c and a_b_d."""
+    """Return those of `names` that the text contains. In the text, `a_b_c`, `_d` stands for a_b_c and a_b_d."""
     return {name for name in names if f"`{name}`" in text or f"`_{name.rpartition('_')[2]}`" in text}
 
 

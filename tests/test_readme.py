@@ -1,4 +1,4 @@
-"""What the README says can be run is run as it stands there."""
+"""The README's commands are run exactly as they are written there."""
 
 import re
 import tomllib
@@ -13,14 +13,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def everstep(words, folder):
-    """A command of the README, without a shell; its output."""
+    """Run a command of the README without a shell, and return its output."""
     done = watched.everstep(*words, cwd=folder, timeout=1200.0)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
     return done.stdout
 
 
 def commands_of_the_readme():
-    """The words of each `everstep` line in its blocks, in order."""
+    """Return the words of each `everstep` line in the README's code blocks, in order."""
     lines = re.findall(r"^    everstep (.*)$", README, flags=re.MULTILINE)
     return [line.partition("#")[0].split() for line in lines]
 
