@@ -1,4 +1,4 @@
-"""Real runs of the tiny trainer, watched through their events and their processes."""
+"""Real runs of the tiny trainer. Tests watch them through their events and processes."""
 
 import fcntl
 import json
@@ -38,12 +38,12 @@ def alive(pid):
 
 
 def short_folder():
-    """A temporary folder whose path leaves room for the names of sockets, as a user's does."""
+    """Return a temporary folder with a path short enough for names of sockets; pytest's are longer than a user's."""
     return Path(tempfile.mkdtemp(prefix="tiny-", dir="/tmp"))
 
 
 class Tiny(Followed):
-    """What was started: `process`, `output` and `temporary` are its maker's."""
+    """A started process. Subclasses set `process`, `output` and `temporary`."""
 
     def end(self):
         if self.process.poll() is None:
@@ -53,7 +53,7 @@ class Tiny(Followed):
 
 
 class TinyAgent(Tiny):
-    """One agent of two ranks, in a session of its own, as a batch job starts it."""
+    """One agent of two ranks, in a new session, as a batch job starts it."""
 
     CODE = """
 import json, signal, sys
@@ -102,7 +102,7 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
             )
 
     def until(self, condition, what):
-        """Another agent of the group may go on when this one has ended."""
+        """Wait for a condition, even if this agent has ended: another agent of the group may go on."""
         return until(condition, what)
 
 
@@ -116,7 +116,7 @@ class TinyRun(Tiny):
         self.output = run_dir.with_suffix(".out")
         self.temporary = temporary or short_folder()
         command = [sys.executable, str(HERE / "run_tiny.py"), str(run_dir), str(groups), str(ranks), *flags]
-        # In a session of its own; with a terminal to call its own, whose Ctrl-C reaches it alone.
+        # In a new session. With a terminal of its own, Ctrl-C there reaches only this run.
         options = {"env": environment(TMPDIR=str(self.temporary)), "start_new_session": True}
         if terminal is None:
             with self.output.open("ab") as output:

@@ -32,7 +32,7 @@ FAIL = [
 
 
 def run_short_of_everything(run_dir, faults):
-    """From now on what this process opens or makes fails in bursts, until so many faults were made; then says when."""
+    """Have calls of this process (FAIL) raise OSError in bursts, until `faults` were made; then write their times."""
     begun, made, launcher = time.monotonic(), list[tuple[float, str]](), os.getpid()
     chance, over = random.Random(0), []
 

@@ -1,4 +1,4 @@
-"""An agent without a supervisor, as a batch job starts it, and what its workers find in their environment."""
+"""An agent as a batch job starts it, and the environment of its workers."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):
 
 
 def test_an_agent_is_not_given_up_for_failing_faster_than_others_make_steps(agent):
-    """The memory of a GPU, say, is not free yet; of the other groups it sees what they tell alone."""
+    """For instance while a GPU's memory is not free yet. The agent knows other groups only by their events."""
     one = agent("--training.steps", "9", "--tiny.fail_in", "1", ranks=1, groups=2, environment={"OMP_NUM_THREADS": "1"})
     commit = {"groups": [1], "loss": 1.0, "tokens": 1, "history": "a", "parent": "b", "took_s": 30.0}
     EventLog(one.run_dir, 1, 0, "worker").emit("commit", step=7, **commit)
@@ -92,7 +92,7 @@ SCRIPT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
-    """Whatever this version of torchrun sets."""
+    """The variables are those that this version of torchrun sets."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH")}

@@ -1,4 +1,4 @@
-"""The command line answers at once, and says in one sentence what the user can put right."""
+"""The command line answers at once, and says in one sentence what the user can fix."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 def test_help_takes_less_than_half_a_second():
     words = [sys.executable, "-m", "everstep.cli", "--help"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    _, status, used = os.wait4(process.pid, 0)  # of this child alone: others may be reaped meanwhile
+    _, status, used = os.wait4(process.pid, 0)  # the time of this child only: others may be reaped meanwhile
     assert (status, used.ru_utime + used.ru_stime < 0.5) == (0, True), used
 
 
@@ -47,7 +47,7 @@ def test_every_command_explains_itself_without_torch():
     ],
 )
 def test_a_run_that_cannot_go_on_ends_and_says_why(start, groups, flags, starts, words):
-    """Of an invalid config, an error in the first step, one that all groups have, and a slot that is poison."""
+    """For an invalid config, an error in the first step, one that all groups have, and a poison slot."""
     run = start(groups, 1, *flags, "--training.steps", "9")
     assert run.process.wait(DEADLINE_S) == 1
     assert groups <= len(run.events("workers_started")) <= starts

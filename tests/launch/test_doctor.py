@@ -1,4 +1,4 @@
-"""`everstep doctor`: what it says about values, and about this machine."""
+"""What `everstep doctor` says about a config and about this machine."""
 
 import json
 

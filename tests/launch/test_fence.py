@@ -1,4 +1,4 @@
-"""Which start of a group counts, and what an agent does when another one does."""
+"""The fence: which start of a group counts, and what an agent does when another start counts."""
 
 import os
 import select
@@ -21,7 +21,7 @@ def never():
 
 
 def beat_elsewhere(path, phase, step=0):
-    """A beat of a process on another host."""
+    """Write a beat as a process on another host does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beats, "this_boot", lambda: b"another machine.")
         file = BeatFile(path)
@@ -42,7 +42,7 @@ def test_claims_go_upwards_only(tmp_path, later, earlier):
 
 
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
-    """One that was started again while it runs is told so, and goes on."""
+    """If the same start is started once more while it runs, the second one is refused and the first one goes on."""
     old = agent("--training.steps", "1000000", job=7, restart=0)
     pids = old.wait_for("workers_started")["pids"]
     old.wait_for("commit")
@@ -66,8 +66,8 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
 @pytest.mark.parametrize("skew_s", [-200.0, 200.0])
 @pytest.mark.parametrize("host", ["this one", "another one"])
 def test_no_wall_clock_says_how_old_a_beat_is(tmp_path, monkeypatch, host, skew_s):
-    """Another host's beat: by the file server's clock. One of this host: by none of a file system, which is this host's
-    wall clock if its disk is its own."""
+    """The age of another host's beat is measured by the file server's clock. The age of a beat of this host is measured
+    by no file system's clock, as that of a local disk is the wall clock."""
     path = beat_path(tmp_path, 3, 0)
     if host == "this one":
         BeatFile(path).beat("compute", 7)

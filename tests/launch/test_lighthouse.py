@@ -1,4 +1,4 @@
-"""The lighthouse of a cluster: published, and the newest of a run is the one that counts."""
+"""The lighthouse of a run on a cluster: it is published, and of two the newer one counts."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ def test_a_lighthouse_of_a_stopped_run_says_why_it_ends(start, tmp_path, capfd):
 
 
 def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
-    """A batch system may start it again elsewhere while the first is still up."""
+    """A batch system may start a second one on another node while the first is still up."""
     run_dir = tmp_path / "run"
     older = start()
     first = started(run_dir, 1)[-1]
@@ -60,7 +60,7 @@ def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
 
 @pytest.mark.parametrize(("status", "over"), [("done", True), ("failed", False)])
 def test_a_lighthouse_stays_for_groups_that_are_to_be_started_again(tmp_path, monkeypatch, status, over):
-    """At a time limit they are away for longer than it lingers, whatever became of another group."""
+    """At a time limit such groups are away for longer than LINGER_S, even if another group has been given up."""
     with monkeypatch.context() as earlier:
         now = time.monotonic()
         earlier.setattr(time, "monotonic", lambda: now - 2 * LINGER_S)
@@ -71,7 +71,7 @@ def test_a_lighthouse_stays_for_groups_that_are_to_be_started_again(tmp_path, mo
 
 
 def started(run_dir, number):
-    """The events of its first `number` starts."""
+    """Wait for `number` starts of a lighthouse, and return their events."""
     return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
 
 

@@ -1,6 +1,6 @@
-"""Mistakes of a new user: each is told in a sentence, ends with the right status, and leaves nothing behind.
+"""Mistakes of a new user: each gives one sentence and the right exit status, and leaves nothing behind.
 
-Those of a config are in tests/config/test_checks.py.
+Mistakes in a config are in tests/config/test_checks.py.
 """
 
 import os
@@ -33,7 +33,7 @@ groups = 3
 FILES = {"good.toml": GOOD, "text.txt": "hello\n"}
 
 MISTAKES = {
-    # what was typed: words of the answer; the status is 2
+    # command line -> part of the answer; the exit status is 2
     "": "usage: everstep COMMAND",
     "rum good.toml": "there is no command rum, did you mean run?",
     "frobnicate": "there is no command frobnicate.",
@@ -64,7 +64,7 @@ MISTAKES = {
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with some files, and no Slurm."""
+    """The current folder, with some files. Slurm is not in the PATH."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "folder").mkdir()
@@ -119,7 +119,7 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here):
 
 
 def test_a_group_that_the_run_does_not_have_is_refused_at_once(tmp_path, monkeypatch):
-    """By torchrun, say, whose lighthouse need not be there."""
+    """For instance if torchrun gives a wrong group id. The lighthouse need not be up for this."""
     monkeypatch.setenv("RANK", "0")
     ft = FaultTolerance(enable=True, groups=2, group_id=5)
     with pytest.raises(TrainerEnds, match="group_id = 5 is none of this run's groups, 0 to 1") as ended:

@@ -1,4 +1,4 @@
-"""Groups on several nodes, and nodes that are left."""
+"""Groups on several nodes, and groups that leave a bad node."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def ranks_that_train(one, after=0.0):
 
 
 def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
-    second, first = node(agent, 1), node(agent, 0)  # whoever is there earlier waits
+    second, first = node(agent, 1), node(agent, 0)  # the earlier one waits for the other
     until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
 
     def started():
@@ -46,7 +46,7 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
 
 
 def test_a_node_that_is_done_starts_again_with_one_whose_rank_is_killed_late(agent):
-    """Or each would wait for the other."""
+    """Otherwise each would wait for the other."""
     first, second = (node(agent, rank, "--training.steps", "9") for rank in (0, 1))
     (late,) = first.wait_for("node_workers_started")["pids"]
     until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
@@ -73,13 +73,13 @@ def test_an_agent_that_takes_anothers_place_on_its_node_goes_on_with_the_group(a
 
 
 def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another(agent):
-    """As often as you like, also before the first step."""
+    """This holds for any number of kills, and before the first step too."""
     first, second = (node(agent, rank, "--tiny.first_s", "1000") for rank in (0, 1))
     for incarnation in range(STARTS_WITHOUT_A_STEP + 1):
         until(lambda n=2 * incarnation + 2: len(first.events("training_started")) == n, "both ranks to train")
         (victim,) = first.wait_for("workers_started", incarnation=incarnation)["pids"]
         (peer,) = first.wait_for("node_workers_started", incarnation=incarnation)["pids"]
-        os.kill(peer, signal.SIGUSR1)  # what a trainer whose peer is gone does
+        os.kill(peer, signal.SIGUSR1)  # the tiny trainer fails, as a trainer does whose peer is gone
         os.kill(victim, signal.SIGKILL)
     until(lambda: len(first.events("training_started")) == 2 * incarnation + 4, "both ranks to train again")
     assert first.process.poll() is None
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
 
 
 def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path):
-    """A driver holds it in the kernel, say. Without another node to go to it is told, and waited for."""
+    """For instance if a driver holds it in the kernel. Without another node the agent reports it and waits."""
     away, waits = (
         agent("--training.steps", "1000000", group=group, job=7 + group, unkillable=True, node=node)
         for group, node in enumerate(("n3", ""))

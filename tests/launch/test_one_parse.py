@@ -1,4 +1,4 @@
-"""A run's config is read and resolved once: everything else of the run takes what was settled."""
+"""A run's config is read and resolved once; all processes of the run use the result."""
 
 import pytest
 from torchtitan.config.manager import ConfigManager
@@ -29,7 +29,7 @@ FLAGS = ["--parallelism.data_parallel_replicate_degree", "2", "--training.steps"
 
 @pytest.fixture
 def settled(tmp_path, monkeypatch):
-    """Settings of a run, and its run directory with the config settled for its flags."""
+    """What was prepared for a run with FLAGS, in the run directory tmp_path/run."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     import_all()
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -60,8 +60,8 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
 def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     settled, tmp_path, monkeypatch, name, flags, ranks, judged
 ):
-    """The run directory's own config is not read again; another one is, and is the same run's, and so are other ranks
-    than it was judged for."""
+    """The run directory's config.toml is not prepared again. It is if another file or another number of ranks is given,
+    and the result is then the same."""
     asked = []
     monkeypatch.setattr(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)

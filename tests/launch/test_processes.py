@@ -1,4 +1,4 @@
-"""What a run survives, and that nothing survives a run. Real processes, real signals."""
+"""What a run survives, and that no process survives a run. With real processes and signals."""
 
 import os
 import pty
@@ -29,7 +29,7 @@ def run(start):
 
 @pytest.fixture(scope="module")
 def other(start):
-    """A second run on the same machine, on a terminal."""
+    """A second run on the same machine, with a terminal of its own."""
     controller, terminal = pty.openpty()
     run = start(1, 1, *ENDLESS, terminal=terminal)
     os.close(terminal)
@@ -39,11 +39,11 @@ def other(start):
 
 
 def _read_all(controller):
-    """A terminal that somebody looks at: one that takes no output would hold up whoever writes to it."""
+    """Read all output of a terminal: otherwise a process that writes to it would block."""
     try:
         while os.read(controller, 1 << 16):
             pass
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # the other end is closed
         os.close(controller)
 
 
@@ -111,7 +111,7 @@ def test_a_lighthouse_that_hangs_is_replaced(run):
 
 
 def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
-    """As a batch system suspends a job, or docker a container."""
+    """As when a batch system suspends a job, or docker pauses a container."""
     before = [run.workers(group) for group in range(2)]
     tree, stopped = run.tree(), time.time()
     for process in tree:

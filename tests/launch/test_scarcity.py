@@ -1,5 +1,5 @@
-"""A full disk, no processes or descriptors to spare, a group that fails again and again: nobody is lost, and it is
-told."""
+"""Shortages (a full disk, no processes or descriptors to spare) and a group that keeps failing: no group is lost, and
+the cause is reported."""
 
 import itertools
 import json
@@ -20,12 +20,12 @@ from timeline import Timeline, page_of
 
 ENDLESS = ("--training.steps", "1000000")
 TOLD_S = 4.0
-"""Within so long of a shortage it is told, or while one that was told lasts."""
+"""Seconds from a shortage to its report, unless one that was reported earlier still lasts."""
 
 
 @pytest.mark.parametrize("shortages", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(start, shortages):
-    """Opens, spawns and sockets of the launcher fail in bursts of half a second, while its workers are killed."""
+    """Opens, forks and sockets of the launcher fail in bursts of half a second while its workers are killed."""
     run = start(2, 2, *ENDLESS, "--tiny.scarce", str(shortages))
     for group in range(2):
         run.wait_for("commit", group=group)
@@ -53,7 +53,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
 
 
 def test_a_launcher_without_descriptors_says_so_on_the_console_too(start):
-    """Where it cannot read what it would show."""
+    """Even though it cannot read the events that it would show."""
     run = start(1, 1, *ENDLESS)
     run.wait_for("commit", group=0)
     pid = run.process.pid
@@ -79,7 +79,7 @@ def test_a_worker_without_descriptors_can_say_what_it_died_of(start):
     ({"f_files": 0, "f_favail": 0}, ""), ({"f_flag": os.ST_RDONLY}, "Read-only file system"),
 ])  # fmt: skip
 def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, disk, said):
-    """Some file systems count no files."""
+    """Some file systems report no number of files: f_files is 0."""
     Timeline().add(1000, "run_started", role="supervisor", groups=1, steps=9).write(tmp_path)
     assert "WRONG" not in status_of(tmp_path)
     found = os.statvfs(tmp_path)
@@ -94,7 +94,7 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
     ("0::/job", "job/memory.events"), ("4:memory:/job", "memory/job/memory.oom_control"), ("0::/job", "memory.events"),
 ])  # fmt: skip
 def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(tmp_path, monkeypatch, line, file):
-    """In a container those of its own group stand at the mount."""
+    """In a container the counts of its own control group are directly below the mount."""
     own, counts = tmp_path / "own", tmp_path / file
     monkeypatch.setattr(memory, "MOUNT", tmp_path)
     monkeypatch.setattr(memory, "PROC", own)

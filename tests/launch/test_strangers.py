@@ -1,6 +1,6 @@
-"""What another user of this machine put into shared folders before us is not written through, waited for or believed.
+"""Files that another user of this machine planted in shared folders are not written to, waited for or believed.
 
-The attacks run as that user (nobody), so they need root here.
+The attacks run as that user (nobody), so these tests need root.
 """
 
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 def as_nobody(code, *words):
-    """Run Python of another user's; what it left stays."""
+    """Run Python code as another user. Files that it makes stay."""
     drop = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY}); os.umask(0)\n"
     done = subprocess.run(
         [sys.executable, "-I", "-c", drop + textwrap.dedent(code), *map(str, words)], capture_output=True, text=True
@@ -36,8 +36,8 @@ def as_nobody(code, *words):
 
 @pytest.fixture
 def shared():
-    """A folder like /tmp, but not below pytest's, which others cannot enter. Its sticky bit alone would have the kernel
-    refuse some of what is tried (fs.protected_symlinks), which not every kernel does."""
+    """A folder that everybody can write to, like /tmp but without its sticky bit, with which some kernels refuse a part
+    of the attacks (fs.protected_symlinks). It is not below pytest's folder, which other users cannot enter."""
     folder = Path(tempfile.mkdtemp(prefix="everstep-test-"))
     folder.chmod(0o777)
     yield folder
@@ -57,7 +57,7 @@ def test_a_segment_under_another_users_link_is_none_of_ours(shared, tmp_path):
 
 @pytest.fixture
 def foreign(shared, tmp_path, monkeypatch):
-    """A run directory of another user, which names jobs, and a Slurm that notes what is asked of it."""
+    """A run directory of another user that names Slurm jobs, and fake commands of Slurm that record their calls."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("squeue", "scancel", "sbatch"):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/asked\n")

@@ -1,4 +1,4 @@
-"""What is shown of a run is what its events say."""
+"""The view of a run shows what its events say."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_reader_who_goes_away_ends_the_view_and_nothing_else():
 
 
 def test_a_view_of_a_run_that_nobody_supervises_ends_with_it(tmp_path):
-    """As on Slurm, or with torchrun."""
+    """On Slurm, for instance, or with torchrun."""
     run = Timeline().start(0.0, 0, 1).commit(1.0, 1, (0, 1)).add(2.0, "training_done", 0, 1).write(tmp_path)
     assert watch(run) == 0
     assert "run     done" in status_of(run).splitlines()

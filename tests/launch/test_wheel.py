@@ -1,4 +1,4 @@
-"""A wheel works away from the tree: it brings its configs and scripts, and needs nothing else of ours."""
+"""A wheel works without the source tree: it has the configs and scripts, and needs nothing else of the tree."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ WHAT_IS_BUILT = ("plugin", "configs", "slurm", "docs", "pyproject.toml", "setup.
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: a build leaves things beside what it builds."""
+    """The wheel. It is built from a copy of the tree, because a build leaves files in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in WHAT_IS_BUILT:
         source, target = TREE / name, folder / "tree" / name
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
 
 
 def outside(**more):
-    """An environment that does not know this tree."""
+    """Return the environment without PYTHONPATH, which names this tree."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
 
 

@@ -1,16 +1,17 @@
-"""A worker that does what the launcher can see of a trainer: beats, events, a clean end on SIGTERM.
+"""A worker that behaves like a trainer as far as the launcher can see: beats, events, a clean end on SIGTERM.
 
-It has no model and no torch, so that processes are what these tests are about. Flags of its own:
+It has no model and needs no torch, so that these tests are about processes only. Its flags:
 
-    --tiny.first_s S                 length of the first step
+    --tiny.first_s S                 seconds of the first step
     --tiny.fail_group K              raise before the first step in group K
-    --tiny.fail_in S, --tiny.skip    raise in step S, its group's name in line 2; not once that slot is poison
-    --tiny.exit N                    leave with status N at once
+    --tiny.fail_in S                 raise in step S, with the group in line 2 of the message
+    --tiny.skip                      with fail_in: skip the slot instead once it is poison
+    --tiny.exit N                    exit with status N at once
     --tiny.exhaust                   open descriptors until there are no more
-    --tiny.vanish R                  rank R is gone at once, with status 0
-    --tiny.litter                    start processes of its own and tell their pids
+    --tiny.vanish R                  rank R exits at once, with status 0
+    --tiny.litter                    start child processes and report their pids
 
-SIGUSR1 is to it what the death of a peer is to a trainer: an exception.
+SIGUSR1 raises an exception, as the death of a peer does in a trainer.
 """
 
 import json
@@ -83,7 +84,7 @@ def fail(*_):
 
 
 def prepare(order):
-    """Settle the config without torchtitan: all of it is flags."""
+    """Stand in for `everstep.launch.prepare.main`, without torchtitan: the config consists of flags."""
     run_dir, flags = order["run_dir"], ["--fault_tolerance.groups", str(order["groups"]), *order["flags"]]
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     ft = FaultTolerance(

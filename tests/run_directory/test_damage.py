@@ -1,6 +1,5 @@
-"""Damaged bytes at every door of a run directory but its config's, which tests/config/test_damage.py damages: they are
-refused, or what is taken from them can be used; and every command that reads one ends with an exit status and no
-traceback."""
+"""Damaged files of a run directory are refused, or what is read from them can be used. Commands that read one end with
+an exit status and without a traceback. (tests/config/test_damage.py damages the config.)"""
 
 import json
 import math
@@ -48,7 +47,7 @@ def state(run):
 
 
 def events(run):
-    """What the readers of a run do with its events, but for the pages."""
+    """Do what the readers of a run do with its events, except the page."""
     shown, view = RunState(), View(run)
     found = list(read_events(run))
     for event in found:
@@ -58,7 +57,7 @@ def events(run):
 
 
 def write_all(run):
-    """A run directory with a file at each door; the door's reader and checks by file."""
+    """Write each kind of file of a run directory. Return the function that reads and checks a file, by file."""
     publish_address(run, "http://[::1]:29510")
     BeatFile(beat_path(run, 0, 0)).beat("compute", 5)
     claim_group(run, 0, Claim(1, 0), lambda: True)
@@ -73,7 +72,7 @@ def write_all(run):
 
 
 def write_events(folder):
-    """A small run's events, and one of every kind that has fields of its own."""
+    """Write the events of a small run, and one event of every kind that has needed fields."""
     log = EventLog(folder, 0, 0, "worker")
     log.emit("run_started", groups=2, ranks_per_group=1, seed=1, steps=4)
     for step in range(1, 5):
@@ -85,7 +84,7 @@ def write_events(folder):
 
 
 def value_of(name):
-    """One that such a field may have; a pid is nobody's."""
+    """Return a value that a field of this name may have; for a pid, one that no process has."""
     nobody = 1 << 30
     values = (nobody,) if name == "pid" else (4, [0], [[0, 1]], True, "x", {"0": 1}, {"0": "1"}, [nobody])
     return next(value for value in values if fits({"kind": "other", name: value}))
@@ -96,7 +95,7 @@ COMMANDS = (
     ("same", "OTHER"), ("snapshots",), ("chaos", "--every", "5"), ("scale", "--groups", "3"),
 )  # fmt: skip
 EVERY = 8
-"""After so many damages one is met by a command too."""
+"""One in this many damages is read by a command too."""
 
 
 @pytest.mark.parametrize("rounds", [1500, pytest.param(80_000, marks=pytest.mark.slow)])

@@ -1,5 +1,5 @@
-"""What the event log promises: every process can append, whatever was written whole can be read, and what was damaged
-or planted is skipped and counted."""
+"""What the event log promises: every process can append, every whole line can be read, and damaged or planted lines are
+skipped."""
 
 import itertools
 import json
@@ -142,7 +142,7 @@ def test_what_a_host_slept_is_in_the_dates(tmp_path, monkeypatch):
 
 
 def test_where_a_run_is_is_told_without_reading_every_step_of_it(tmp_path, monkeypatch):
-    """What is rare counts wherever it stands, and of what every step has the newest, in the order in which it came."""
+    """Rare events count wherever they are in the log. Of kinds of every step the newest counts, in its order."""
     monkeypatch.setattr(events, "NEAR", 15_000)
     steps, commit = 500, {"groups": [0, 1], "loss": 1.0, "tokens": 1.0}
     logs = [EventLog(tmp_path, group, 0, "worker") for group in range(2)]

@@ -1,4 +1,4 @@
-"""Which slots end the workers of whoever computes them."""
+"""Which slots are poison."""
 
 from everstep.run.directory import groups_file
 from everstep.run.files import write_json

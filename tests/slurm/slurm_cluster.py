@@ -61,7 +61,7 @@ PartitionName=urgent Nodes=n[1-4] MaxTime=INFINITE State=UP OverSubscribe=NO Pri
 
 
 def missing() -> str:
-    """Why there cannot be a cluster here; "" if there can."""
+    """Return why a cluster cannot be started here; "" if it can."""
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
     if absent:
         return f"no {absent[0]}: apt-get install slurmctld slurmd slurm-client munge"
@@ -69,11 +69,11 @@ def missing() -> str:
 
 
 class Cluster:
-    """`start` brings it up; `close` ends every process of it, jobs included."""
+    """The cluster. `start` brings it up; `close` ends all of its processes, those of jobs included."""
 
     def __init__(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="everstep-slurm-"))
-        self.home.chmod(0o755)  # munge wants to know who can write here
+        self.home.chmod(0o755)  # munge refuses a folder that others can write to
         for folder in ("state", *(f"spool/{node}" for node in NODES)):
             (self.home / folder).mkdir(parents=True)
         self.environment = environment(SLURM_CONF=str(self.home / "slurm.conf"), EVERSTEP_TEST_PACE_S="0.5")
@@ -113,21 +113,21 @@ class Cluster:
         self.call("slurmd", "-N", node)
 
     def node_processes(self, node: str) -> list[psutil.Process]:
-        """slurmd of a node, its step daemons and all that they started."""
+        """Return the slurmd of a node, its step daemons and all processes below these."""
         daemon = psutil.Process(self.pid(f"slurmd.{node}.pid"))
         steps = [p for p in psutil.process_iter(["name", "environ"]) if p.info["name"] in ("slurmstepd",)]
         mine = [p for p in steps if f"[{self.step_node(p)}]" == f"[{node}]"]
         return [daemon, *(child for step in mine for child in (step, *step.children(recursive=True)))]
 
     def step_node(self, step: psutil.Process) -> str:
-        """The node that a slurmstepd is of, as what it started knows."""
+        """Return the node of a slurmstepd, from the environment of a process that it started."""
         for child in step.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 return child.environ().get("SLURMD_NODENAME", "")
         return ""
 
     def kill_node(self, node: str) -> None:
-        """Everything on the node dies at once, as when its power goes."""
+        """Kill all processes of the node at once, as a power failure does."""
         offspring.kill(self.node_processes(node))
 
     def pid(self, name: str) -> int:
@@ -142,7 +142,7 @@ class Cluster:
         until(lambda: not self.jobs().strip(), "the jobs to end")
 
     def close(self) -> None:
-        """Kills whatever knows this cluster, daemons and orphans of dead nodes included."""
+        """Kill all processes with this cluster's SLURM_CONF, daemons and orphans of dead nodes included."""
         while left := self.processes():
             offspring.kill(left)
             psutil.wait_procs(left, timeout=1)

@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and what becomes of its answers: with commands that only look like Slurm's."""
+"""The calls of Slurm's commands, and the use of their answers, with fake commands."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from everstep.run.files import write_json
 
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
-    """Has a squeue answer with these lines, for a run of two jobs; what it is asked is in the folder's `asked`."""
+    """Makes a fake squeue that answers with the given lines, for a run of two jobs. The file `asked` has its calls."""
     monkeypatch.setenv("PATH", str(tmp_path))
     write_json(slurm.job_file(tmp_path), {"groups": "7", "lighthouse": "9"})
 

@@ -1,4 +1,4 @@
-"""Real training through the real batch files on a real Slurm, with everything that Slurm does to jobs."""
+"""Real training by the real batch scripts on a real Slurm, with all that Slurm does to jobs."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ ENDLESS = ("--training.steps", "100000")
 
 
 class Submitted(Followed):
-    """A run on the cluster, watched through its events."""
+    """A run submitted to the cluster. Tests watch it through its events."""
 
     def __init__(self, cluster, config, run_dir, *flags, groups=3):
         super().__init__(run_dir)
@@ -38,7 +38,7 @@ class Submitted(Followed):
         return slurm.read_json(slurm.job_file(self.run_dir))
 
     def task(self, group):
-        """Its name when the run was submitted."""
+        """Return Slurm's name of a group's task, as it was submitted first."""
         return f"{self.jobs['groups'].partition(',')[0]}_{group}"
 
     def node_of(self, group):
@@ -52,7 +52,7 @@ class Submitted(Followed):
         return self.everstep("status", self.run_dir, check=False)
 
     def stop(self):
-        """A clean stop; the last step."""
+        """Stop the run cleanly, and return the last step."""
         self.everstep("stop", self.run_dir)
         until(
             lambda: all(over_file(self.run_dir, group).exists() for group in range(self.groups)), "every group to end"
@@ -60,7 +60,7 @@ class Submitted(Followed):
         return self.events("commit")[-1]["step"]
 
     def assert_as_without_failures(self):
-        """Stop; the losses are those of a run without failures, nothing is lost, no group was in a quorum twice."""
+        """Stop; check that losses are those of a run without failures, and that no group was in a quorum twice."""
         steps, against = self.stop(), self.run_dir.with_name("reference")
         alone = ("--groups", "1", "--fault_tolerance.spares", "0", "--steps", str(steps))
         reference = Watched(self.config, against, *alone)
@@ -161,7 +161,7 @@ def test_a_run_has_fewer_groups_and_more_when_it_is_told(submit):
 
 @pytest.fixture(scope="module")
 def shared(cluster, tmp_path_factory):
-    """One run of three groups. Each test that takes it leaves it with all of them taking part; the last stops it."""
+    """One run of three groups. Each test leaves it with all groups taking part; the last test stops it."""
     config = write_config(tmp_path_factory.mktemp("shared") / "tiny.toml", training={"global_batch_size": 6})
     run = Submitted(cluster, config, config.parent / "run", *ENDLESS)
     run.wait_for_step((0, 1, 2))
@@ -251,7 +251,7 @@ def test_nothing_was_lost_in_all_of_that(shared):
 
 @pytest.mark.slow
 def test_a_spare_takes_over_when_a_node_goes_down(submit):
-    """In the step that the node dies in. Its group is the spare once Slurm has started it elsewhere."""
+    """It does so in the step in which the node dies. The dead group becomes the spare when Slurm has restarted it."""
     run = submit(fault_tolerance={"spares": 1})
     at_work = set(run.wait_for_step((0, 1, 2))["owners"])
     [spare], dead = {0, 1, 2} - at_work, min(at_work)
