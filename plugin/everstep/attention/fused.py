@@ -25,7 +25,7 @@ FORWARD, BACKWARD = "attention.forward", "attention.backward"
 
 SHORT, LOST = 512, 2.0**-14
 """Most positions for which `look_at_rows` sees a lost row of P. The most by which the sum of a healthy row differs from
-1 in fp32, with scores of a thousand."""
+1 in fp32, when scores are about a thousand."""
 
 SMALL_BYTES = 4 << 20
 """Most bytes of Q for `look_at_rows`. A layer keeps four times as much for it until the slot is over."""
@@ -125,7 +125,8 @@ def compare_backward(guard: Guard, operands, gradients, seen, known, *, in_graph
 def look_at_rows(calls: Iterable[tuple[Guard, torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
     """Refuse the slot if a row of P is lost, for a wide dtype and short sequences. Tests Σ dV = Σ dO with sums alone.
 
-    Each dO_i may be off by LOST of itself. This hides no lost row if rows are few; else `backward_deviation` is used.
+    The bound allows each dO_i an error of LOST times itself, which hides no lost row if rows are few. For more rows
+    `backward_deviation` is used instead.
 
     Args:
         calls: of each call its guard, V (B, L, N_kv, H_v) as only the kernel reads it, O (B, L, N, H_v), and lse

@@ -1,4 +1,7 @@
-"""The checks as the training step sees them (`Checks`), and as a checked module sees them (`Guard`)."""
+"""The checks as the training step calls them (`Checks`), and as one module of the model calls them (`Guard`).
+
+A *check* of a layer runs in the slots for which the schedule drew the layer. A *look* is cheap and runs in every slot.
+"""
 
 import contextlib
 import itertools
@@ -128,11 +131,11 @@ class Checks:
         self.findings.record(Record(self._step, self._slot, layer, section, action, again, worst, bound))
 
     def look_later(self, look: Callable[[list[Any]], None], given: Any, kept_bytes: int = 0) -> None:
-        """Have `look` called once, at the end of the slot, with a list of all that was given for it.
+        """Have `look` called once at the end of the slot, with the list of what was given for it.
 
         Args:
             kept_bytes: memory that `given` holds. Once it exceeds KEPT_BYTES in all, `look` is called immediately.
-                0: `look` must not be called before the backward is over.
+                0: `look` is called only after the backward.
         """
         if self._between_slots:
             return
@@ -211,7 +214,7 @@ def guard_of(ticket: torch.Tensor) -> "Guard":
 
 
 class Guard:
-    """The checks as one module calls them."""
+    """The checks as one module calls them. Made by `Checks.guard`."""
 
     def __init__(self, checks: Checks, layer: int, name: str) -> None:
         self.checks, self.layer, self.name = checks, layer, name

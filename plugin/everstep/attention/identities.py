@@ -35,8 +35,8 @@ ALIKE = 1 / 16
 """Relative difference below which rows, or scores, may be rounded alike in bf16."""
 
 COLUMN, COLUMN_NARROW = 6.5, 2.4
-"""Factors, for a wide and for a narrow dtype: the rounding errors of one column stay below this multiple of their
-estimate. The estimate takes each rounding to be as large as possible. The bound is at least six standard deviations."""
+"""The rounding errors of one column stay below this multiple of their estimate, in a wide and in a narrow dtype. The
+estimate takes each rounding to be as large as possible. The bound is at least six standard deviations of the errors."""
 
 ISOTROPIC, ONE_WAY = 0.4, 2.4
 """The same factors for the norm over all columns of a head: if the rows point in all directions, which averages over

@@ -101,7 +101,7 @@ def sums_and_norms(a: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, 
 
     The sums are split into two summands of a's dtype, because copying `a` to fp32 would cost more. Beside them are
     PROBES columns of signs. The mean square of a row's sums under these signs is about the square of the row's norm.
-    The norm bounds less than a tenth of the whole, as the result is rounded to a narrow dtype.
+    If the result is rounded to a narrow dtype, the part of the bound that depends on the norm is less than a tenth.
     """
     high, tiles = plain.to(a.dtype), plain.shape[-1]
     b = torch.cat([high, (plain - high.to(plain.dtype)).to(a.dtype), signs(a.shape[-1], a.dtype, a.device)], dim=-1)
@@ -157,7 +157,7 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
         loss = loss + growth(inner, y.dtype) * bias.magnitudes
     store = store_roundoff(y.dtype, y.device)
     if store:
-        # On a GPU the sums are split in two (`sums_and_norms`) and are off by store² of themselves.
+        # On a GPU `sums_and_norms` splits the sums in two, which leaves a relative error of store².
         loss = loss + store * torch.minimum(magnitude, 1.01 * reach) + store**2 / slack * reach
         if bias is not None:  # the product may have been rounded before its bias was added
             loss = loss + store * torch.minimum(magnitude + bias.magnitudes, 1.01 * product)
@@ -167,8 +167,8 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
 
 
 def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
-    """Return `row_deviation`, with a bound of 0 for a tile with an extreme in it: no residual excuses it. The pass that
-    adds up the magnitudes is the same."""
+    """Return `row_deviation`, with a bound of 0 for each tile that has an extreme in it, so that the tile is wrong. The
+    magnitudes are those of the same pass."""
     found = row_deviation(y, a, sums, bias)
     return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
 
