@@ -1,4 +1,4 @@
-"""What every test of the attention check needs."""
+"""Helpers and fixtures of the attention check's tests."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from everstep.attention.section import AttentionCheck
 
 
 class Bench:
-    """One guard, its checks, and the means to run a computation with a fault in it."""
+    """One guard and its checks. It runs computations with an injected fault."""
 
     def __init__(self, **section) -> None:
         self.checks = Checks(AttentionCheck(enable=True, **{"frequency": 1.0, **section}))
@@ -18,7 +18,7 @@ class Bench:
         self.checks.injector = self.shot = OneShot()
 
     def run(self, compute, section: str = "", fault: Fault | None = None):
-        """compute's value, whether the slot is refused, and the findings."""
+        """Return the value of `compute(guard)`, whether the slot is refused, and the findings."""
         self.checks.begin(1, 0)
         self.shot.aim = (3, section, fault) if section else None
         value = compute(self.guard)
@@ -27,7 +27,7 @@ class Bench:
         return value, refused, self.checks.drain()
 
     def changes_nothing(self, compute) -> None:
-        """compute's tensors have the bits that they have without a guard, and nothing is found."""
+        """Assert that compute's tensors have the same bits with and without a guard, and that there is no finding."""
         got, refused, findings = self.run(compute)
         for a, b in zip(got, compute(None), strict=True):
             assert torch.equal(a, b)
@@ -36,14 +36,14 @@ class Bench:
 
 
 def attention_operands(dtype, groups, length, head=16):
-    """q, k, v of two sequences and four heads of queries, and a gradient of what is made of them."""
+    """Return q, k, v of two sequences and four query heads, and a gradient of the output."""
     q, do = (torch.randn(2, length, 4, head).to(dtype) for _ in range(2))
     k, v = (torch.randn(2, length, 4 // groups, head).to(dtype) for _ in range(2))
     return *(x.requires_grad_() for x in (q, k, v)), do
 
 
 def attended(kernel, q, k, v, do):
-    """What a kernel makes of them, and the gradients of q, k and v."""
+    """Return a kernel's output, and the gradients of q, k and v."""
     out, _ = kernel(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 

@@ -1,4 +1,4 @@
-"""How often layers are looked at, and what is seen at any rate."""
+"""Tests of how often layers are checked, and of the looks that run at any rate."""
 
 import math
 
@@ -17,7 +17,7 @@ from everstep.attention.section import Inject
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_bench, value, extreme, dtype):
-    """Also where nothing else is checked, and the projection runs as if it had no guard."""
+    """Here nothing else is checked, and the projection runs as if it had no guard."""
     bench = make_bench(frequency=0.0)
     bench.checks.injector = Injector(Inject())
     w = torch.eye(64, dtype=dtype)
@@ -30,7 +30,7 @@ def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_ben
 
 @pytest.mark.parametrize("frequency", [0.0, "adaptive"])
 def test_nothing_is_checked_between_slots(make_bench, frequency):
-    """A validation runs the same modules, and nobody asks what they found."""
+    """A validation runs the same modules, but does not ask for their findings."""
     bench = make_bench(frequency=frequency)
     weight = torch.eye(64, requires_grad=True)
     for step in (1, 2):
@@ -56,7 +56,7 @@ def test_of_two_passes_the_one_that_repaired_less_counts(first, second, refused)
 
 
 def trained(schedule, layers, slots, took_s=0.1, looks_s=0.0):
-    """Seconds that checks take in slots of a second without them, besides those of what every slot is looked at for."""
+    """Return the seconds that checks take in each slot. A slot takes a second without them and without looks."""
     for layer in range(layers):
         schedule.add(layer)
     spent = []

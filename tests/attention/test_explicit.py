@@ -1,4 +1,4 @@
-"""Attention as matrices, checked."""
+"""Tests of checked attention as matrices."""
 
 import pytest
 import torch

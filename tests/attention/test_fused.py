@@ -1,4 +1,4 @@
-"""A stock kernel, watched."""
+"""Tests of a watched stock kernel."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ sdpa = sdpa_under(Visible())
 
 
 def with_lse(q, k, v):
-    """A kernel that hands out its lse, as flex and varlen do."""
+    """A kernel that returns its lse, as flex and varlen do."""
     return explicit.attention(q, k, v, Visible())
 
 
@@ -33,7 +33,7 @@ def test_watching_changes_no_bit_and_raises_no_alarm(bench, dtype, groups, kerne
 
 @pytest.mark.parametrize("hit", ["dq", "dk", "dv"])
 def test_each_gradient_is_seen_wherever_it_moves(hit):
-    """dK at right angles to its key, dQ to its query: the inner products <dQ, Q> and <dK, K> stay what they were."""
+    """The error is at right angles to query and key, so the inner products <dQ, Q> and <dK, K> do not change."""
     q, k, v, do = attention_operands(torch.float32, 2, 128)
     out, _ = sdpa(q, k, v)
     gradients = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), do), strict=True))

@@ -1,4 +1,4 @@
-"""Healthy runs: no alarm, no refusal and no eviction, whatever their numbers look like."""
+"""Tests that healthy data raise no alarm and refuse no slot, whatever the numbers look like."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ from everstep.attention.product import row_deviation, tile_sums
 
 @pytest.mark.parametrize("seeds", [range(50), range(50, 100), [*range(100, 150), 21890]])
 def test_healthy_attention_raises_no_alarm(seeds):
-    """Drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers, any scale. In
-    the last one a kernel rounds partial sums of dV that are alike in one column."""
+    """The cases are drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers,
+    any scale. In the last case a kernel rounds partial sums of dV that are alike in one column."""
     for seed in seeds:
         what, findings = case(seed)
         assert not findings, (seed, what)
 
 
 def test_long_rows_that_share_their_gradient_raise_no_alarm():
-    """Where PyTorch's kernel rounds partial sums of dV that are nearly the same for every key."""
+    """PyTorch's kernel rounds partial sums of dV that are nearly the same for every key."""
     what, findings = case(21890, (64, 100, 200, 500, 800))
     assert not findings, what
 
 
 def test_long_rows_of_pytorchs_kernel_raise_no_alarm(bench):
-    """On a CPU it rounds dK after each block of queries of each of a group's heads."""
+    """On a CPU the kernel rounds dK after each block of queries of each head of a group."""
     q, k, v, do = operands("normal", 2048, 4, 4, 128, torch.bfloat16, 0)
 
     def compute(guard):
@@ -62,7 +62,7 @@ STYLES = {
     "outliers": lambda x: torch.where(x > 3, x * 1000, x),
     "heavy": lambda x: x * torch.exp(2 * x[:1]),
 }
-"""How the partial sums of an operand wander."""
+"""Kinds of operands, by how their partial sums move."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -80,7 +80,7 @@ def test_long_sums_keep_within_their_bounds(dtype, style):
 @pytest.mark.parametrize(("dtype", "visible"), [(torch.float32, 0.01), (torch.bfloat16, 0.6)])
 @pytest.mark.parametrize("inner", [256, 2048, 8192, 32768])
 def test_what_can_be_seen_does_not_shrink_with_the_length_of_the_sums(dtype, visible, inner):
-    """One element of a product, wrong by `visible` of the products' root mean square."""
+    """One element of a product is wrong by `visible` times the product's root mean square."""
     a, b = torch.randn(16, inner).to(dtype), torch.randn(inner, 64).to(dtype)
     y = a @ b
     sums = tile_sums(b)

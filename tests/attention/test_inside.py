@@ -1,4 +1,4 @@
-"""Faults inside a fused kernel, in intermediates of its tiles, that no hook of ours reaches on a device."""
+"""Tests of faults inside a fused kernel, in intermediates of its tiles, which no hook can reach on a device."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from everstep.attention.section import AttentionCheck
 
 @pytest.fixture(scope="module")
 def campaigns():
-    """200 faults in bf16, 100 in each of fp16 and fp32; one to four tiles of 64 a side; all styles of data."""
+    """200 faults in bf16, 100 each in fp16 and fp32; sequences of one, two and four tiles of 64; all styles of data."""
     made = {}
     for dtype, turns in ((torch.bfloat16, 8), (torch.float16, 4), (torch.float32, 4)):
         made[dtype] = Campaign(dtype, seed=5)
@@ -36,15 +36,15 @@ def test_every_extreme_is_found_and_97_percent_of_the_others_that_harm(campaigns
 
 LSE_LOST = [Strike("saved lse", 0, Fault("inf", place)) for place in (0.01, 0.99)]
 SIGNS_OF_DV = [Strike("dv", 0, Fault("bitflip", place, bit=15)) for place in (0.067162, 0.164162, 0.186546, 0.248726)]
-"""Of one of 512 rows and 64 columns, as large as they are on average: 1.1 % of dV."""
+"""Flips the sign of one element of average size, of 512 rows and 64 columns. This is 1.1 % of dV."""
 
 
 @pytest.mark.parametrize(
     ("flex", "inputs", "strikes"),
     [
-        # In a long row: its row of P is 0 and of dQ, too, so one row's share is missing from sums over all rows.
+        # In a long sequence: a row of P is 0, and so is its row of dQ. One row's share is missing from sums over all.
         (True, ("normal", 2048, 2, 2), LSE_LOST),
-        # Where sums are rounded often, as PyTorch's kernel on a CPU does: P is rounded once all the same.
+        # PyTorch's kernel on a CPU rounds sums often, but P only once.
         (False, ("trained", 512, 4, 4), [Strike("saved lse", 0, Fault("inf", 0.55))]),
         (False, ("normal", 512, 2, 1), SIGNS_OF_DV),
     ],
@@ -58,7 +58,7 @@ def test_one_row_or_sign_that_harms_is_seen_in_long_rows_and_where_sums_are_roun
 
 
 def test_tokens_that_come_twice_hide_no_lost_score():
-    """Two queries that are alike are rounded alike, and no more of them than follow each other."""
+    """Only alike queries that follow each other directly are taken to be rounded alike: here two at a time."""
     campaign = Campaign(torch.bfloat16)
     campaign.checks.schedule.fixed, campaign.checks.looks_at_rows = 0.0, True
     q, *rest = operands("normal", 128, 2, 1, 32, torch.bfloat16, 0)
@@ -79,8 +79,8 @@ def test_tokens_that_come_twice_hide_no_lost_score():
 )
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_lost_row_refuses_its_slot_at_any_rate_if_the_step_is_small(monkeypatch, dtype, name, fault, in_graph):
-    """Its score is -INF or its lse INF: P is 0 there, and every gradient stays finite. Or one of its eleven scores is,
-    which changes dQ of its head by 1.2 %, and Σ dV by less than rounding to bf16 may."""
+    """If a row's only score is -INF, or its lse is INF, its P is 0 and every gradient stays finite. If one of eleven
+    scores is -INF, dQ of the head changes by 1.2 %, and Σ dV by less than rounding to bf16 can change it."""
     monkeypatch.setattr(compiled, "_compiled", lambda function: function)
     inputs = operands("normal", 128, 2, 1, 32, dtype, 0)
     for tokens, seen in ((SMALL_STEP - 1, True), (SMALL_STEP, False)):

@@ -1,4 +1,4 @@
-"""Checked projections."""
+"""Tests of checked projections."""
 
 import pytest
 import torch

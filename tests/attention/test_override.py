@@ -1,4 +1,4 @@
-"""torchtitan's models with checked attention, built and run as torchtitan does."""
+"""Tests of torchtitan's models with checked attention, built and run as torchtitan does."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from everstep.titan import attention as override
 
 
 def registered(name, layers, backend="flex"):
-    """torchtitan's debug model of so many layers, with windows of 16 tokens where it has some."""
+    """Return torchtitan's debug model with `layers` layers, and with windows of 16 tokens if it has windows."""
     spec = MODELS[name].model_registry("debugmodel", attn_backend=backend)
     del spec.model.layers[layers:]
     for layer in spec.model.layers:
@@ -49,7 +49,7 @@ def trainer_config(spec, **sections) -> Trainer.Config:
 
 
 def plain_sdpa(layers):
-    """A Llama of so many layers, with PyTorch's own attention."""
+    """Return a Llama with `layers` layers and PyTorch's own attention."""
     spec = registered("llama3", layers)
     for _, _, parent, field in list(spec.model.traverse(FlexAttention.Config)):
         setattr(parent, field, ScaledDotProductAttention.Config())
@@ -57,7 +57,7 @@ def plain_sdpa(layers):
 
 
 def build(spec, section=None, checkpointing=None):
-    """A model, and its checks where a section is given, built in the trainer's order."""
+    """Return a model, built in the trainer's order, and its checks if a section is given."""
     config = trainer_config(spec)
     cpu_attention.prepare(config)
     if section is not None:
@@ -94,7 +94,7 @@ def logits_and_gradients(model, spec):
 
 
 def attention_of(model, x, positions, checks=None):
-    """What the first two layers' attention makes of x under the model's own masks, and the gradient of x."""
+    """Return the outputs of the first two layers' attention to x under the model's own masks, and x's gradient."""
     masks = model.get_attention_masks(positions=positions)
     if checks is not None:
         checks.begin(1, 0)
@@ -115,8 +115,8 @@ def attention_of(model, x, positions, checks=None):
 
 @pytest.mark.parametrize("name", ["llama3", "gpt_oss", "deepseek_v3", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypatch):
-    """Rows of several documents, sliding windows, sinks, latent attention: by torch's own FlexAttention, which has no
-    backward on a CPU, by what stands in for it, and by both paths of the check."""
+    """Rows have several documents, and models sliding windows, sinks or latent attention. Compared are torch's own
+    FlexAttention, which has no backward on a CPU, its replacement there, and both paths of the check."""
     positions = torch.stack([torch.cat([torch.arange(40), torch.arange(L - 40)]), torch.arange(L) % 23])
     monkeypatch.setattr(common_attention, "_compiled_create_block_mask", create_block_mask)
     monkeypatch.setattr(context_parallel, "_compiled_create_block_mask", create_block_mask)
@@ -166,7 +166,7 @@ def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpo
 
 
 def test_switched_off_the_model_is_torchtitans_own():
-    """The same modules, the same operations on the same shapes, so the same memory."""
+    """It has the same modules, and the same operations on the same shapes, so it takes the same memory."""
     spec, stock_spec = (plain_sdpa(2) for _ in range(2))
     config = trainer_config(spec)
     override.apply(config, AttentionCheck(enable=False))
