@@ -121,8 +121,8 @@ class _CheckedInner:
         known = self.guard.checks.masks.get(mask.data_ptr())
         if known is None:
             raise RuntimeError(
-                "attention_check.enable: a compiled layer's mask is not one that the model was called with, so its "
-                "kernel cannot be run again; remove model from compile.components or switch attention_check off."
+                "attention_check.enable: a compiled layer has a mask that the model was not called with, so its kernel "
+                "cannot run again; remove model from compile.components or set attention_check.enable = false."
             )
         return self._attend({"attention_masks": known, "scale": scale}, with_lse=with_lse)
 
@@ -252,7 +252,7 @@ def checked_projections(config: Linear.Config) -> Linear.Config:
         return derive(config, CheckedScaledBiasRowwiseLinear.Config)
     raise ValueError(
         f"attention_check.enable: a projection of this model's attention is a {type(config).__qualname__}, "
-        "which cannot be checked; use plain projections or switch attention_check off."
+        "which cannot be checked; use plain projections or set attention_check.enable = false."
     )
 
 
@@ -295,10 +295,10 @@ def apply(config: Any, section: AttentionCheck) -> None:
     model = config.model_spec.model
     kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
     if not kinds:
-        raise ValueError(f"attention_check.enable: the model {config.model_spec.name} has no attention to check.")
+        raise ValueError(f"attention_check.enable: model {config.model_spec.name} has no attention; set it to false.")
     unknown = [kind.__qualname__ for kind in kinds if kind not in _OVERRIDES]
     if unknown:
-        raise ValueError(f"attention_check.enable: inner attention {', '.join(unknown)} cannot be checked.")
+        raise ValueError(f"attention_check.enable: {', '.join(unknown)} cannot be checked; set it to false.")
     _refuse(config)
     compiled = config.compile.enable and "model" in config.compile.components
     if compiled and section.path == "explicit":
@@ -318,8 +318,8 @@ def _refuse(config: Any) -> None:
     for is_set, why in (
         (
             torch.accelerator.is_available() and not config.training.disable_cuda_graphs,
-            "a recorded graph cannot be checked in some slots and not in others; set training.disable_cuda_graphs = "
-            "true.",
+            "a CUDA graph runs the same kernels in every slot, but checks run in some slots only; set "
+            "training.disable_cuda_graphs = true.",
         ),
         (
             parallelism.context_parallel_degree > 1,
@@ -328,12 +328,12 @@ def _refuse(config: Any) -> None:
         ),
         (
             parallelism.pipeline_parallel_degree > 1,
-            "parallelism.pipeline_parallel_degree > 1 is not supported: a schedule runs several microbatches at once, "
-            "and a layer's checks belong to one.",
+            "parallelism.pipeline_parallel_degree > 1 is not supported: a pipeline schedule runs several microbatches "
+            "at once, and the checks of a layer can follow only one.",
         ),
         (
             parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types",
-            "with parallelism.tensor_parallel_degree > 1 it needs parallelism.spmd_backend = "
+            "parallelism.tensor_parallel_degree > 1 needs parallelism.spmd_backend = "
             f'"spmd_types", not "{parallelism.spmd_backend}".',
         ),
         (
@@ -342,7 +342,7 @@ def _refuse(config: Any) -> None:
         ),
         (
             config.debug.spmd_typechecking,
-            "debug.spmd_typechecking = true is not supported: sums have no SPMD type.",
+            "debug.spmd_typechecking = true is not supported: the sums of the checks have no SPMD type.",
         ),
     ):
         if is_set:
@@ -412,8 +412,8 @@ def attach(
     checks.coverage, missing = coverage(model_parts)
     if missing:
         raise ValueError(
-            f"attention_check.enable: it would check {checks.coverage} parts of this model's attention and leave out "
-            f"{', '.join(missing[:3])}; switch attention_check off."
+            f"attention_check.enable: only {checks.coverage} parts of this model's attention can be checked, but not "
+            f"{', '.join(missing[:3])}; set attention_check.enable = false."
         )
     for part in model_parts:
         part.register_forward_pre_hook(functools.partial(_remember_masks, checks), with_kwargs=True)
