@@ -13,7 +13,7 @@ from everstep.launch.forking import Request, fork
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
-"""Seconds between two waits of a launcher after which it must have been stopped meanwhile. Normally it waits sooner."""
+"""If so many seconds pass between two waits, the launcher itself was stopped: normally it waits far more often."""
 
 
 @dataclass(eq=False)

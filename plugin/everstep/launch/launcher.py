@@ -40,7 +40,7 @@ Job = Callable[[], None]
 class Launcher:
     """Runs the loop that watches its children, groups and jobs. At the end of its context none of its children lives.
 
-    Make it in the main thread and before any file of the run, because a process that sees a file may ask for a stop.
+    Make it in the main thread, and before any file of the run: a process that sees a file may send a signal to stop.
 
     Args:
         role: the role in the launcher's event log; `group`: the group in it, if it has only one.

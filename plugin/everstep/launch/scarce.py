@@ -16,5 +16,5 @@ def is_scarce(error: OSError) -> bool:
 
 
 def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:
-    """Return the seconds to wait after `failures` in a row: 0 for none, else 0.5, doubled each time, to `longest_s`."""
+    """Return the seconds to wait after `failures` in a row: 0 for none, 0.5 for one, then doubled up to `longest_s`."""
     return 0.0 if failures < 1 else min(longest_s, 0.5 * 2.0 ** min(failures - 1, 60))

@@ -25,7 +25,7 @@ EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
 OOM_SCORE = 300
-"""Added to a worker's oom_score_adj, in thousandths of all memory (`proc(5)`): the kernel kills it before others."""
+"""Added to a worker's oom_score_adj (thousandths of all memory, `proc(5)`): the kernel kills it before the launcher."""
 STACKS_SIGNAL = signal.SIGUSR2
 """Signal at which a worker writes its threads' stacks, by faulthandler, even if it hangs in C or holds the GIL."""
 STORE_TIMEOUT = timedelta(seconds=60)

@@ -120,12 +120,12 @@ def stop_file(run_dir: Path) -> Path:
 
 
 def prepared_file(run_dir: Path) -> Path:
-    """Return the file of what processes other than trainers need of the config (`everstep.launch.prepare.Prepared`)."""
+    """Return the file with what processes other than trainers need of the config: an `everstep.launch` `Prepared`."""
     return Path(run_dir) / "state" / "prepared.json"
 
 
 def groups_file(run_dir: Path) -> Path:
-    """Return the file of a live run's number of groups, if it was changed: {"groups"}. The next start removes it."""
+    """Return the file that holds a live run's changed number of groups: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"
 
 

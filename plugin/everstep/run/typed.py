@@ -176,7 +176,7 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     Number: ("a number", lambda value: type(value) is float),
     Any: ("any value", lambda value: True),
 }
-"""Type -> its name in words, and a test whether a value has it without conversion."""
+"""Type -> its name in words, and a test whether a value is of that type without conversion."""
 
 
 def _plain(wanted: str, fits: Callable[[Any], bool]) -> Converter:
