@@ -1,5 +1,5 @@
-"""What Everstep changes and relies on in other packages is there. A private name that a release takes away raises where
-it is used; here are those of which nothing else would tell."""
+"""The private names of other packages that Everstep uses exist. Most would raise an error where they are used if a
+release removed them; here are those whose absence nothing else would report."""
 
 import inspect
 from datetime import timedelta

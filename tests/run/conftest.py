@@ -7,9 +7,7 @@ from watched import Watched
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Starts `everstep run` in a directory of its own (or in `run_dir`); all that it started ends with the
-    module.
-    """
+    """Starts `everstep run` in a new directory (or in `run_dir`). All that it starts is ended after the module."""
     runs = []
 
     def _start(config, *args, run_dir=None, pace_s=0.0):

@@ -1,4 +1,4 @@
-"""The one way in which tests damage what a door reads: bytes of a file, of a message or of a config."""
+"""Random damage for tests of readers: of the bytes of a file, a message or a config."""
 
 import json
 
@@ -15,9 +15,9 @@ VALUES = [
 
 
 def damaged(data, chance, structure=0):
-    """Other bytes than `data`, hurt in one to five places.
+    """Return a copy of the bytes `data` that differs from it, damaged in one to five places.
 
-    structure: how many bytes at its end describe the rest; half of the damage is done there.
+    structure: number of bytes at the end that describe the rest; half of the damage is done there.
     """
     hurt = data
     while hurt == data:
@@ -52,7 +52,7 @@ def damaged(data, chance, structure=0):
 
 
 def planted(line, chance):
-    """A JSON object with another value or without a key; other lines as they are."""
+    """Return a JSON object with one value changed or one key removed. Lines that are no JSON object are not changed."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

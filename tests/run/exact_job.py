@@ -1,5 +1,5 @@
-"""A user's own module for `[job] module`: small_job's model whose embedding is also its output, with dropout, and whose
-first layer's attention is frozen; `undetermined`, with an operator that PyTorch cannot compute deterministically."""
+"""A user's module for `[job] module`: small_job's model with dropout, one weight for embedding and output, and a frozen
+attention in the first layer. `undetermined` has an operator that PyTorch cannot compute deterministically."""
 
 import torch
 import torch.nn.functional as F

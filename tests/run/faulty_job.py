@@ -1,8 +1,7 @@
-"""A user's own module for `[job] module`: small_job's model, on which the groups of EVERSTEP_TEST_SICK compute wrongly
-from step FIRST on: in slot SLOT, or in a share of all slots, EVERSTEP_TEST_SHARE, drawn each time. By
-EVERSTEP_TEST_FAULT:
+"""A user's module for `[job] module`: small_job's model, which the groups of EVERSTEP_TEST_SICK compute wrongly from
+step FIRST on, in slot SLOT or in a random share EVERSTEP_TEST_SHARE of all slots. EVERSTEP_TEST_FAULT is the fault:
 
-    kernel    matrices are multiplied wrongly where the output projection is
+    kernel    the matrix product of the output projection is wrong
     nan       likewise, by a NaN
     bound     each projection's round-off is 2.5 times its bound
     flip      a bit of a feed-forward product is flipped
@@ -74,7 +73,7 @@ def _install(slots):
 def _compute_with_faults(slots, step, slot, *, whole):
     global _due, _installed
     group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
-    if step == FIRST and group in SICK and not _installed:  # workers that are started later are on another machine
+    if step == FIRST and group in SICK and not _installed:  # later starts count as on another machine, without faults
         _install(slots)
         _installed = True
     _due = _installed and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)

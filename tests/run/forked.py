@@ -1,7 +1,7 @@
-"""Python processes that need not import anything: forks of one that has imported torch, torchtitan and Everstep.
+"""Python processes that need no imports: forks of a process that has imported torch, torchtitan and Everstep.
 
-A test that starts `python -m everstep.cli run` pays for seconds of imports, twice, which it is not about. `Forked` is
-used as `subprocess.Popen` is, `ran` as `subprocess.run`. Tests of how processes are started use these two themselves.
+A test that starts `python -m everstep.cli run` would wait twice for seconds of imports. `Forked` is used like
+`subprocess.Popen`, `ran` like `subprocess.run`. Tests of how processes are started use those of subprocess.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _ask(request, streams=()):
 
 
 class Forked:
-    """As `subprocess.Popen(argv, …)` of a Python, with files or descriptors for streams; `stdout` may be PIPE."""
+    """Like `subprocess.Popen(argv, …)` of a Python. Streams are files or descriptors; `stdout` may be PIPE."""
 
     def __init__(
         self, argv, *, stdin=subprocess.DEVNULL, stdout=None, stderr=None, env=None, cwd=None, start_new_session=False
@@ -101,7 +101,7 @@ class Forked:
 
 
 def ran(argv, *, timeout=120.0, **options):
-    """As `subprocess.run(argv, capture_output=True, text=True, check=False, …)` of a Python."""
+    """Like `subprocess.run(argv, capture_output=True, text=True, check=False, …)` of a Python."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = Forked(argv, stdout=out, stderr=err, **options)
         try:

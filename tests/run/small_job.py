@@ -1,9 +1,9 @@
-"""A user's own module for `[job] module`: a Llama 3 of 0.2 million parameters, which most tests of runs train, and the
-same on their own dataset, a JSONL file.
+"""A user's module for `[job] module`: a Llama 3 of 0.2 million parameters, which most tests of runs train, and the same
+on the user's dataset, a JSONL file.
 
-Most of what a start and a slot cost is left out: the standard library's text is that of one package, and the loss is
-computed in one piece. A slot takes EVERSTEP_TEST_PACE_S longer: groups that have nobody to wait for while another one
-starts again would make hundreds of steps meanwhile, all of which the run without failures has to make as well.
+To make starts and slots fast, the standard library's text is that of one package, and the loss is computed in one
+piece. Each slot sleeps for EVERSTEP_TEST_PACE_S: otherwise groups would make hundreds of steps while another one
+restarts, and the run without failures would have to make all of them as well.
 """
 
 import os
@@ -64,7 +64,7 @@ def llama(layers: int) -> Trainer.Config:
 
 
 def sized(config: Trainer.Config) -> Trainer.Config:
-    """All but the layers in this size."""
+    """Set all sizes of the model except those of its layers, and return the config."""
     model = config.model_spec.model
     model.dim, model.vocab_size = DIM, VOCAB
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCAB, DIM

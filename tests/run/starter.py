@@ -1,10 +1,10 @@
-"""A process that imports torch, torchtitan and Everstep once, and forks for what tests start: the other side of
-`forked.py`.
+"""A process that imports torch, torchtitan and Everstep once, and forks the processes that tests start: the other side
+of `forked.py`.
 
     python starter.py FD
 
-Requests come over the socket FD: {"argv", "env", "cwd", "session"} with three descriptors for the standard streams is
-answered with {"pid"}; {"pid"} with {"status"}, which is null while that process runs.
+Requests come over the socket FD. {"argv", "env", "cwd", "session"}, with three descriptors for the standard streams, is
+answered by {"pid"}. {"pid"} is answered by {"status"}, which is null while that process runs.
 """
 
 import atexit
@@ -30,7 +30,7 @@ LONGEST = 1 << 20
 
 
 def forked(does, stdout, stderr):
-    """The status of a fork that `does` it."""
+    """Call `does` in a fork, and return the fork's exit status."""
     pid = os.fork()
     if pid == 0:
         for number, stream in ((1, stdout), (2, stderr)):
@@ -40,7 +40,7 @@ def forked(does, stdout, stderr):
 
 
 def answered(command, **how):
-    """As `subprocess.run` of the process that reads a config for a command."""
+    """Stand in for `subprocess.run` of the process that prepares a config for a command."""
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as besides:
         status = forked(lambda: prepare.main(json.loads(command[-1]), tells=True), said, besides)
         said.seek(0)
@@ -49,15 +49,15 @@ def answered(command, **how):
 
 
 def trained(command, *, stdout, **how):
-    """As `subprocess.run` of the run that computes a step again."""
+    """Stand in for `subprocess.run` of the run that computes a step again (`everstep replay`)."""
     return subprocess.CompletedProcess(command, forked(lambda: run(command[1:]), stdout, stdout))
 
 
 def leave(does):
-    """End this process with the status that `does` gives."""
+    """Call `does`, and end this process with the status that it returns."""
     status = 1
     try:
-        sys.modules["__main__"] = types.ModuleType("__main__")  # no child imports this file for its own
+        sys.modules["__main__"] = types.ModuleType("__main__")  # else children would import this file as their main one
         status = does() or 0
         atexit._run_exitfuncs()
     finally:
@@ -67,7 +67,7 @@ def leave(does):
 
 
 def run(argv):
-    """What `python ARGV` does; its exit status."""
+    """Do what `python ARGV` does, and return its exit status."""
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]
@@ -91,7 +91,7 @@ def run(argv):
 
 
 def become(request, streams, channel):
-    """Turn this fork into the process that was asked for; never returns."""
+    """Turn this fork into the requested process. Never returns."""
 
     def does():
         if request["session"]:
@@ -116,14 +116,14 @@ def become(request, streams, channel):
 def main():
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for pytest
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only pytest handles a terminal's Ctrl-C
     forking.preload()
     for command in cli.COMMANDS.values():
         importlib.import_module(f"everstep.{command.place}")
     replay.subprocess = types.SimpleNamespace(run=trained, DEVNULL=subprocess.DEVNULL)
     prepare.subprocess = types.SimpleNamespace(run=answered, TimeoutExpired=subprocess.TimeoutExpired)
     gc.collect()
-    gc.freeze()  # what forks share stays shared
+    gc.freeze()  # so that a collection in a fork does not copy shared pages
     while True:
         packet, streams, _, _ = socket.recv_fds(channel, LONGEST, 3)
         if not packet:

@@ -1,4 +1,4 @@
-"""`exact = true`: whatever fails and however many groups there are, the bits are those of the run without faults."""
+"""`exact = true`: with any faults and any number of groups, the bits are those of the run without faults."""
 
 import os
 import random
@@ -31,14 +31,14 @@ SHAPES = {
 }
 SHAPES["fragments"] = SHAPES["rounds"] | {"semi_sync": DILOCO | {"fragments": 2, "overlap_steps": 1}}
 STEPS_OF_COMMIT = {"rounds": 4, "fragments": 2}
-"""Of others one."""
+"""Shape -> steps of a commit; 1 for other shapes."""
 
 SLOTS = 7
 SLOW = pytest.mark.slow
 
 
 def config_of(folder, shape, *, steps, ranks=1, **more):
-    """Each slot has a row for each of the group's ranks."""
+    """Write a config. Each slot has one row for each of the group's ranks."""
     sections = SHAPES[shape] | more
     training = {"global_batch_size": SLOTS} | sections.get("training", {})
     training["global_batch_size"] *= ranks
@@ -49,13 +49,13 @@ def config_of(folder, shape, *, steps, ranks=1, **more):
 
 
 def sick(monkeypatch, fault):
-    """Group 1 of the runs that are started from now on has this fault of `faulty_job`."""
+    """Give group 1 of runs started from now on this fault of `faulty_job`."""
     for name, value in (("FAULT", fault), ("SHARE", 1.0), ("SICK", 1)):
         monkeypatch.setenv(f"EVERSTEP_TEST_{name}", str(value))
 
 
 def flip_a_weight(folder):
-    """The lowest bit of one element, in the file."""
+    """Flip the lowest bit of one element in a checkpoint's file."""
     stored = FileSystemReader(folder).read_metadata().storage_data
     where = next(info for index, info in stored.items() if index.fqn == "output.weight" or "wq.weight" in index.fqn)
     with (folder / where.relative_path).open("r+b") as file:
@@ -66,7 +66,7 @@ def flip_a_weight(folder):
 
 
 def replayed(run_dir, step, *more):
-    """Exit status and words of `everstep replay`, in a process of its own."""
+    """Run `everstep replay` in a new process, and return its exit status and output."""
     done = everstep("replay", run_dir, "--step", step, *more, cwd=run_dir.parent)
     return done.returncode, done.stdout + done.stderr
 
@@ -100,7 +100,7 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
 
 
 def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, tmp_path, monkeypatch):
-    """From a checkpoint that the wrong steps before are in; also of one slot."""
+    """The replay starts from a checkpoint with the wrong earlier steps. One slot alone can be replayed too."""
     together = {"min_groups": 2}
     config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4}, fault_tolerance=together)
     sick(monkeypatch, "flip")
@@ -122,7 +122,7 @@ def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, t
 
 
 WRONG = {
-    # what is flipped: how, groups, and how the groups compare bits
+    # what is flipped -> fault of faulty_job, number of groups, and the settings of their audits
     "every product": ("flip", 3, {"audit_interval": 0, "audit_slots": 1.0}),
     "one gradient's sum": ("sum", 2, {"audit_interval": 50}),
     "a weight": ("weight", 3, {"audit_interval": 0, "audit_slots": 1.0}),
@@ -137,7 +137,7 @@ def without_flips(start, tmp_path_factory):
 
 @pytest.mark.parametrize("wrong", [*list(WRONG)[:2], pytest.param("a weight", marks=SLOW)])
 def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, tmp_path, monkeypatch, wrong):
-    """The state is that of a run in which no bit was flipped."""
+    """In the end the state is that of a run in which no bit was flipped."""
     flip, groups, settings = WRONG[wrong]
     clean = without_flips
     sick(monkeypatch, flip)
@@ -148,10 +148,10 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, 
     assert (found.differing, found.checkpoint) == ("", hit.events("commit")[-1]["step"])
     losses = [score.loss_by_step(score.account_of(run.run_dir).lineage.final()) for run in (clean, hit)]
     assert losses[0] == losses[1]
-    # A group with a wrong weight or sum has said so by the checksum of its own parameters; it ends then.
+    # A group with a wrong weight or sum wrote another checksum of its parameters, and ended after that.
     told_of = flip in ("sum", "weight") and "parameters after step 3" in found.diverged
     assert told_of or (flip != "sum" and found.diverged == "")
-    if flip == "sum":  # it gives nothing to the next
+    if flip == "sum":  # no slot is computed wrongly
         assert {(event["step"], *event["differing"]) for event in hit.events("audit", agreed=False)} == {(3, 1)}
         return
     told = hit.events("slot_differs")
@@ -179,8 +179,8 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
     [("steps", 1, 4), ("rounds", 1, 3), ("fragments", 1, 3), ("steps", 2, 2), ("rounds", 2, 2)],
 )
 def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, most):
-    """Processes, groups, hosts, keepers and all groups at once are killed or stopped, and groups come and go; the whole
-    run dies, and goes on with other groups, once from an older checkpoint."""
+    """Processes, groups, hosts, keepers and all groups at once are killed or stopped. Groups leave and join. The whole
+    run dies and is continued with other numbers of groups, once from an older checkpoint."""
     draw, faults, legs, run = random.Random(shape), 0, 0, None
     each = ("--ranks-per-group", str(ranks))
     config = config_of(tmp_path, shape, steps=1_000_000, ranks=ranks)

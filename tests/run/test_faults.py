@@ -1,6 +1,6 @@
-"""One run of three groups, hit by one fault after the other and scaled, against the run in which nothing failed.
+"""One run of three groups, hit by one fault after another and scaled, compared with the run in which nothing failed.
 
-The tests are in the order of the run: each leaves it with all its groups taking part again.
+The tests depend on their order: each leaves the run with all its groups taking part again.
 """
 
 import os
@@ -19,7 +19,7 @@ PACE_S = 0.1
 
 
 def refused(*words):
-    """What a command says on stderr, in one line, that cannot do what was asked."""
+    """Run a command that must fail, and return its error, one line on stderr."""
     done = everstep(*words)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done
     return done.stderr
@@ -55,7 +55,7 @@ def test_a_group_killed_in_the_first_step_is_missed_by_nobody(run):
 
 def test_a_group_killed_while_it_heals_heals_in_the_end(run):
     victim = None
-    while victim is None or victim.phase == "compute":  # it has healed between two looks
+    while victim is None or victim.phase == "compute":  # it had healed before its phase was seen
         killed = run.kill(1)
         run.wait_for("workers_died", after=killed, group=1)
         run.wait_for("workers_started", after=killed, group=1)
@@ -108,7 +108,7 @@ def test_a_run_directory_is_not_taken_from_another_config(run, tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed(run, config, start):
-    """The run again, in its directory, with two groups, and with snapshots."""
+    """The run, continued in its directory with two groups and with snapshots."""
     return start(config, "--groups", "2", "--snapshot.enable", run_dir=run.run_dir, pace_s=PACE_S)
 
 
@@ -120,7 +120,7 @@ def test_a_stopped_run_continues_in_its_directory_with_another_number_of_groups(
 
 
 def wait_for_steps_of(run, groups):
-    """Until these groups and no others took a step."""
+    """Wait until exactly these groups took part in a step."""
     after = run.events("commit")[-1]["t"]
     run.until(lambda: [e for e in run.events("commit", after, rank=0) if e["groups"] == groups], f"a step of {groups}")
 
@@ -132,7 +132,7 @@ def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
     done = everstep("scale", resumed.run_dir, "--groups", 3)
     assert done.returncode == 0, done.stdout + done.stderr
     wait_for_steps_of(resumed, [0, 1, 2])
-    write_json(groups_file(resumed.run_dir), {"groups": 1})  # what the command writes
+    write_json(groups_file(resumed.run_dir), {"groups": 1})  # as `everstep scale` does
     wait_for_steps_of(resumed, [0])
     assert not resumed.events("workers_died")
     assert [len(resumed.events("workers_started", group=group)) for group in ALL] == [1, 1, 1]

@@ -21,7 +21,7 @@ with memory.room_for(1000) as has_room:
 
 @pytest.fixture(autouse=True)
 def free(tmp_path, monkeypatch):
-    """Says how much is free, and claims are in a directory of the test."""
+    """Sets how much host memory is free, and puts claims into a directory of the test."""
     free = SimpleNamespace(available=4000)
     monkeypatch.setattr(memory, "CLAIMS", tmp_path / "claims")
     monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: free))
@@ -56,7 +56,7 @@ def test_one_that_stands_still_while_it_counts_the_claims_holds_nobody_up(monkey
 
 
 def test_links_of_another_user_are_not_followed(tmp_path):
-    """The folder's name can be known, and anybody can make it."""
+    """The folder's name is predictable, and any user can make a link of that name."""
     trap, victim = tmp_path / "trap", tmp_path / "victim"
     trap.mkdir()
     victim.write_text("dear")
@@ -69,7 +69,7 @@ def test_links_of_another_user_are_not_followed(tmp_path):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_control_group_may_leave_less_than_the_host_has(tmp_path, monkeypatch, free, version):
-    """A job's limit stands above its step's group. Page cache goes when memory is needed; shared memory stays."""
+    """A job's limit is in a folder above its step's group. Page cache counts as free, shared memory does not."""
     mount, proc = tmp_path / "mount", tmp_path / "proc"
     monkeypatch.setattr(memory, "MOUNT", mount)
     monkeypatch.setattr(memory, "PROC", proc)

@@ -1,5 +1,5 @@
-"""Groups of several ranks, other models and data, spares: each run loses groups and keeps the losses of the
-run in which nothing failed.
+"""Groups of several ranks, other models and data, spares: runs that lose groups have the losses of the run in which
+nothing failed.
 """
 
 import json

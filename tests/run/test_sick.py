@@ -1,4 +1,4 @@
-"""Runs in which slots are wrong or not finite: on one of two groups, on all, once, on two groups of several."""
+"""Runs in which slots are wrong or not finite: in one of two groups, in all, once only, in two of several groups."""
 
 import math
 
@@ -12,12 +12,12 @@ from watched import LOSS_TOLERANCE, PATIENT, write_config
 
 STEPS, GROUPS = 6, (0, 1)
 FIRST, SLOT = 3, 0
-"""Of `faulty_job`."""
+"""As in `faulty_job`."""
 
 
 @pytest.fixture
 def with_fault(start, tmp_path, monkeypatch):
-    """A run that meets a fault of `faulty_job`, from its begin to its end."""
+    """Runs a whole run with a fault of `faulty_job`, and returns it."""
 
     def _with_fault(fault, groups=2, share="", slots=4, **check):
         monkeypatch.setenv("EVERSTEP_TEST_FAULT", fault)
@@ -79,7 +79,7 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
 
 @pytest.mark.slow
 def test_what_two_sick_groups_compute_is_never_committed(with_fault, monkeypatch):
-    """A NaN at the check's default, a wrong number at rate 1: in every slot that they compute, or in half of them."""
+    """A NaN with the check's default, or a wrong number at rate 1, in all slots that they compute or in half."""
     monkeypatch.setenv("EVERSTEP_TEST_SICK", "0,1")
     clean = with_fault("none", slots=6)
     for groups, fault, share, frequency in (
@@ -97,7 +97,7 @@ def test_what_two_sick_groups_compute_is_never_committed(with_fault, monkeypatch
 
 
 def test_a_gradient_whose_norm_overflows_is_never_committed(start, tmp_path):
-    """At the check's default, which looks at few calls."""
+    """With the check's default, which checks few calls."""
     runs = []
     for name, inject in (("clean", {}), ("near-inf", {"kind": "near-inf", "every": 4, "seed": 2})):
         config = write_config(

@@ -1,4 +1,4 @@
-"""A group that torchrun starts, as on a cluster: torchtitan's own command line, and a lighthouse beside it."""
+"""A group that torchrun starts, as on a cluster: torchtitan's own command line and a separate lighthouse."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from watched import DEADLINE_S, Followed, environment, until, write_config
 
 @pytest.fixture
 def processes():
-    """Processes started by the test, ended with all below them after it."""
+    """The processes that a test started. After the test they are ended with all processes below them."""
     started = []
     yield started
     for process in started:
@@ -31,8 +31,8 @@ def processes():
 
 
 class Torchrun(Followed):
-    """Groups of one rank in one run directory, with the lighthouse they need; the first is started without torchrun, by
-    the variables that it sets."""
+    """Groups of one rank in one run directory, and their lighthouse. The first group is started without torchrun, with
+    the variables that torchrun sets."""
 
     def __init__(self, config, run_dir, processes):
         super().__init__(run_dir)
@@ -75,7 +75,7 @@ class Torchrun(Followed):
 
 
 def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, processes):
-    # More steps than the group that is left can make until torchrun has started the killed one again.
+    # More steps than the remaining group can make before torchrun has restarted the killed one.
     config = write_config(tmp_path / "torchrun.toml", training={"steps": 10_000}, fault_tolerance={"groups": 2})
     run = Torchrun(config, tmp_path / "run", processes)
     groups = [run.group(0), run.group(1)]
@@ -84,7 +84,7 @@ def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, p
     os.kill(victim["pid"], signal.SIGKILL)
     run.wait_for("commit", after=killed + 1.0, group=1)
     assert [process.poll() for process in groups] == [None, None]
-    # To torchrun's worker: SIGTERM to torchrun itself would end it without its last step.
+    # The signal goes to torchrun's worker: SIGTERM to torchrun itself would end the worker without its last step.
     for process in (groups[0], *psutil.Process(groups[1].pid).children()):
         process.send_signal(signal.SIGTERM)
     assert [process.wait(DEADLINE_S) for process in groups] == [0, 0]

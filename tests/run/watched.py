@@ -1,4 +1,4 @@
-"""`everstep run` as a user starts it, watched through its events and its processes."""
+"""`everstep run` as a user starts it. Tests watch it through its events and processes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from forked import Forked, ran
 
 HERE = Path(__file__).parent
 DEADLINE_S = 300.0
-"""For anything awaited. Far above what a quiet machine needs: a loaded one should not fail a test."""
+"""Seconds to wait for anything. Far more than an idle machine needs, so that a busy one does not fail a test."""
 
 LOSS_TOLERANCE = 1e-4
 
@@ -29,11 +29,11 @@ BASE = {
         "local_batch_size": 1,
         "global_batch_size": 7,  # uneven among two and three groups
         "disable_cuda_graphs": True,
-        # In bfloat16, sums in another order flip roundings, and a batch of so few tokens shows each of them.
+        # In bfloat16 another order of sums rounds differently, which shows with so few tokens in a batch.
         "mixed_precision_param": "float32",
     },
     "optimizer": {"lr": 8e-4, "implementation": "fused"},
-    # The curve does not depend on how many steps a run makes.
+    # With a fixed number here, the curve does not depend on the number of steps of a run.
     "lr_scheduler": {"warmup_steps": 5, "total_steps": 10_000},
     "activation_checkpoint": {"mode": "none"},
     "data": {"source": "stdlib"},
@@ -59,18 +59,18 @@ PATIENT = {
     "reduce_timeout_s": 60.0,
     "quorum_timeout_s": 90.0,
 }
-"""Of a fault-tolerant run in which a loaded machine must not pass for a fault."""
+"""Long timeouts for a run in which a busy machine must not look like a fault."""
 
 
 def write_config(path, **sections):
-    """BASE with `sections` laid over it, as TOML at `path`. A key of None is left out."""
+    """Write BASE, updated by `sections`, as TOML to `path`. Keys with the value None are left out."""
     table = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in BASE.keys() | sections.keys()}
     path.write_text(toml(table))
     return path
 
 
 def toml(table):
-    """Sections as TOML, that of the keys before the first one as ""."""
+    """Return sections as TOML. The section "" has the keys before the first one."""
     lines = []
     for name, keys in sorted(table.items()):
         if name:
@@ -83,9 +83,7 @@ def toml(table):
 
 
 def until(condition, what, deadline_s=DEADLINE_S):
-    """Poll until `condition()` is true and return what it gave; fails the test naming `what` after the
-    deadline.
-    """
+    """Poll until `condition()` is true, and return its value. After the deadline fail the test, naming `what`."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if result := condition():
@@ -96,7 +94,7 @@ def until(condition, what, deadline_s=DEADLINE_S):
 
 
 def of_kind(events, kind, after=0.0, **fields):
-    """The events of this kind with these fields, later than `after` (wall time)."""
+    """Return the events of this kind with these fields, later than `after` (wall time)."""
     return [
         event
         for event in events
@@ -112,15 +110,15 @@ def environment(**more):
 
 
 def everstep(*words, timeout=300.0, **options):
-    """A command, as `subprocess.run` has it."""
+    """Run a command of Everstep, and return what `subprocess.run` returns."""
     command = [sys.executable, "-m", "everstep.cli", *map(str, words)]
     return ran(command, timeout=timeout, **{"env": environment()} | options)
 
 
 class Followed:
-    """A run that is watched through its events, those of `seen` and later ones.
+    """A run that tests watch through its events.
 
-    process: of the run, whose end ends a wait; None: there are several.
+    process: the run's process, whose end ends a wait; None if there are several.
     """
 
     process = None
@@ -130,12 +128,12 @@ class Followed:
         self.tail, self.seen = EventTail(run_dir), []
 
     def events(self, kind, after=0.0, **fields):
-        """Events of this start of the run, in order, later than `after` (wall time)."""
+        """Return the events of this start of the run, in order, later than `after` (wall time)."""
         self.seen += self.tail.new()
         return of_kind(self.seen, kind, after, **fields)
 
     def until(self, condition, what):
-        """As `until`, unless the run ends before."""
+        """Like the function `until`, but fail as well when the run ends first."""
 
         def found():
             over = self.process is not None and self.process.poll() is not None
@@ -147,12 +145,12 @@ class Followed:
         return until(found, what)
 
     def wait_for(self, kind, after=0.0, **fields):
-        """The first such event; fails when the run ends without it."""
+        """Wait for the first such event and return it. Fail if the run ends without it."""
         return self.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}")[0]
 
     def wait_for_step(self, groups, after=None):
-        """The commit of a step in which all `groups` take part, and which all of them saw, later than `after`: than
-        now, if that is None."""
+        """Wait for a step in which all `groups` take part and that all of them commit, later than `after` (None: now).
+        Return its commit event."""
         after, wanted = time.time() if after is None else after, set(groups)
 
         def common():
@@ -165,7 +163,7 @@ class Followed:
         return self.until(common, f"a step of {groups}")[0]
 
     def workers(self, group):
-        """Pids of the group's newest workers, rank 0 first."""
+        """Return the pids of the group's newest workers, rank 0 first."""
         self.wait_for("workers_started", group=group)
         return self.events("workers_started", group=group)[-1]["pids"]
 
@@ -173,7 +171,7 @@ class Followed:
         return self.output.read_text() if self.output.exists() else ""
 
     def tree(self):
-        """All processes of the run, the launcher first."""
+        """Return all processes of the run, the launcher first."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
@@ -182,7 +180,7 @@ class Watched(Followed):
     starts = Forked
 
     def __init__(self, config, run_dir, *args, pace_s=0.0):
-        """`pace_s`: by how much longer a slot of `small_job` takes."""
+        """`pace_s`: seconds that each slot of `small_job` sleeps."""
         super().__init__(run_dir)
         self.output = run_dir.with_suffix(".out")
         temporary = run_dir.parent / "tmp"
@@ -205,7 +203,7 @@ class Watched(Followed):
             )
 
     def wait_for_phase(self, group, phases, rank=0):
-        """A rank's beat, seen in one of these phases of the group's newest incarnation."""
+        """Wait until a rank of the group's newest incarnation is in one of these phases, and return its beat."""
 
         def found():
             beat = read_beat(beat_path(self.run_dir, group, rank))
@@ -214,7 +212,7 @@ class Watched(Followed):
         return self.until(found, f"group {group} in {phases}")
 
     def kill(self, *groups, signum=signal.SIGKILL, ranks=None):
-        """Send a signal to the newest workers of these groups at once; returns when (wall time)."""
+        """Send a signal to the newest workers of these groups at once, and return the wall time."""
         pids = [pid for group in groups for pid in self.workers(group)[slice(None) if ranks is None else ranks]]
         when = time.time()
         for pid in pids:
@@ -222,20 +220,20 @@ class Watched(Followed):
         return when
 
     def wait(self, deadline_s=DEADLINE_S):
-        """The exit status, once the run ends by itself."""
+        """Wait for the run to end by itself, and return its exit status."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the run did not end within {deadline_s:g} s: {self.said()[-2000:]}")
 
     def stop(self):
-        """End it cleanly; the number of steps it made."""
+        """Stop the run cleanly, and return the number of steps that it made."""
         self.process.send_signal(signal.SIGINT)
         assert self.wait() == 0, self.said()
         return self.events("commit")[-1]["step"]
 
     def end(self):
-        """End it at once: what it started dies with it."""
+        """Kill the run, with all that it started."""
         if self.process.poll() is None:
             tree = self.tree()
             self.process.kill()
@@ -244,7 +242,7 @@ class Watched(Followed):
 
 
 def assert_nothing_lost(run_dir, against, steps, statuses=("done",)):
-    """The run made `steps` steps, with the losses of `against` if it is given; no survivor's work was thrown away."""
+    """Check that a run made `steps` steps, with the losses of `against` if given, and threw no survivor's work away."""
     figures = score.score(run_dir, against)
     assert figures["status"] in statuses, figures["reason"]
     assert (figures["first_step"], figures["last_step"], figures["steps"]) == (1, steps, steps)
@@ -259,7 +257,7 @@ def assert_nothing_lost(run_dir, against, steps, statuses=("done",)):
 
 
 def losses_match(run, start, config, *args):
-    """Stop `run`, make as many steps without a failure in one group, compare."""
+    """Stop `run`, make as many steps in a run of one group without failures, and compare their losses."""
     steps = run.stop()
     reference = start(config, "--groups", "1", "--steps", str(steps), *args)
     assert reference.wait(600) == 0
