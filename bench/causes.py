@@ -464,7 +464,7 @@ CAUSES = {
     "files may not be as large as a checkpoint": unsaved(
         "large", both(*(limited(resource.RLIMIT_FSIZE, 1 << 20, worker_of(group)) for group in (0, 1)))),
     "a group that takes no connections": Cause(
-        "reach", "Groups 1 are left out", both(
+        "reach", "leave out group 1 ", both(
             orders("refuse-connections", "group-1"), lambda scene: time.sleep(2.0), sent(signal.SIGKILL, worker_of(2))),
         groups=3, waits=Wait(8.0, "reduce_timeout_s and two tries of connect_timeout_s")),
     "an error again and again": again("runtime", "broken"),
@@ -516,7 +516,7 @@ CAUSES = {
         "arithmetic", "parameters of groups? 1 |computed other bits", orders("flip", "group-1"), EXACT, groups=3,
         waits=Wait(6.0, "an audit")),
     "products that are wrong, in audited slots": Cause(
-        "arithmetic", "Group 1 computed other bits", orders("flip-products", "group-1.always"), EXACT, groups=3,
+        "arithmetic", "group 1 computed other bits", orders("flip-products", "group-1.always"), EXACT, groups=3,
         waits=Wait(6.0, "an audit")),
     "a device that multiplies wrongly": Cause(
         "arithmetic", "rank 0 .*refused|group 1 computed", orders("multiply-wrongly", "group-0.always"), CHECKED,
@@ -533,7 +533,7 @@ CAUSES = {
     "a slot that ends groups by SIGSEGV": Cause(
         "data", "Slot 3 of step .* ended the workers", soon("segv"), waits=RESTARTS, silent=FIGURES),
     "a slot that is skipped": Cause(
-        "data", "Slot 3 of step .*It is skipped", soon("key"), ("--fault_tolerance.on_poison", "skip"),
+        "data", "Slot 3 of step .*The slot is skipped", soon("key"), ("--fault_tolerance.on_poison", "skip"),
         waits=RESTARTS),
     "data that ends": Cause(
         "data", "The data ended at step", flags=("--dataloader.dataset_path", "{home}/notes.jsonl"), job="jsonl",

@@ -62,7 +62,7 @@ def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for
     assert run.process.wait(DEADLINE_S) == 0
     (poison,) = run.events("poison_slot")
     assert (poison["step"], poison["slot"], poison["groups"], poison["action"]) == (6, 2, [0, 1, 2], "skip")
-    assert "It is skipped" in run.said()
+    assert "The slot is skipped" in run.said()
     figures = score(run.run_dir)
     assert figures["give_ups"] == {}
     assert figures["slots_skipped"] == 1

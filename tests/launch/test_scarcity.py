@@ -47,7 +47,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
     spans = [(one["t"] - TOLD_S, one["t"] + one["again_s"] + TOLD_S) for one in told]
     silent = [(when, what) for when, what in made if not any(begin < when < end for begin, end in spans)]
     assert not silent, f"{len(silent)} of {len(made)} are not told: {silent[:5]}"
-    assert "it is tried again in" in run.said()
+    assert "This is retried in" in run.said()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(DEADLINE_S) == 0
 
@@ -87,7 +87,7 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
     found = SimpleNamespace(**{name: getattr(found, name) for name in names} | disk)
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     told = status_of(tmp_path)
-    assert f"WRONG   {tmp_path}: {said}; it is tried again" in told if said else "WRONG" not in told
+    assert f"WRONG   {tmp_path}: {said}. This is retried" in told if said else "WRONG" not in told
 
 
 @pytest.mark.parametrize(("line", "file"), [

@@ -147,7 +147,7 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
     until(lambda: teller.keep() or len(hook.texts) == 5, "what began meanwhile")
     teller.close()
     assert [text.split(":")[0] for text in hook.texts] == [run_dir.name] * 5
-    assert all("The lighthouse died (-9): no group can join" in text for text in hook.texts[:4])
+    assert all("The lighthouse died (exit code -9): no group can join" in text for text in hook.texts[:4])
     assert hook.texts[4].endswith(": The run failed: every group was given up.")
     assert "secret" not in page_of(run_dir).read_text()
 
@@ -157,7 +157,7 @@ def test_a_page_that_cannot_be_written_is_served_and_told_of_once(told, hook, ca
     run_dir, figures, tell = told
     (run_dir / "report.html").mkdir()
     teller = tell()
-    until(lambda: "it is tried again in" in answer(teller.address), "what is wrong, on the page that is served")
+    until(lambda: "This is retried in" in answer(teller.address), "what is wrong, on the page that is served")
     assert 'everstep_degraded{guarantee="machine"} 1.0' in answer(figures).splitlines()
     time.sleep(2 * PAUSE_S)
     said = [line for line in capfd.readouterr().out.splitlines() if str(run_dir) in line]

@@ -39,38 +39,40 @@ def commits(count, *, later_s):
 
 
 CAUSES = {
-    "no room for a snapshot": ("snapshots", [("snapshot_failed", {"reason": "[Errno 28] No space left on device"})],
-                               "No space left on device. A loss of its host now goes back to the last coded", CODED),
+    "no room for a snapshot": (
+        "snapshots", [("snapshot_failed", {"reason": "[Errno 28] No space left on device"})],
+        "No space left on device. If its host is lost now, a recovery from memory goes back to the last coded", CODED),
     "no room for another rank": ("snapshots", [("snapshot_failed", {"rank": 8, "reason": "-"})], "taken: -.", CODED),
-    "a slow group": ("snapshots", [("snapshot_unprotected", {"coded_step": 5, "reason": "group 0 did not keep up"})],
-                     "not coded: group 0 did not keep up. A loss of its host now goes back to step 5", CODED),
+    "a slow group": (
+        "snapshots", [("snapshot_unprotected", {"coded_step": 5, "reason": "group 0 did not keep up"})],
+        "coded: group 0 did not keep up. If its host is lost now, a recovery from memory goes back to step 5", CODED),
     "snapshots skipped": ("snapshots", skipped(SKIPPED), "none of the last 10 snapshots: the last one is not", CODED),
     "a host less": (
-        "hosts", [CODED, ALONE], "survives the loss of no host; earlier ones survived 1. Bring back", CODED),
+        "hosts", [CODED, ALONE], "of no host; earlier ones survived the loss of 1. It is shared by group 0", CODED),
     "a worker's state on a full disk": ("workers", [("workers_unprotected", {"reason": "the disk is full",
                                                                            "risk": "group 1 dies"})],
                                         "If group 1 dies now, the run ends: the disk is full. Make room",
                                         ("workers_protected", {})),
     "a full checkpoint folder": (
         "checkpoint", [("checkpoint_failed", {"reason": "OSError: No space left on device", "folder": "/ckpt"})],
-        "checkpoint of step 4 was not written: OSError: No space left on device. Training goes on; make room in /ckpt",
+        "checkpoint of step 4 was not written: OSError: No space left on device. Training goes on. Make room in /ckpt",
         ("checkpoint_saved", {"took_s": 1.0})),
     "a network in two": ("reach", [("left_out", {"groups": [1, 2], "cut": [[0, 1], [0, 2]]})],
-                         "Groups 1, 2 are left out until", ("left_out", {"groups": [], "cut": []})),
+                         "The steps leave out groups 1, 2 until", ("left_out", {"groups": [], "cut": []})),
     "a group of fewer ranks": ("reach", [("left_out", {**CUT, "reason": "the number of ranks differs: group 1 has 1"})],
-                               "left out until that is mended: the number of ranks differs: group 1 has 1.",
+                               "leave out group 1 until this is fixed: the number of ranks differs: group 1 has 1.",
                                ("left_out", {"groups": [], "cut": []})),
     "another group cut off": ("reach", [("left_out", CUT), ("left_out", {"groups": [2], "cut": [[0, 2]]})],
-                              "Groups 2 are left out", ("left_out", {"groups": [], "cut": []})),
+                              "leave out group 2 until", ("left_out", {"groups": [], "cut": []})),
     "failing alike": ("group", [("group_failing", {"count": 3, "reason": "group 1 failed 3 times", "again_s": 4.0})],
-                      "Group 1 failed 3 times; it starts again in 4 s. Its log: logs/group-1/rank-0.log.", COMMIT),
-    "no date": ("group", [("group_failing", {"count": 3, "reason": "x", "again_s": None})], "again in ? s", COMMIT),
+                      "Group 1 failed 3 times. It restarts in 4 s. See logs/group-1/rank-0.log.", COMMIT),
+    "no date": ("group", [("group_failing", {"count": 3, "reason": "x", "again_s": None})], "restarts in ? s", COMMIT),
     "given up": ("group", [("agent_ended", {"status": "failed", "reason": "group 1 is given up"})],
-                 "Group 1 is given up. Groups that are left go on without it; its logs: logs/group-1.", COMMIT),
+                 "Group 1 is given up. The remaining groups go on without it. See logs/group-1/.", COMMIT),
     "hung in a sum": ("group", [("workers_stalled", {"stalled_rank": 1, "phase": "reduce", "idle_s": 9.0})],
-                      "Group 1 hung: rank 1 made no progress in reduce for 9 s. It is killed and starts again", COMMIT),
+                      "Group 1 hung: rank 1 made no progress in reduce for 9 s. The group is killed and", COMMIT),
     "a device's memory": ("machine", [died("rank 0 exited with status 1", OOM)],
-                          f"Group 1 ran out of memory: {OOM}. It starts again; lower [training] local_batch", COMMIT),
+                          f"Group 1 ran out of memory: {OOM}. It restarts. Lower [training] local_batch", COMMIT),
     "a control group's memory": (
         "machine", [died("rank 0 was killed by SIGKILL, by the kernel: the memory of its control group was used up")],
         "ran out of memory: rank 0 was killed by SIGKILL, by the kernel", COMMIT),
@@ -78,14 +80,14 @@ CAUSES = {
         "machine", [died("rank 0 exited with status 1", "RuntimeError: DefaultCPUAllocator: can't allocate memory")],
         "memory: RuntimeError: DefaultCPUAllocator", COMMIT),
     "no processes": ("machine", [("resource_shortage", {"reason": "Resource temporarily unavailable", "again_s": 2.0})],
-                     "Group 1: Resource temporarily unavailable; it is tried again in 2 s. Free memory", STARTED),
+                     "Group 1: Resource temporarily unavailable. This is retried in 2 s. Free what is short", STARTED),
     "a full disk for the launcher": (
         "machine", [("resource_shortage", {"group": None, "reason": "events: No space left on device",
         "again_s": 0.5})],
-        "Events: No space left on device; it is tried again", ("later", {})),
+        "Events: No space left on device. This is retried", ("later", {})),
     "a killed lighthouse": ("lighthouse", [("lighthouse_died", {"exitcode": -9, "reason": "ended"})],
-                            "The lighthouse died (-9): no group can join", ("lighthouse_started", {"address": "h",
-                            "pid": 7})),
+                            "The lighthouse died (exit code -9): no group can join",
+                            ("lighthouse_started", {"address": "h", "pid": 7})),
     "a lighthouse that cannot be reached": (
         "lighthouse", [("quorum_failed", {"waited_s": 60.0, "reason": "the lighthouse does not answer"})],
         "Group 1 got no quorum in 60 s: the lighthouse does not answer. Check that", COMMIT),
@@ -93,10 +95,10 @@ CAUSES = {
         "arithmetic", [("unfit", {"rank": 3, "reason": "rank 3 on host a refused a slot"})],
                                       "rank 3 on host a", None),
     "other bits": ("arithmetic", [("slot_wrong", {"slot": 3, "groups": [1]})],
-                   "Group 1 computed other bits of slot 3 of step 4 than two others", None),
+                   "Slot 3 of step 4: group 1 computed other bits than two other groups", None),
     "other parameters of two": (
         "arithmetic", [("audit", {"agreed": False, "differing": [1, 2]})],
-        "The parameters of groups 1, 2 are not those of the others at step 4; they heal",
+        "The parameters of groups 1, 2 differ from those of most groups at step 4. A group that differs restarts",
         ("audit", {"agreed": True, "differing": []})),
     "NaN in a slot, told by another rank": (
         "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can compute it"})],
@@ -107,20 +109,20 @@ CAUSES = {
                        "diverged at step 4: a gradient is not finite", COMMIT),
     "poison that ends the run": (
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "stop"})],
-        "Slot 3 of step 4 ended the workers of groups 0, 1: IndexError: 7. The run ends; look at its data", None),
+        "Slot 3 of step 4 ended the workers of groups 0, 1: IndexError: 7. The run ends. Check the data", None),
     "poison that is skipped": (
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "skip"})],
-        "It is skipped, so its tokens are not in the result.", None),
+        "The slot is skipped, so its tokens are missing from the result.", None),
     "data at its end": (
         "data", [("commit", {}), ("agent_ended", {"status": "done", "reason": "its workers finished"})],
-        "The data ended at step 4 of 9. Give more", None),
+        "The data ended at step 4 of 9. Provide more", None),
     "a slow host": ("pace", [("straggler", {"pace": 2.25})], "Group 1 is slow: a slot takes it 2.25 times as long",
                     ("straggler", {"pace": 1.0})),
     "a slow host whose workers start again": (
-        "pace", [("straggler", {"pace": 1.5})], "so it gets fewer. Look at its hosts", STARTED),
+        "pace", [("straggler", {"pace": 1.5})], "so it gets fewer slots. Look for other load", STARTED),
     "a clock that is ahead": (
-        "clock", commits(2, later_s=3600.0), "The clocks of groups 0 and 1 differ by 3600 s: training does "
-                              "not mind, but dates", ("commits", {})),
+        "clock", commits(2, later_s=3600.0), "The clocks of groups 0 and 1 differ by 3600 s. Training is "
+                              "not affected, but times", ("commits", {})),
     "a clock that is behind": (
         "clock", commits(2, later_s=-90.0), "The clocks of groups 1 and 0 differ by 90 s", ("commits", {})),
     "every group given up": ("run", [failed("every group was given up; group 1 is given up")],
@@ -130,17 +132,17 @@ CAUSES = {
         "given up. Last error of a worker: KeyError: 'c4'; its log: logs/group-1/rank-3.log.", None),
     "every group given up, for that error": (
         "run", [died("rank 0 exited with status 1", "KeyError: 'c4'"), failed("given up; last: KeyError: 'c4'.")],
-        "The run failed: given up; last: KeyError: 'c4'. Its log: logs/group-1/rank-3.log.", None),
+        "The run failed: given up; last: KeyError: 'c4'. See logs/group-1/rank-3.log.", None),
     "words that forge a line": (
         "group", [("agent_ended", {"status": "failed", "reason": "lost\r\x1b[1mrun done\nfine"})],
-                                "Lost\\r\\x1b[1mrun done\\nfine. Groups that are left", COMMIT),
+                                "Lost\\r\\x1b[1mrun done\\nfine. The remaining groups", COMMIT),
     "words that are markup": ("snapshots", [("snapshot_failed", {"reason": "<script>alert(1)</script>"})],
                               "not taken: <script>alert(1)</script>.", CODED),
     "words that are a format": ("snapshots", [("snapshot_failed", {"reason": "{group} {0} {nothing!r:>9}"})],
                                 "not taken: {group} {0} {nothing!r:>9}.", CODED),
     "too many words": ("group", [("agent_ended", {"status": "failed", "reason": "x" * 100_000})], "Xxxx", COMMIT),
     "no words": (
-        "snapshots", [("snapshot_failed", {"reason": ""})], "not taken: for a reason that was not told.", CODED),
+        "snapshots", [("snapshot_failed", {"reason": ""})], "not taken: no reason was given.", CODED),
 }  # fmt: skip
 """By cause: the guarantee, the events, some of the words, and the event with which it is over (None: it stays)."""
 

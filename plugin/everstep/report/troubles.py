@@ -7,7 +7,7 @@ that a snapshot no longer survives, data that ended.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def _out_of_memory(event: Mapping[str, Any]) -> bool:
 def _no_snapshot(what: str) -> Row:
     return Row(
         "snapshots",
-        f"The newest snapshot of group {{group}} {what}: {{cause}}. A loss of its host now goes back to {{coded}}; "
-        "everstep snapshots RUN_DIR says what a start would restore.",
+        f"The newest snapshot of group {{group}} {what}: {{cause}}. If its host is lost now, a recovery from memory "
+        "goes back to {coded}. `everstep snapshots RUN_DIR` shows what a start would restore.",
         ends=("snapshot_protected",),
         once=True,
     )
@@ -115,53 +115,53 @@ ROWS: dict[str, Row] = {
     "snapshot_unprotected": _no_snapshot("is not coded"),
     "workers_unprotected": Row(
         "workers",
-        "If {risk} now, the run ends: {cause}. Make room in hosts' memory or the run directory's storage.",
+        "If {risk} now, the run ends: {cause}. Make room in the hosts' memory, or on the run directory's storage.",
         ends=("workers_protected", *AWAY),
         who="{group}",
     ),
     "checkpoint_failed": Row(
         "checkpoint",
-        "The checkpoint of step {step} was not written: {cause}. Training goes on; make room in {folder}, or mend its "
+        "The checkpoint of step {step} was not written: {cause}. Training goes on. Make room in {folder} or repair its "
         "storage.",
         ends=("checkpoint_saved",),
     ),
     "left_out": Row(
         "reach",
-        "Groups {names} are left out until that is mended: {apart}.",
+        "The steps leave out {names} until this is fixed: {apart}.",
         ends=("left_out", "commit"),
         when=lambda event: bool(event.get("groups")),
     ),
     "group_failing": Row(
         "group",
-        "{Cause}; it starts again in {again_s:g} s. Its log: logs/group-{group}/rank-0.log.",
+        "{Cause}. It restarts in {again_s:g} s. See logs/group-{group}/rank-0.log.",
         ends=("commit", "agent_ended"),
         who="{group}",
     ),
     "workers_stalled": Row(
         "group",
-        "Group {group} hung: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s. It is killed and "
-        "starts again; all ranks' stacks are in logs/group-{group}/.",
+        "Group {group} hung: rank {stalled_rank} made no progress in {phase} for {idle_s:.0f} s. The group is "
+        "killed and restarted. The stacks of all its ranks are in logs/group-{group}/.",
         ends=("commit", "agent_ended"),
         who="{group}",
     ),
     "straggler": Row(
         "pace",
-        "Group {group} is slow: a slot takes it {pace:g} times as long as the fastest group, so it gets fewer. Look at "
-        "its hosts for other load or a throttled device, or take them out of service.",
+        "Group {group} is slow: a slot takes it {pace:g} times as long as the fastest group, so it gets fewer slots. "
+        "Look for other load or a throttled device on its hosts, or take them out of service.",
         ends=("straggler", *AWAY),
         who="{group}",
         when=lambda event: (event.get("pace") or 1.0) > 1.0,
     ),
     "agent_ended": Row(
         "group",
-        "{Cause}. Groups that are left go on without it; its logs: logs/group-{group}.",
+        "{Cause}. The remaining groups go on without it. See logs/group-{group}/.",
         ends=("commit",),
         who="{group}",
         when=lambda event: event.get("status") == "failed",
     ),
     "workers_died": Row(
         "machine",
-        "Group {group} ran out of memory: {why}. It starts again; lower [training] local_batch_size, or set "
+        "Group {group} ran out of memory: {why}. It restarts. Lower [training] local_batch_size, or set "
         '[activation_checkpoint] mode = "full".',
         ends=("commit", "agent_ended"),
         who="{group}",
@@ -169,21 +169,21 @@ ROWS: dict[str, Row] = {
     ),
     "resource_shortage": Row(
         "machine",
-        "{Whole}; it is tried again in {again_s:g} s. Free memory, processes or disk there.",
+        "{Whole}. This is retried in {again_s:g} s. Free what is short: memory, processes, descriptors or disk space.",
         ends=("workers_started",),
         who="{group}",
         once=True,
     ),
     "lighthouse_died": Row(
         "lighthouse",
-        "The lighthouse died ({exitcode}): no group can join or leave until it is back. It is started again; if this "
-        "stays, see logs/lighthouse.log.",
+        "The lighthouse died (exit code {exitcode}): no group can join or leave until it is back. It is restarted. If "
+        "it stays away, see logs/lighthouse.log.",
         ends=("lighthouse_started",),
     ),
     "quorum_failed": Row(
         "lighthouse",
         "Group {group} got no quorum in {waited_s:.0f} s: {cause}. Check that the lighthouse's host can be reached, "
-        "and that fault_tolerance.min_groups groups run.",
+        "and that at least fault_tolerance.min_groups groups run.",
         ends=("commit", "quorum", "left", "training_done", *AWAY),
         who="quorum",
         when=lambda event: (event.get("waited_s") or 0.0) >= QUORUM_S,
@@ -192,14 +192,14 @@ ROWS: dict[str, Row] = {
     "unfit": Row("arithmetic", "{cause}.", who="{group}.{rank}"),  # the reason says what to do
     "slot_wrong": Row(
         "arithmetic",
-        "Group {names} computed other bits of slot {slot} of step {step} than two others, whose bits the step has. If "
-        "it comes again, take its host out of service.",
+        "Slot {slot} of step {step}: {names} computed other bits than two other groups, whose bits the step has. If "
+        "this happens again, take the host of {names} out of service.",
         who="{names}",
     ),
     "audit": Row(
         "arithmetic",
-        "The parameters of groups {differ} are not those of the others at step {step}; they heal. If it comes again, "
-        "take their hosts out of service.",
+        "The parameters of {differ} differ from those of most groups at step {step}. A group that differs restarts and "
+        "heals. If this happens again, take its host out of service.",
         ends=("audit",),
         who="audit",
         when=lambda event: event.get("agreed") is False,
@@ -207,44 +207,44 @@ ROWS: dict[str, Row] = {
     "not_finite": Row("finite", "Slot {slot} of step {step}: {cause}.", ends=("commit",), who="{step}.{slot}"),
     "diverged": Row(
         "finite",
-        "Training diverged at step {step}: {diverged}. Lower [optimizer] lr or [training] max_norm, and go on from an "
-        "older checkpoint ([checkpoint] load_step).",
+        "Training diverged at step {step}: {diverged}. Lower [optimizer] lr or [training] max_norm, and continue from "
+        "an older checkpoint ([checkpoint] load_step).",
         ends=("commit",),
         who="{step}",
     ),
     "poison_slot": Row(
         "data",
-        "Slot {slot} of step {step} ended the workers of groups {names}: {error}. {then}.",
+        "Slot {slot} of step {step} ended the workers of {names}: {error}. {then}.",
         who="{step}.{slot}",
     ),
     # These follow from several events: by fields that `Troubles._added` adds, or as events that the account makes.
     "run_ended": Row("run", "The run failed: {cause}.{last_error}", when=lambda event: "last_error" in event),
     "data_ended": Row(
         "data",
-        "The data ended at step {step} of {steps_asked}. Give more data, let the dataloader repeat it (infinite = "
-        "true), or set [training] steps to what there is.",
+        "The data ended at step {step} of {steps_asked}. Provide more data, let the dataloader repeat it "
+        "(infinite = true), or lower [training] steps.",
         who="end",
     ),
     "snapshot_skipped": Row(
         "snapshots",
-        "Group {group} has taken none of the last {skipped} snapshots: {cause}. A loss of hosts now goes back to the "
-        "last coded one; set a larger [snapshot] interval.",
+        "Group {group} has taken none of the last {skipped} snapshots: {cause}. If hosts are lost now, a recovery from "
+        "memory goes back to the last coded snapshot. Set a larger [snapshot] interval.",
         ends=("snapshot_protected",),
         when=lambda event: event.get("skipped") == SKIPPED,
         once=True,
     ),
     "snapshot_protected": Row(
         "hosts",
-        "The snapshot of step {step} survives the loss of no host; earlier ones survived {survived}. Bring back the "
-        "groups that are gone: groups {sharers} share it.",
+        "The snapshot of step {step} survives the loss of no host; earlier ones survived the loss of {survived}. It is "
+        "shared by {sharers} only: bring back the groups that are gone.",
         ends=("snapshot_protected",),
         when=lambda event: not event["survives"] and event.get("survived", 0) > 0,
         once=True,
     ),
     "clocks": Row(
         "clock",
-        "The clocks of groups {first} and {last} differ by {apart_s:.0f} s: training does not mind, but dates and "
-        "times in the report are wrong. Set the clocks of their hosts (NTP).",
+        "The clocks of groups {first} and {last} differ by {apart_s:.0f} s. Training is not affected, but times in "
+        "the report are wrong. Synchronize the clocks of their hosts (NTP).",
         ends=("clocks",),
         when=lambda event: (event.get("apart_s") or 0.0) > CLOCKS_S,
         once=True,
@@ -264,22 +264,22 @@ def trouble(event: Mapping[str, Any]) -> Trouble | None:
 
 def _fields(event: Mapping[str, Any]) -> Fields:
     """Return the fields of an event, and the phrases that sentences build from them."""
-    cause = str(event.get("reason") or "for a reason that was not told").rstrip(". ")
+    cause = str(event.get("reason") or "no reason was given").rstrip(". ")
     group, coded = event.get("group"), event.get("coded_step")
     whose = "" if group is None else f"group {group}: "
-    skips = "It is skipped, so its tokens are not in the result"
+    skips = "The slot is skipped, so its tokens are missing from the result"
     cuts = ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ())
     network = "Check the network between their hosts, and fault_tolerance.bind_host"
-    stops = 'The run ends; look at its data, or set [fault_tolerance] on_poison = "skip"'
+    stops = 'The run ends. Check the data of this slot, or set [fault_tolerance] on_poison = "skip" to leave it out'
     said = {
         "cause": cause,
         "Cause": _capital(cause),
         "Whole": _capital(whose + cause),
         "why": event.get("error") or cause,
-        "coded": "the last coded one" if coded is None else f"step {coded}",
-        "names": ", ".join(map(str, event.get("groups") or ())),
-        "differ": ", ".join(map(str, event.get("differing") or ())),
-        "sharers": ", ".join(map(str, event.get("members") or ())),
+        "coded": "the last coded snapshot" if coded is None else f"step {coded}",
+        "names": _groups(event.get("groups")),
+        "differ": _groups(event.get("differing")),
+        "sharers": _groups(event.get("members")),
         "apart": event.get("reason") or f"no connections between groups {cuts}. {network}",
         "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
@@ -303,8 +303,7 @@ class Troubles:
     """Largest number of hosts that any snapshot of this start could lose."""
 
     def take(self, event: Mapping[str, Any]) -> list[str]:
-        """Process one event, of any kind, or one that the account makes of several. Return the sentences that are
-        new."""
+        """Process one event, or one that the account makes of several. Return the sentences that are new."""
         told = dict(self.now)
         self.now = {key: one for key, one in told.items() if not one.is_ended_by(event)}
         if event["kind"] == "run_ended" and event.get("status") != "failed":
@@ -351,9 +350,7 @@ class Troubles:
             return ""
         rank = next(iter(self._death["exitcodes"]), "0")
         log = f"logs/group-{self._death['group']}/rank-{rank}.log"
-        return (
-            f" Its log: {log}." if self.error in reason else f" Last error of a worker: {self.error}; its log: {log}."
-        )
+        return f" See {log}." if self.error in reason else f" Last error of a worker: {self.error}; its log: {log}."
 
     @property
     def error(self) -> str:
@@ -369,6 +366,10 @@ def shortage(run_dir: Path, why: str, again_s: float = 2.0) -> dict[str, Any]:
     """Return a `resource_shortage` event for a run directory in which no event can be written any more."""
     head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
     return head | {"reason": f"{run_dir}: {why}", "again_s": again_s}
+
+
+def _groups(ids: Sequence[int] | None) -> str:
+    return f"group{'s' * (len(ids or ()) != 1)} {', '.join(map(str, ids or ()))}"
 
 
 def _capital(text: str) -> str:
