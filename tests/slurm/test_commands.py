@@ -1,6 +1,8 @@
 """The calls of Slurm's commands, and the use of their answers, with fake commands."""
 
+import fcntl
 import os
+import struct
 import subprocess
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from everstep.chaos import cluster
 from everstep.chaos.view import Proc, View
 from everstep.launch import slurm
+from everstep.run import files
 from everstep.run.directory import over_file, stop_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -57,6 +60,16 @@ def test_a_run_that_has_ended_is_not_asked_to_stop(tmp_path, squeue):
     for run_dir in (tmp_path / "local", tmp_path):
         assert slurm.stop(run_dir) == f"nothing runs in {run_dir}: the run has ended"
         assert not stop_file(run_dir).exists()
+
+
+@pytest.mark.parametrize("pid", [0, -7], ids=["other container", "other machine"])
+def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeypatch, pid):
+    EventLog(tmp_path, None, None, "supervisor").emit("run_started")
+    (tmp_path / ".lock").touch()
+    locked = struct.pack(files._FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, pid)  # what the kernel answers then
+    monkeypatch.setattr(files.fcntl, "fcntl", lambda *_: locked)
+    assert "asked every group" in slurm.stop(tmp_path)
+    assert stop_file(tmp_path).exists()
 
 
 def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):

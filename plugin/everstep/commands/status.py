@@ -72,8 +72,9 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     if holder is None:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
-        return [f"run     {'not running on this machine, and nothing says how it ended' if unknown else how}"], []
-    going = f"run     running (pid {holder[0]}), {duration(max(0.0, time.time() - holder[1]))} so far"
+        return [f"run     {'not running, and nothing says how it ended' if unknown else how}"], []
+    where = f"pid {holder[0]}" if holder[0] else "on another machine"
+    going = f"run     running ({where}), {duration(max(0.0, time.time() - holder[1]))} so far"
     going += "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
     return [going], [

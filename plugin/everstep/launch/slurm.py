@@ -164,7 +164,7 @@ def scale(run_dir: Path, groups: int) -> str:
 
 def has_ended(run_dir: Path) -> bool:
     """Return whether a run has ended. A submitted run has if all its groups ended for good, an `everstep run` if no
-    launcher on this machine runs it. False if its agents were started in another way, as they may still run."""
+    launcher holds its directory. False if its agents were started in another way, as they may still run."""
     if job_file(run_dir).exists():
         return all(ends_of_groups(run_dir))
     return holder_of(run_dir) is None and event_path(run_dir, None, None, "supervisor").exists()

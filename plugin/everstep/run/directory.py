@@ -69,10 +69,10 @@ def take(run_dir: Path) -> None:
 
 
 def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Return the pid that holds the run directory's lock, and the wall time of locking; None: no process here does."""
+    """Return the pid that holds the run directory's lock (see `holder`), and the wall time of locking; None: none."""
     try:
         pid = holder(lock_file(run_dir))
-        return (pid, lock_file(run_dir).lstat().st_mtime) if pid else None
+        return None if pid is None else (pid, lock_file(run_dir).lstat().st_mtime)
     except OSError:
         return None
 

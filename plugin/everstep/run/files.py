@@ -138,9 +138,10 @@ _FLOCK = "hhqqi4x"
 """`struct` format of fcntl(2)'s `struct flock` on 64 bits: type, whence, start, length, pid."""
 
 
-def holder(path: Path) -> int:
-    """Return the pid of another process that holds a file by `hold_alone`; 0 if there is none. Raises OSError."""
+def holder(path: Path) -> int | None:
+    """Return the pid of another process that holds a file by `hold_alone`; 0 if that process is on another machine or
+    outside of this container; None if there is none. Raises OSError."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with open_regular(path, links=False) as file:
         kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-    return 0 if kind == fcntl.F_UNLCK else pid
+    return None if kind == fcntl.F_UNLCK else max(0, pid)
