@@ -1,4 +1,4 @@
-"""`scripts/simulate`: many seeds, or one as a timeline."""
+"""Simulates runs with faults and judges them: many seeds, or one seed as a timeline."""
 
 import argparse
 import sys
@@ -25,19 +25,19 @@ def span(text: str) -> tuple[int, int]:
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
-    parser.add_argument("--seeds", type=span, metavar="A-B", help="default: 0-1999, and those of the variants")
-    parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="replica groups at the start")
-    parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="ranks of each group")
-    parser.add_argument("--faults", type=int, default=8, help="faults in each run")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, with commas; default: %(default)s")
-    parser.add_argument("--trace", type=int, metavar="SEED", help="show this seed's run as a timeline")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seeds", type=span, metavar="A-B", help="seeds to try; default: 0-1999, and the variants'")
+    parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="number of groups at the start")
+    parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="number of ranks of each group")
+    parser.add_argument("--faults", type=int, default=8, help="number of faults in each run")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="faults, separated by commas; default: %(default)s")
+    parser.add_argument("--trace", type=int, metavar="SEED", help="run this seed alone and print a timeline")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes at a time")
     parser.add_argument(
-        "--record", action="store_true", help="what the seeds cost now is what they may cost from now on"
+        "--record", action="store_true", help="record the costs of these runs, for later runs to be compared with"
     )
-    parser.add_argument("--mutants", type=int, metavar="N", help="try N drawn changes of the protocol's code instead")
-    parser.add_argument("--draw", type=int, default=0, help="with --mutants: which are drawn")
-    parser.add_argument("--most", type=int, default=1000, help="with --mutants: seeds to try for each")
+    parser.add_argument("--mutants", type=int, metavar="N", help="instead: try N drawn changes of the protocol's code")
+    parser.add_argument("--draw", type=int, default=0, help="with --mutants: seed of the draw")
+    parser.add_argument("--most", type=int, default=1000, help="with --mutants: most seeds for each")
     options = parser.parse_args(args)
     unknown = sorted(set(options.kinds.split(",")) - set(BREAKERS))
     if unknown:

@@ -106,6 +106,6 @@ class SimEvents:
                 self._world.judge_commit(self._rank, step or 0, fields["took_s"])
             truly, self._rank.work.recomputed = self._rank.work.recomputed, set()
             if not truly.issuperset(fields["recomputed"]):
-                text = f"{self._rank.name}, step {step}: {fields['recomputed']} where {sorted(truly)} were"
+                text = f"{self._rank.name}, step {step}: told {fields['recomputed']}, in fact {sorted(truly)}"
                 self._world.judge.violate("not recomputed", text)
         self._world.note(self._rank.name, kind, step, fields)

@@ -111,14 +111,14 @@ class Judge:
                 self.violate("two histories summed", f"{where}: group {part.group} gave gradients of {part.state}")
         having = {p.group for p in parts if (p.state.step, p.state.history) == (before.step, before.history)}
         if not having.issuperset(commit.able):
-            self.violate("able without a state", f"{where}: {commit.able}, of that state are {sorted(having)}")
+            self.violate("able without a state", f"{where}: {commit.able}, but only {sorted(having)} have it")
         expected = {(commit.step, slot) for slot in range(self.slots) if commit.owners[slot] >= 0}
         if set(counted) != expected or any(count != 1 for count in counted.values()):
             self.violate("slots not once", f"{where}: {sorted(counted.items())}, owners {commit.owners}")
         for part in parts:
             for (_, slot), _ in part.slots:
                 if commit.owners[slot] != part.group:
-                    self.violate("wrong owner", f"{where}: slot {slot} is of {part.group}, not {commit.owners[slot]}")
+                    self.violate("wrong owner", f"{where}: slot {slot} from {part.group}, not {commit.owners[slot]}")
         link = Link(commit.step, commit.parent, commit.groups, tuple(sorted(slot for _, slot in counted)))
         known = self.chain.get(commit.history)
         if known is None:

@@ -67,7 +67,7 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         outcome = world.run()
         assert not outcome.violations
         connected = Counter(who for who, _ in world.judge.keys)
-        assert max(connected.values()) <= plan.groups, "anew only when another group comes"
+        assert max(connected.values()) <= plan.groups, "a group connects anew only when another one joins"
         last = min(outcome.plan.steps, outcome.plan.data_ends[0] - 1)
         assert outcome.commits == last
         assert outcome.virtual_s > 12.0
@@ -125,8 +125,8 @@ def test_one_cause_of_the_network_stops_the_others_for_no_longer_than_its_bound(
     outcome = run_of(kind)
     left_out = [text.split(" cut")[0] for _, _, text in told(outcome, "left_out")]
     if kind in ("part", "one-way", "unreached", "closed"):
-        assert len(left_out) > 1, "who is left out is said"
-        assert left_out[-1] == "groups=[]", "and that it is not any more"
+        assert len(left_out) > 1, "an event names the group"
+        assert left_out[-1] == "groups=[]", "and an event says when it is back"
     assert longest_pause_s(outcome) < bound_s + 2.0
 
 
@@ -146,7 +146,7 @@ def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_
     """The new lighthouse has never heard of the dead, and would wait for them because they may only be late."""
     deaths = tuple(Fault(13.5 + number, "group", 2 - number, 0, 0.9) for number in range(dead))
     outcome = run_of(Fault(13.0, kind, 2, 0, size), *deaths, beat_s=30.0, restart_s=(90.0, 90.0))
-    assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "and an attempt that failed, and a step of one group"
+    assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "a second, a failed attempt, a step of one group"
 
 
 def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_waited_for() -> None:
@@ -202,7 +202,7 @@ def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_long
     """Only one of its ranks hangs, so its heartbeats go on. The others have healed from it meanwhile."""
     then = (Fault(13.1, "group", 1, 0, 0.9), Fault(30.0, "hang", 0, 1, 0.9))
     outcome = run_of("group", *then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
-    assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, those that join, two attempts"
+    assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, the join timeout, two attempts"
 
 
 def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_late_tally(
@@ -242,7 +242,7 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
     outcome = run_of("leave", Fault(16.0, "leave", 1, 0, 0.9))
     assert not failed_attempts(outcome)
     assert len([at for at, _, _ in told(outcome, "applied", "0.0/0") if at > 25.0]) > 20
-    assert len([at for at in asked if at > 25.0]) < 5, "at the end of the run"
+    assert len([at for at in asked if at > 25.0]) < 5, "only at the end of the run"
 
 
 @pytest.mark.parametrize("spares", [0, 1])

@@ -105,7 +105,7 @@ class SimWork:
         if (step, slot) >= plan.data_ends:
             raise OutOfData
         if (step, slot) in self.gradient:
-            world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot} that it holds")
+            world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot}, which it holds")
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)
             self._recomputed(step, slot)
@@ -148,7 +148,7 @@ class SimWork:
     def _recomputed(self, step: int, slot: int) -> None:
         thrown = self.rank.life.thrown.get((self.state.history, step, slot))
         if thrown:
-            text = f"{self.rank.name} computes slot {slot} of step {step} again, thrown away {thrown}"
+            text = f"{self.rank.name} computes slot {slot} of step {step} again, discarded {thrown}"
             self._world.judge.violate("thrown away", text)
 
     def refused(self) -> frozenset[int]:
@@ -158,7 +158,7 @@ class SimWork:
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         self._same("not finite", step, tuple(slots))
         if self._world.mostly_fit(self.rank.life.able):
-            text = f"{self.rank.name} gives slots {list(slots)} of step {step} up"
+            text = f"{self.rank.name} gives up slots {list(slots)} of step {step}"
             self._world.judge.violate("not finite anywhere", text)
         self._given_nothing |= {(step, slot) for slot in slots}
 
@@ -214,7 +214,7 @@ class SimWork:
         self._same("heal", state.step, state.history)
         told = healed.meta["step"], healed.meta["history"]
         if (state.step, state.history) != told or not bool((healed.tensors["state"][4:] == state.history).all()):
-            text = f"{self.rank.name} reads step {healed.meta['step']} while it becomes {state}"
+            text = f"{self.rank.name} is told step {healed.meta['step']} but reads {state}"
             self._world.judge.violate("state changed while it was read", text)
         if self.rank.number == 0:
             self._world.judge_healing(self.rank)
@@ -242,7 +242,7 @@ class SimWork:
             world.judge.violate("wrong sums", text)
         at_work, spares = len(set(commit.owners) - {-1}), world.plan.spares
         if spares and commit.step not in world.retried and at_work > max(world.plan.groups, len(commit.able)) - spares:
-            world.judge.violate("a spare computes", f"step {commit.step} of {commit.able} at {self.rank.name}")
+            world.judge.violate("a spare computes", f"step {commit.step} at {self.rank.name}, able: {commit.able}")
         before = self.state
         after = world.judge.applied(self.rank.name, self.rank.number, before, commit, self._right(commit))
         world.scheduler.pause(0.001, 0.01)  # clip, optimizer

@@ -321,7 +321,7 @@ class World:
         """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
         life = rank.life
         if not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
-            self.judge.violate("named in vain", f"{life.name} for slots {commit.unfit} of step {commit.step}")
+            self.judge.violate("named in vain", f"{life.name} made no error in {commit.unfit} of step {commit.step}")
         self.unfit.add(life.name)
         self.sick.pop(life.group.id, None)
         raise GroupBroken(f"unfit: slots {commit.unfit}")
@@ -351,12 +351,12 @@ class World:
         looked = self.seen_at(rank.life.host, self.scheduler.now - took_s)
         ended = self.finished_for_all and looked > self.finished_at + 0.5
         if ended and step <= self.finished:
-            text = f"{rank.name} commits step {step} again, the run ended after {self.finished}"
+            text = f"{rank.name} commits step {step}, though the run ended after {self.finished}"
             self.judge.violate("after the end", text)
         if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
             rank.life.stayed += 1
             if rank.life.stayed > STAYS:
-                self.judge.violate("does not leave", f"{rank.life.name} was asked to {STAYS} commits ago")
+                self.judge.violate("does not leave", f"{rank.life.name}, asked over {STAYS} commits ago")
 
     def _judge_audit(self, rank: Rank, commit: Commit) -> None:
         """Judge audits: if most groups that compute are sound, one of AUDITS audits sends the ill group away. Groups
@@ -370,7 +370,7 @@ class World:
         if ill == [life] and len(members) >= 3 and 2 * sum(voter.flipped() for voter in voters) <= len(voters):
             life.audits_passed += 1
             if life.audits_passed > AUDITS:
-                self.judge.violate("audit without effect", f"{life.name} differs since {AUDITS} audits")
+                self.judge.violate("audit without effect", f"{life.name} differed in over {AUDITS} audits")
         else:
             life.audits_passed = 0
 
@@ -383,7 +383,7 @@ class World:
                 self.judge.violate("left out", text)
         for life in self.lives():
             if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now):
-                text = f"{life.name} asks since {life.asks_since:.1f}, steps {sorted(life.passed_by)} are made"
+                text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
 
     def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool) -> bool:
@@ -409,14 +409,14 @@ class World:
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
         if life.in_vain > IN_VAIN:
-            self.judge.violate("asks in vain", f"{life.name} after step {request.state.step}, of {sorted(alive)}")
+            self.judge.violate("asks in vain", f"{life.name}, step {request.state.step}: still {sorted(alive)}")
 
     def _judge_commits(self) -> None:
         """Judge that each step was committed once, except for AGAIN repeated commits for each fault."""
         steps = max((link.step for link in self.judge.chain.values()), default=0)
         above = self.judge.commits - steps - self.rewound
         if above > self.fell.total() * AGAIN:
-            text = f"{self.judge.commits} for {steps} steps and {self.fell.total()} faults; {self.rewound} were lost"
+            text = f"{self.judge.commits} for {steps} steps, {self.rewound} lost ones and {self.fell.total()} faults"
             self.judge.violate("commits", text)
 
     def judge_restore(self, rank: Rank) -> None:
@@ -437,19 +437,19 @@ class World:
         able = self.with_state()
         ill = [life for life in able if life.flipped()]
         if rank.life.group.named and state.flipped and rank.life not in ill and len(able) >= 3 and len(ill) == 1:
-            self.judge.violate("the ill one is believed", f"{rank.name} takes over what {ill[0].name} has")
+            self.judge.violate("the ill one is believed", f"{rank.name} takes over the state of {ill[0].name}")
         rank.life.group.named = rank.life.proven = False
 
     def _judge_failed_heal(self, who: str, reason: str) -> None:
         """Judge a failed heal: it has a reason, and if nothing breaks and hosts have memory, a next one succeeds."""
         if not reason:
-            self.judge.violate("no reason", f"a heal failed as {who} says")
+            self.judge.violate("no reason", f"{who} reports a failed heal without a reason")
         if "memory" in reason:
             return
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open() and not self.plan.heal_fails
         self.failed_heals[who] = self.failed_heals[who] + 1 if calm else 0
         if self.failed_heals[who] > FAILED_HEALS:
-            self.judge.violate("does not heal", f"{who} has failed {self.failed_heals[who]} times: {reason}")
+            self.judge.violate("does not heal", f"{who} failed {self.failed_heals[who]} times in a row: {reason}")
 
     def judge_healing(self, rank: Rank) -> None:
         """Judge that a group which heals while nothing breaks then computes. Behind a slow link a group is let in again
@@ -459,7 +459,7 @@ class World:
         rank.life.heals_in_vain = (count + 1 if faults == so_far else 1), so_far
         most = HEALS if self.network.is_open() else 2 * HEALS
         if rank.life.heals_in_vain[0] > most:
-            self.judge.violate("does not catch up", f"{rank.life.name} healed {most} times and computed nothing")
+            self.judge.violate("does not catch up", f"{rank.life.name} healed over {most} times without computing")
 
     def thrown_away(self, work: SimWork) -> None:
         """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
@@ -568,7 +568,7 @@ class World:
                     self.note(life.name, "watchdog", None, {"late": [rank.name for rank in late]})
                     recently = now - self.plan.stall_s - 60.0
                     if not any(when > recently for rank in life.ranks for when in rank.process.stops):
-                        text = f"{life.name} ended by its watchdog though nothing was stopped; {late[0].name} last beat"
+                        text = f"{life.name} ended by its watchdog, but nothing was stopped; {late[0].name} beat last"
                         self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
                     life.end()
                     self.disturbed()
@@ -599,10 +599,10 @@ class World:
         if self.scheduler.run(MOST_EVENTS):
             self._judge_the_end()
         else:
-            self.judge.violate("no end", f"{MOST_EVENTS} events")
+            self.judge.violate("no end", f"not over after {MOST_EVENTS} events")
         # A sick group that the others cannot outvote makes attempts fail in every step.
         if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not self.fell["sick"]:
-            self.judge.violate("attempts fail", f"{dict(self.failed)} of {self.fell.total()} faults")
+            self.judge.violate("attempts fail", f"{dict(self.failed)} by group, with {self.fell.total()} faults")
         virtual_s = self.scheduler.now
         self.costs.update(virtual_s=virtual_s, commit=self.judge.commits, failed=self.failed.total())
         self.costs.update(message=self.network.carried, connection=self.network.connected)
@@ -638,14 +638,14 @@ class World:
         saved = self.disk.get(self.finished)
         if saved is None:
             self.judge.violate(
-                "no last state", f"step {self.finished} is said to be saved, on disk are {list(self.disk)}"
+                "no last state", f"step {self.finished} is reported as saved, but the disk has {list(self.disk)}"
             )
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
         # Under `shrink` a step may be made without the slot at which the data ends, if that slot was lost.
         wrong = self.finished < last if self.plan.on_loss == "shrink" else self.finished != last
         if wrong and any(group.wanted for group in complete):
-            self.judge.violate("ended too early", f"after step {self.finished}, the last one is {last}")
+            self.judge.violate("ended too early", f"after step {self.finished}, but the last step is {last}")
         steps = self.judge.lineage(saved[0])
         if sorted(steps) != list(range(1, self.finished + 1)):
             self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
