@@ -32,7 +32,7 @@ REFUSED = {
     "with mode 644: others": lambda path: path.chmod(0o644),
     "with mode 620: others": lambda path: path.chmod(0o620),
     "is a link": link,
-    "no regular file": pipe,
+    "not a regular file": pipe,
     "chmod go-w": lambda path: path.parent.chmod(0o777),
 }
 

@@ -122,7 +122,7 @@ def test_the_command_says_what_a_start_would_do(capsys):
     assert said[:2] == ["a start would restore step 2 (memory)", "a start would restore step 2 (parity)"]
     assert "not restorable: step 2: rank 0: no keeper has the part of groups 0, 1" in said[2]
     assert last == "a start would find nothing in memory"
-    with pytest.raises(LaunchError, match="is no run directory"):
+    with pytest.raises(LaunchError, match="is not a run directory"):
         snapshots(run.run_dir)
 
 

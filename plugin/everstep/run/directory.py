@@ -80,7 +80,7 @@ def holder_of(run_dir: Path) -> tuple[int, float] | None:
 def require_events(run_dir: Path) -> None:
     """Raise LaunchError if `run_dir` has no events, which means that it is no run directory."""
     if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is no run directory: there are no events in it.")
+        raise LaunchError(f"{run_dir} is not a run directory: it has no events folder.")
 
 
 def lock_file(run_dir: Path) -> Path:

@@ -27,14 +27,14 @@ def open_regular(path: Path, *, links: bool = True, limit: int | None = None) ->
         fd = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO) and not links:
-            raise NotRegularError(error.errno, "is a link or no file", str(path)) from None
+            raise NotRegularError(error.errno, "is a link or not a file", str(path)) from None
         raise
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or (limit is not None and found.st_size > limit):
         os.close(fd)
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        what = "is no regular file" + (f" of at most {limit} bytes" if limit is not None else "")
+        what = "is not a regular file" + (f" of at most {limit} bytes" if limit is not None else "")
         raise NotRegularError(errno.EINVAL, what, str(path))
     return os.fdopen(fd, "rb")
 

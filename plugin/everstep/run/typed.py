@@ -78,7 +78,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _no_constant(name: str) -> Any:
-    raise UnfitError(f"{name} is no number")
+    raise UnfitError(f"{name} is not a number")
 
 
 def _finite(text: str) -> float:
