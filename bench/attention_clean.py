@@ -121,8 +121,8 @@ def case(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[str, list[dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of which each case has one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="sequence lengths to draw from")
     args = parser.parse_args()
     alarms: Counter[str] = Counter()
     for seed in range(args.seed, args.seed + args.cases):

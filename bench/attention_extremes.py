@@ -149,7 +149,7 @@ class Campaign:
         self.tokens, self.count = self.data(), Strike()
         self.watch(0, self.count)
         self.clean, dropped = self.slot(*self.tokens)
-        assert not dropped, "an alarm without a fault"
+        assert not dropped, "a false alarm: no fault was injected"
         self.watch(0, untouched)
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,8 +216,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--length", type=int, default=LENGTH, help="of a sequence, which a slot is")
-    parser.add_argument("--tokens", type=int, default=0, help="of a step; 0: it is one slot")
+    parser.add_argument("--length", type=int, default=LENGTH, help="length of a sequence; a slot is one sequence")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens of a step; 0: a step is one slot")
     args = parser.parse_args()
     total: Counter[str] = Counter()
     for turn, (dtype, compiled) in enumerate(itertools.product((torch.float32, torch.bfloat16), (False, True))):
@@ -238,8 +238,8 @@ def main() -> None:
                 where[name, kind] += harm > HARMFUL
             if fate == "harms the step":
                 print(f"    seed {args.seed + turn}, fault {number}: {name} {kind}: {harm:.2%}", flush=True)
-        print(f"{dtype}, {'compiled' if compiled else 'eager'}: {dict(became)}; harmful where not seen: {dict(+where)}")
-        print(f"    most of what passed harms its step by {worst:.2%}", flush=True)
+        print(f"{dtype}, {'compiled' if compiled else 'eager'}: {dict(became)}; harmful and not seen: {dict(+where)}")
+        print(f"    the largest harm of a fault that passed is {worst:.2%} of its step", flush=True)
     print(dict(total))
 
 

@@ -178,13 +178,13 @@ def show(campaign: Campaign, title: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=3000, help="of each dtype")
+    parser.add_argument("--faults", type=int, default=3000, help="faults for each dtype")
     parser.add_argument("--lengths", default="128,256,512")
     parser.add_argument("--dtypes", default="bf16,fp16,fp32")
-    parser.add_argument("--each", type=int, default=50, help="faults in one attention")
+    parser.add_argument("--each", type=int, default=50, help="faults injected into one attention")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compile", action="store_true", help="the kernel and its checks in a graph")
-    parser.add_argument("--as", dest="kind", choices=("flex", "sdpa"), default="flex")
+    parser.add_argument("--compile", action="store_true", help="compile the kernel and its checks")
+    parser.add_argument("--as", dest="kind", choices=("flex", "sdpa"), default="flex", help="how it is checked")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.compile:

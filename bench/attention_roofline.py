@@ -342,9 +342,9 @@ def rate_of(block_s: float, looks_s: float, checks_s: float, layers: int) -> flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the last line as JSON")
-    parser.add_argument("--models", default=",".join(MODELS), help="some of the names that are printed")
-    parser.add_argument("--tokens", type=int, default=guard.SMALL_STEP, help="of a step")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
+    parser.add_argument("--models", default=",".join(MODELS), help="models, separated by commas; default: all")
+    parser.add_argument("--tokens", type=int, default=guard.SMALL_STEP, help="tokens of a step")
     args = parser.parse_args()
     result = {}
     columns = ("kernels", "GB", "of block", "kernels", "GB", "of block", "rate", "of block")

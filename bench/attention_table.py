@@ -172,19 +172,19 @@ def recovery() -> None:
     slot()
     optimizer.step()
     clean = seconds(slot)
-    print(f"a slot {1e3 * clean:.1f} ms; that is what a refused slot takes once more")
+    print(f"a slot takes {1e3 * clean:.1f} ms; a refused slot takes this time again")
     for name in ("scores", "context", "dq", "dk", "wqkv.y"):
         extra = seconds(lambda name=name: slot((2, name, Fault("inf", 0.3)))) - clean
         print(f"INF in {name}: repaired in {1e3 * extra:.1f} ms, {extra / clean:.1%} of a slot")
     back = seconds(restored, 5)
-    print(f"checkpoint written and read {1e3 * back:.1f} ms, and the step's slots once more")
+    print(f"a checkpoint takes {1e3 * back:.1f} ms to write and read, and then the step's slots are computed again")
     print(f"checkpoint and restore / slot computed again: {(back + clean) / clean:.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=10, help="in each cell and dtype")
-    parser.add_argument("--recovery", action="store_true")
+    parser.add_argument("--faults", type=int, default=10, help="faults in each cell and dtype")
+    parser.add_argument("--recovery", action="store_true", help="print the time of recoveries instead")
     args = parser.parse_args()
     if args.recovery:
         recovery()

@@ -620,8 +620,8 @@ def all_of(names: list[str], jobs: int) -> Iterator[Found]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names in CAUSES; default: all of them")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     args = parser.parse_args()
     count = named = 0
     slowest = 0.0

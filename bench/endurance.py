@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=6.0, help="seconds between kills")
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "demo.toml")
-    parser.add_argument("--run-dir", type=Path, help="kept; a temporary folder otherwise")
+    parser.add_argument("--run-dir", type=Path, help="a folder to keep; default: a temporary one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (args.run_dir or Path(folder) / "run").resolve()

@@ -142,12 +142,12 @@ def measure(gb: float, mbyte: float, counts: list[int], rounds: int, kinds: list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--mbyte", type=float, nargs="+", default=[100.0], help="MB/s of each source")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the state")
+    parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 8], help="numbers of sources to measure")
+    parser.add_argument("--mbyte", type=float, nargs="+", default=[100.0], help="MB/s of each source; 0: no limit")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--unsealed", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--unsealed", action="store_true", help="also measure records that are not encrypted")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print("    GB  MB/s a source  sources          MB/s  of one  processor s/GB: joiner  sources  each one's copy")

@@ -153,7 +153,7 @@ def look(launcher: int, run_dir: Path, seconds: float) -> Window:
     end, used = time.monotonic(), cpu_s(launcher, run_dir) - used
     times = [t for t in commits(run_dir) if begin <= t <= end]
     if len(times) < 2:
-        raise RuntimeError(f"{len(times)} steps in {seconds} s: take longer windows")
+        raise RuntimeError(f"{len(times)} steps in {seconds} s are too few: set a longer --window")
     return Window(len(times), (len(times) - 1) / (times[-1] - times[0]), used / len(times))
 
 
@@ -165,9 +165,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--window", type=float, default=10.0, help="seconds")
-    parser.add_argument("--connections", type=int, default=1000, help="to each port")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of windows")
+    parser.add_argument("--window", type=float, default=10.0, help="seconds of a window")
+    parser.add_argument("--connections", type=int, default=1000, help="connections to each port")
     args = parser.parse_args()
     run_dir = Path(tempfile.mkdtemp()) / "run"
     command = [sys.executable, "-m", "everstep.cli", "run", str(ROOT / "configs/demo.toml"), "--steps", "1000000"]

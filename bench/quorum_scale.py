@@ -283,7 +283,7 @@ def main() -> int:
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64, 128, 256])
     parser.add_argument("--seconds", type=float, default=45.0, help="length of a series")
     parser.add_argument("--step", type=float, default=1.0, help="seconds between quorums")
-    parser.add_argument("--every-step", action="store_true", help="ask before each step, as if somebody always waited")
+    parser.add_argument("--every-step", action="store_true", help="ask before each step, as if a group always waited")
     parser.add_argument("--plot", type=Path, help="where to write the SVG")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

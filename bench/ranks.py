@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "demo.toml")
-    parser.add_argument("--run-dir", type=Path, help="kept; a temporary folder otherwise")
+    parser.add_argument("--run-dir", type=Path, help="a folder to keep; default: a temporary one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (args.run_dir or Path(folder) / "run").resolve()
@@ -154,7 +154,7 @@ def main() -> int:
         found = score(run_dir, reference)
         broken = verdict(found, may_stop=True)
         if run.longest_s > run.stall_s:
-            broken.append(f"nobody committed for {run.longest_s:.1f} s")
+            broken.append(f"no group committed for {run.longest_s:.1f} s")
         if run.ended_unstopped:
             broken.append(f"the watchdog ended groups {run.ended_unstopped}, which were not stopped")
         fields = "steps attempts attempts_thrown_away samples_lost samples_repeated replicas_diverged loss_delta_max "

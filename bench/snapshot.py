@@ -26,8 +26,8 @@ def best_s(action: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=32, help="of each source")
-    parser.add_argument("--shards", type=int, default=4, help="sources that are combined")
+    parser.add_argument("--mb", type=int, default=32, help="MiB of each source")
+    parser.add_argument("--shards", type=int, default=4, help="number of sources that are combined")
     args = parser.parse_args()
     data, out = ([parity.aligned_bytes(args.mb << 20) for _ in range(count)] for count in (args.shards, 2))
     for seed, array in enumerate((*data, *out)):  # touch all memory before it is timed

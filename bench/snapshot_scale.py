@@ -188,7 +188,7 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
         )  # fmt: skip
         took, used = time.monotonic() - began, time.process_time() - used
         assert found.restored is not None, found.decision.reasons
-        assert np.array_equal(found.restored.flat, _flat(0, state_bytes)[1]), "another state"
+        assert np.array_equal(found.restored.flat, _flat(0, state_bytes)[1]), "the restored state differs"
     for pipe in pipes:
         pipe.send(None)
     for worker in workers:
@@ -214,9 +214,9 @@ def resource_files() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1000)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--off", type=int, default=100)
-    parser.add_argument("--mb", type=float, default=8.0, help="state of a rank")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of a group")
+    parser.add_argument("--off", type=int, default=100, help="hosts that never answer")
+    parser.add_argument("--mb", type=float, default=8.0, help="state of a rank in MB")
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="everstep-scale-", dir="/dev/shm"))
     try:

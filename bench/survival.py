@@ -106,9 +106,9 @@ def svg(curves: dict[str, list[tuple[float, float]]], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--days", type=float, default=30.0)
-    parser.add_argument("--coding-s", type=float, default=2.0)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--days", type=float, default=30.0, help="length of the run")
+    parser.add_argument("--coding-s", type=float, default=2.0, help="seconds to copy and code a snapshot")
+    parser.add_argument("--svg", type=Path, help="file to plot to")
     args = parser.parse_args()
     curves = {}
     for hosts in (64, 1000):
@@ -121,7 +121,7 @@ def main() -> None:
                 kept = closed_form(replace(case, mtbf_s=days * DAY_S))
                 print(f"{hosts:>5} hosts, {name:10} MTBF {days:>4.0f} d: {kept:.4f}")
     if args.svg:
-        args.svg.write_text(svg(curves, f"Probability that {args.days:g} days pass without a step that memory lost"))
+        args.svg.write_text(svg(curves, f"Probability that {args.days:g} days pass without losing a step from memory"))
 
 
 if __name__ == "__main__":

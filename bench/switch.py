@@ -236,15 +236,15 @@ def losses(kills: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--switch", default="snapshot.enable", help="section and key; default: %(default)s")
+    parser.add_argument("--switch", default="snapshot.enable", help="its section and key; default: %(default)s")
     parser.add_argument("--config", type=Path, default=Path("configs/demo.toml"))
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=10, help="steps that are not counted; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--apart", action="store_true", help="one run after the other")
-    parser.add_argument("--kills", type=int, default=0, help="in place of rounds")
-    parser.add_argument("--life-s", type=float, default=20.0, help="the longest between a first step and a kill")
+    parser.add_argument("--kills", type=int, default=0, help="kills to make, instead of rounds")
+    parser.add_argument("--life-s", type=float, default=20.0, help="most seconds between the first step and a kill")
     parser.add_argument("--seed", type=int, default=0)
     args, args.flags = parser.parse_known_args()
     found: list[dict[str, Any]] = []

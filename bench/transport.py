@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--rebuilds", type=int, default=200)
     parser.add_argument("--give-ups", type=int, default=10)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     asked = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transport"])
