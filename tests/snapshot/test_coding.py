@@ -91,7 +91,7 @@ def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeyp
     monkeypatch.setattr(hosts[0].neighbours, "open", opened)
     assert hosts[0].blames() == [3, 3]
     notes = hosts[0].notes[1]
-    assert notes.reason == "group 3 took most of the time there was: host 3 was silent"
+    assert notes.reason == "group 3 took most of the coding time: host 3 was silent"
 
 
 def test_a_run_directory_that_hangs_is_no_reason_to_forget_the_keepers_that_are_known(hosts, monkeypatch):

@@ -51,7 +51,7 @@ UNCODED = "step 5: rank 0: no keeper has the part of group 1, and no keeper has 
         (everything(4), 5, ("disk", 5), "step 4 in memory is not newer than the disk checkpoint's, 5"),
         (everything(4), 4, ("disk", 4), "not newer"),
         (everything(4), 3, ("memory", 4), ""),
-        ([], None, ("nothing", 0), "no keeper holds a snapshot of this run that fits"),
+        ([], None, ("nothing", 0), "no keeper holds a snapshot of this run"),
         (two_ranks(4) + two_ranks(5, [(2, 1)]), None, ("older", 4), "rank 1: no keeper has the part of group 2"),
         (odd_one_out(history=2), None, ("nothing", 0), "no keeper has the part"),
         (odd_one_out(members=(0, 1, 2, 3)), None, ("nothing", 0), "no keeper has the part"),

@@ -28,7 +28,7 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
         it = keeper.Keeper(run.run_dir, run.segment(0), "127.0.0.1", run.settings_of(0))
         try:
             assert it._reason_to_end() == ""
-            wait_until(lambda: "nobody has spoken for it" in it._reason_to_end())
+            wait_until(lambda: "nobody has used it" in it._reason_to_end())
             it.spoken()
             (run.run_dir / "token").write_text("ab" * 32)
             assert "belongs to another run" in it._reason_to_end()

@@ -109,7 +109,7 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
     spoke = {group: words[group] for group in agreed.members if group in words}
     waiting = [group for group, word in spoke.items() if not word.settled]
     if waiting:
-        return Outcome(agreed, waiting=f"{named(waiting)} still verify or code step {agreed.taken[0]}")
+        return Outcome(agreed, waiting=f"step {agreed.taken[0]} is still being coded by {named(waiting)}")
     over = replace(agreed, taken=None)
     if len(spoke) < len(agreed.members):  # some members are gone, and their parts with them
         return Outcome(over)

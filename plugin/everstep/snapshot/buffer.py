@@ -74,9 +74,9 @@ def check_room(directory: Path, bytes_needed: int, reserve_bytes: int) -> None:
         raise SnapshotError(f"{directory} cannot be used: {error.strerror} (snapshot.segment_dir)") from error
     free, where = free_memory()
     in_tmpfs = status.f_bavail * status.f_frsize, f"free in {directory} ({ENLARGE})"
-    least, where = min((free - reserve_bytes, where), in_tmpfs)
+    least, where = min((free - reserve_bytes, f"{where} beyond snapshot.memory_reserve_gb"), in_tmpfs)
     if bytes_needed > least:
-        raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} {where}")
+        raise SnapshotError(f"snapshots need {bytes_needed} bytes more, and there are {max(least, 0)} bytes {where}")
 
 
 MAGIC = b"evsbuf01"
@@ -174,7 +174,7 @@ class BufferReader:
         while got < len(view):
             n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
             if n == 0:
-                raise SnapshotError(f"{self.path} was cut short while it was read")
+                raise SnapshotError(f"{self.path} was truncated while it was read")
             got += n
 
     def views(self, offset: int, length: int) -> list[memoryview]:

@@ -77,10 +77,10 @@ class Waits:
     def failed(self, group: int) -> CodingError:
         """Return the error to raise. It blames this group, or after the deadline the one that took most of the time."""
         if time.monotonic() < self.deadline:
-            return CodingError(f"the part of group {group} did not come: {self.why[group]}", group)
+            return CodingError(f"the part of group {group} did not arrive: {self.why[group]}", group)
         slowest = max(self._spent_s, key=lambda group: (self._spent_s[group], group))
         why = f": {self.why[slowest]}" if slowest in self.why else ""
-        return CodingError(f"group {slowest} took most of the time there was{why}", slowest)
+        return CodingError(f"group {slowest} took most of the coding time{why}", slowest)
 
 
 class Watch:
@@ -143,7 +143,7 @@ class Watch:
             if held == header:
                 with contextlib.suppress(OSError, SnapshotError), contextlib.closing(BufferReader(path)) as reader:
                     return reader.damage(header)
-        return "it is not there any more"
+        return "its buffer is not there any more"
 
     def _code(self, own: Header, waits: Waits) -> None:
         """Compute and publish this member's parity. Raises CodingError or SnapshotError."""
@@ -194,7 +194,7 @@ class Watch:
                 if time.monotonic() >= waits.deadline:
                     raise waits.failed(member)
             if self._over.is_set() or ((newest := self._newest()) and newest.sequence > own.sequence):
-                raise CodingError("a newer step was published meanwhile", NOBODY)
+                raise CodingError("a newer snapshot was published before this one was coded", NOBODY)
             with waits.on(*(late := [member for member in absent if member not in found])):
                 self._over.wait(ASK_AGAIN_S if late else 0.0)
         return found
@@ -225,13 +225,13 @@ class _Giver:
         channel, header = neighbours.open(member, own.rank, own.identity, waits.deadline)
         try:
             if (header.parity_group, header.parity) != (own.parity_group, own.parity):
-                raise wire.WireError(f"{channel.peer} codes with the groups {header.parity_group}")
+                raise wire.WireError(f"{channel.peer} codes that part with the groups {header.parity_group}")
             giver = cls(channel, header, waits)
             at, table = header.payload_bytes, giver._table
             channel.ask_range(at, table.nbytes)
             channel.receive_range(wire.Pieces([table.view(np.uint8).data]), at, table.nbytes, base=at)
             if root_of(table) != header.root:
-                raise wire.WireError(f"{channel.peer} sent another table than it announced")
+                raise wire.WireError(f"{channel.peer} sent a checksum table that does not match its header")
         except wire.WireError:
             channel.close()
             raise

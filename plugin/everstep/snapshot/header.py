@@ -112,7 +112,7 @@ class Header:
             raise ValueError(f"parity over {len(self.roots)} payloads of the groups {self.parity_group}")
         begin, end = self.part
         if not (0 <= begin <= end <= self.state_bytes and end - begin <= self.last_section <= self.payload_bytes):
-            raise ValueError(f"a part {self.part}, or a section that begins at {self.last_section}, and lies outside")
+            raise ValueError(f"part {self.part} or the section from byte {self.last_section} lies outside")
         return self
 
 

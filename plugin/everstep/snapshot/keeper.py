@@ -112,7 +112,7 @@ class Keeper:
         try:
             columns = self.segment.columns()
         except OSError as error:  # such as no free file descriptor: try again later, what is held remains of use
-            log.warning("%s cannot be looked at: %s", self.segment.path, error)
+            log.warning("%s cannot be read: %s", self.segment.path, error)
             return
         for group, rank in columns:
             if (group, rank) in self._watches:
@@ -124,7 +124,7 @@ class Keeper:
                 segment = self.segment.beside(group)
                 self._watches[group, rank] = Watch(segment, rank, self.settings, self._neighbours, self.over)
             except OSError as error:  # no run directory, or no room in it: try again later
-                why = f"rank {rank} of group {group} is not looked after yet: {error}"
+                why = f"rank {rank} of group {group} is not watched yet: {error}"
                 if why not in self._warned:
                     self._warned.add(why)
                     log.warning("%s", why)
@@ -142,7 +142,7 @@ class Keeper:
             log.warning("%s cannot be reached: %s", self.run_dir, error)
             self._seen_at = now
         if now - self._spoken_at > self.settings.keeper_ttl_s:
-            return f"nobody has spoken for it for {self.settings.keeper_ttl_s:g} s (snapshot.keeper_ttl_s)"
+            return f"nobody has used it for {self.settings.keeper_ttl_s:g} s"
         return ""
 
     def _talk(self, channel: wire.Channel) -> None:
@@ -168,7 +168,7 @@ class Keeper:
                 self.over.set()
                 return
             else:
-                raise wire.RefusedError(f"'{operation}' is nothing a keeper does")
+                raise wire.RefusedError(f"a keeper knows no operation '{operation}'")
             self.spoken()
             message = channel.receive_frame()
 
@@ -230,7 +230,7 @@ def _settle_in() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a keeper. Returns its exit status."""
-    parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by the agent, not by hand.")
+    parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by a trainer, not by hand.")
     parser.add_argument("order", help="JSON: run_dir, group, host, settings")
     order = json.loads(parser.parse_args(argv).order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         segment.create()
         take_lock(segment.path)
     except BlockingIOError:
-        log.info("this run has a keeper on this host")
+        log.info("another keeper holds the lock of %s", segment.path)
         return LOCKED_EXIT
     except (SnapshotError, OSError) as error:
         log.error("%s", error)

@@ -76,8 +76,8 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
         if process.poll() not in (None, LOCKED_EXIT):
             break
         time.sleep(0.02)
-    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    raise SnapshotError(f"the keeper of group {group} did not come up: {last_words[0]} ({log_file})")
+    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
+    raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
 
 
 class KeeperWatch(threading.Thread):
@@ -179,7 +179,7 @@ def sweep(directory: Path, spared_s: float = ALIVE_S, spare: str = "") -> list[s
             with os.fdopen(take_lock(path), "rb"):
                 shutil.rmtree(path, ignore_errors=True)
             megabytes = sum(file.st_blocks * 512 for file in files) / 1e6
-            said.append(f"{path}: {megabytes:.1f} MB that nobody has written to for {age_s:.0f} s: removed")
+            said.append(f"removed {path}: {megabytes:.1f} MB, not written to for {age_s:.0f} s")
     return said
 
 

@@ -154,7 +154,7 @@ class Reshaped:
                 continue
             if (source.dtype, whole_shape(source)) != (entry.dtype, whole_shape(entry)):
                 was = f"{source.dtype} {whole_shape(source)}"
-                raise ShapeError(f"{entry.name} is {entry.dtype} {whole_shape(entry)} here and was {was}")
+                raise ShapeError(f"{entry.name} is {entry.dtype} {whole_shape(entry)} here, and {was} in the snapshot")
             mine, theirs = box_of(entry), box_of(source)
             common = intersection(mine, theirs)
             done = self._done.setdefault(entry.name, [])

@@ -243,7 +243,7 @@ class Code:
             lost = sum(giver in missing for giver in self.columns(stripe))
             rows = sum(holder in parity_there for holder in self.rows(stripe))
             if lost > rows:
-                return f"{rows} of {self.parity} parity shards are left over {lost} lost parts"
+                return f"{rows} of {self.parity} parity shards are left for {lost} lost parts"
         return ""
 
 

@@ -146,11 +146,11 @@ def download(channel: wire.Channel, header: Header, payload: wire.Pieces) -> Non
     """
     offered = open_buffer(channel, header.kind, header.group, header.rank, header.identity)
     if offered.get("root") != header.root:
-        raise wire.RefusedError(f"{channel.peer} does not hold step {header.step} as it did")
+        raise wire.RefusedError(f"{channel.peer} no longer holds the same buffer of step {header.step}")
     table = np.zeros(table_bytes(header.payload_bytes) // 8, dtype="<u8")
     wire.pull(channel, wire.Pieces([*payload.views(0, payload.size), table.view(np.uint8).data]))
     if root_of(table) != header.root:
-        raise wire.RefusedError(f"the {header.kind} that {channel.peer} sent is not the one that it announced")
+        raise wire.RefusedError(f"{channel.peer} sent a checksum table of {header.kind} that does not match its header")
 
 
 def reachable(

@@ -91,11 +91,11 @@ class _Payload:
                 digest.update(view)
             digests.append(digest.intdigest())
         if root_of(as_table(digests)) != self.header.root:
-            return "is not what was saved"
+            return "does not match its checksums"
         try:
             unpack_own(self.own, **whose(self.header))
         except ValueError as error:
-            return f"is another's: {error}"
+            return f"belongs to another snapshot: {error}"
         return ""
 
 
@@ -124,7 +124,7 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
     headers = {**{holder: held.header for holder, held in column.data.items()}, **covers}
     why_not = coverage_error(list(headers.values()))
     if why_not or covers.keys() != missing:
-        raise failed(why_not or "its parity is over other parts", _parity_of(column) or column.names)
+        raise failed(why_not or "its parity covers other parts", _parity_of(column) or column.names)
     payloads |= {holder: _Payload(header, flat) for holder, header in covers.items()}
     for pieces in codes:
         pieces.decode(payloads, missing)
@@ -197,7 +197,7 @@ def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_pa
     what = f"step {any_part.step} of rank {any_part.rank}"
     for header in held:
         if root_of(chunk_digests(fetched[header.name].data)) != header.root:
-            raise RestoreError(f"{what}: the parity of group {header.group} is not what was coded", [header.name])
+            raise RestoreError(f"{what}: the parity of group {header.group} is damaged", [header.name])
     said = {fetched[header.name][header.last_section :].tobytes() for header in held}
     code = Code(held[0].parity_group, held[0].parity)
     try:
@@ -208,7 +208,7 @@ def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_pa
     sound = len(said) == 1 and all(h.identity == any_part.identity and h.kind == "data" for h in covers)
     named = tuple((h.group, h.root) for h in covers) == tuple(zip(code.members, held[0].roots, strict=True))
     if not (sound and named):
-        raise RestoreError(f"{what}: its parity is over other parts", [header.name for header in held])
+        raise RestoreError(f"{what}: its parity covers other parts", [header.name for header in held])
     return _Pieces(code, covers, shards)
 
 
@@ -278,4 +278,4 @@ def unpack_own(data: bytes, **whose: Any) -> tuple[dict[str, Any], dict[str, byt
             at += size
         return head["meta"], blobs
     except (KeyError, TypeError) as error:
-        raise ValueError(f"it is none: {error}") from error
+        raise ValueError(f"it is malformed: {error}") from error

@@ -92,7 +92,7 @@ def _from_json(held: Sequence[Any]) -> Column:
     addresses, headers = held
     column, why_not = _column(list(map(Held, addresses, read_list(headers))))
     if column is None:
-        raise ValueError(f"the files that were chosen do not do: {why_not}")
+        raise ValueError(f"the chosen buffers do not make up a state: {why_not}")
     return column
 
 
@@ -123,7 +123,7 @@ def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, asid
         older = [other for other in candidates[index + 1 :] if other[0].header.step > disk]
         return Decision(source, step, columns, tuple(reasons), _anchor(candidate, older))
     if not candidates:
-        reasons.append("no keeper holds a snapshot of this run that fits")
+        reasons.append("no keeper holds a snapshot of this run")
     if disk_step is not None:
         return Decision("disk", disk_step, reasons=tuple(reasons))
     return Decision("nothing", 0, reasons=(*reasons, "there is no disk checkpoint"))

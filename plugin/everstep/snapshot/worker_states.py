@@ -33,7 +33,7 @@ TIMEOUT = timedelta(seconds=10)
 def _parse(name: str) -> tuple[str, int]:
     """Return the worker and rank in a state's name, and its round. Raises wire.RefusedError for another name."""
     if not (found := NAME.fullmatch(name)):
-        raise wire.RefusedError(f"'{name[:100]}' is no worker's state")
+        raise wire.RefusedError(f"'{name[:100]}' is not the name of a worker's state")
     return found[1], int(found[2])
 
 
@@ -52,7 +52,7 @@ def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
     name, size = str(message.get("name")), message.get("size")
     _parse(name)
     if type(size) is not int or size < 0:
-        raise wire.RefusedError(f"'{size}' is no size of a worker's state")
+        raise wire.RefusedError(f"'{size}' is not the size of a worker's state")
     with room_for(2 * size) as has_room:
         if not has_room:
             return f"{socket.gethostname()} has no room for {size} bytes"
@@ -102,7 +102,7 @@ class WorkerStates:
 
     def write(self, name: str, *data: bytes) -> None:
         if not is_own_directory(self.folder):
-            raise PermissionError(f"{self.folder} is another user's")
+            raise PermissionError(f"{self.folder} belongs to another user: remove it or set snapshot.segment_dir")
         write(self.folder, name, *data, older=OLDER)
 
     def copy(self, name: str, *data: bytes) -> bool:
