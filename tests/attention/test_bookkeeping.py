@@ -68,21 +68,21 @@ def trained(schedule, layers, slots, took_s=0.1, looks_s=0.0):
 
 
 @pytest.mark.parametrize(("ceiling", "looks_s"), [(0.01, 0.0), (0.1, 0.0), (0.5, 0.0), (0.1, 0.04)])
-def test_an_adaptive_rate_takes_what_it_may_of_the_time_without_checks(ceiling, looks_s):
+def test_an_adaptive_rate_takes_the_share_of_the_time_that_it_may_take(ceiling, looks_s):
     schedule = Schedule(None, ceiling)
     spent = trained(schedule, 20, 600, looks_s=looks_s)[40:]
     assert sum(spent) / len(spent) == pytest.approx(ceiling - looks_s, rel=0.15)
     assert schedule.plan.overhead == pytest.approx(ceiling)
 
 
-def test_where_what_every_slot_is_looked_at_for_takes_all_of_it_a_layer_is_still_drawn_at_times():
+def test_a_layer_is_still_drawn_at_times_if_looks_take_all_of_max_overhead():
     schedule = Schedule(None, 0.01)
     spent = trained(schedule, 20, 2000, looks_s=0.02)[40:]
     assert sum(map(bool, spent)) == pytest.approx(len(spent) / 64, rel=0.3)
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.0, 0)])
-def test_rates_one_and_zero_are_exact_and_a_slot_in_doubt_is_looked_at_whole(rate, expected):
+def test_rates_one_and_zero_are_exact_and_a_slot_in_doubt_is_checked_whole(rate, expected):
     schedule = Schedule(rate)
     trained(schedule, 3, 0)
     for slot in range(20):

@@ -79,7 +79,7 @@ def test_long_sums_keep_within_their_bounds(dtype, style):
 
 @pytest.mark.parametrize(("dtype", "visible"), [(torch.float32, 0.01), (torch.bfloat16, 0.6)])
 @pytest.mark.parametrize("inner", [256, 2048, 8192, 32768])
-def test_what_can_be_seen_does_not_shrink_with_the_length_of_the_sums(dtype, visible, inner):
+def test_the_smallest_error_that_is_seen_does_not_grow_with_the_length_of_the_sums(dtype, visible, inner):
     """One element of a product is wrong by `visible` times the product's root mean square."""
     a, b = torch.randn(16, inner).to(dtype), torch.randn(inner, 64).to(dtype)
     y = a @ b

@@ -194,7 +194,7 @@ def test_recorded_cuda_graphs_are_refused_by_their_key(monkeypatch):
         override.apply(config, AttentionCheck(enable=True))
 
 
-def test_a_model_that_is_covered_in_part_is_refused_with_the_part_that_is_not():
+def test_a_partly_covered_model_is_refused_and_the_missing_part_is_named():
     spec = plain_sdpa(6)
     model, _ = build(spec, AttentionCheck(enable=True))
     model.layers["3"].attention.wo = torch.nn.Linear(8, 8)

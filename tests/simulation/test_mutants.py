@@ -17,12 +17,12 @@ def test_the_code_between_groups_runs_in_the_simulation_as_it_is(file: str, old:
     assert mutants.attempt(changed, most=20), str(changed)
 
 
-def test_a_sum_with_a_missing_slot_that_counts_as_whole_is_caught_and_the_code_as_it_is_is_not() -> None:
+def test_a_mutant_that_accepts_a_missing_slot_is_caught_and_unchanged_code_is_not() -> None:
     [changed] = [m for m in mutants.drawn(10**9, 0) if m.file == "step/ledger.py" and m.old == "count < 1"]
     assert mutants.attempt(changed, most=20)
     assert mutants.attempt(replace(changed, new=changed.old), most=5) == ""
 
 
-def test_a_pace_that_no_group_learns_breaks_no_promise_and_is_caught_by_what_runs_cost() -> None:
+def test_a_mutant_that_learns_no_pace_breaks_no_promise_and_is_caught_by_its_costs() -> None:
     [changed] = [m for m in mutants.drawn(10**9, 0) if m.file == "step/pace.py" and m.old == "max"]
     assert "straggler of 15 seeds" in mutants.attempt(changed, most=15)

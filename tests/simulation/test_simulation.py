@@ -46,7 +46,7 @@ def test_mixed_faults_break_no_promise() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_neither_do_those_of_a_variant(variant: str) -> None:
+def test_no_variant_breaks_a_promise(variant: str) -> None:
     seeds, settings = VARIANTS[variant]
     outcomes = [simulate(seed, settings) for seed in seeds[:FEW]]
     assert_promise_kept(outcomes)
@@ -140,7 +140,7 @@ def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(ki
 
 @pytest.mark.parametrize(("kind", "size"), [("lh-out", 0.25), ("lh-move", 0.05)])
 @pytest.mark.parametrize("dead", [1, 2])
-def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_timeout(
+def test_a_group_that_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_timeout(
     kind: str, size: float, dead: int
 ) -> None:
     """The new lighthouse has never heard of the dead, and would wait for them because they may only be late."""
@@ -149,7 +149,7 @@ def test_who_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_
     assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "a second, a failed attempt, a step of one group"
 
 
-def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_waited_for() -> None:
+def test_a_stopped_group_is_waited_for_if_another_dies_while_the_lighthouse_is_away() -> None:
     """The group stops for 6 s. It is not known to be dead, so the living group makes no step without it."""
     then = (Fault(13.4, "stop-group", 2, 0, 0.5), Fault(13.5, "group", 1, 0, 0.9))
     outcome = run_of(Fault(13.0, "lh-out", 2, 0, 0.25), *then, beat_s=30.0, restart_s=(90.0, 90.0))
@@ -158,7 +158,7 @@ def test_who_stands_still_while_another_one_dies_and_the_lighthouse_is_away_is_w
     assert longest_pause_s(outcome, "0.0/0") < 6.0 + 2.0 + 2 * 2.0
 
 
-def test_a_group_that_comes_waits_for_the_step_and_a_beat_whatever_the_wall_clock_says(
+def test_a_joiner_waits_for_the_step_and_a_beat_whatever_the_wall_clock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The wall clock of the lighthouse's host, which is in torchft's answers, goes backwards. No quorum is rejected."""
@@ -179,26 +179,26 @@ def test_a_group_with_another_number_of_ranks_is_left_out_and_named(ranks: int) 
     assert said == [f"groups=[3] cut=[[0, 3], [1, 3], [2, 3]] reason={reason}", "groups=[] cut=[] reason="], "once"
 
 
-def test_a_group_that_comes_in_a_step_longer_than_the_join_timeout_leaves_nobody_out() -> None:
+def test_a_group_that_joins_in_a_step_longer_than_the_join_timeout_leaves_no_group_out() -> None:
     outcome = run_of("join", slot_s=1.5, steps=25)
     whole = {step for _, step, text in told(outcome, "applied") if "groups=(0, 1, 2" in text}
     assert whole == set(range(1, 26))
 
 
-def test_who_was_away_makes_no_step_with_one_that_comes_but_waits_for_those_that_made_steps_meanwhile() -> None:
+def test_a_group_that_was_stopped_makes_no_step_with_a_joiner_but_waits_for_groups_that_made_steps() -> None:
     """Otherwise some steps would be made twice, and those of one of the two groups would be lost."""
     away, comes = Fault(13.0, "stop-group", 1, 0, 0.6), Fault(21.0, "join", 0, 0, 0.9)
     assert run_of(away, comes, groups=2, slot_s=1.0, steps=25).commits == 25
 
 
-def test_a_group_that_waits_at_a_lighthouse_that_falls_silent_asks_the_one_that_is_published() -> None:
+def test_a_group_that_waits_at_a_silent_lighthouse_asks_the_newly_published_one() -> None:
     """It waits during a step of 8 s. Its request would last for a minute."""
     silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)
     outcome = run_of("join", silent, published, slot_s=4.0, quorum_s=60.0, steps=14)
     assert told(outcome, "quorum", "3.0/0")[0][0] < 13.0 + 30.0
 
 
-def test_the_only_group_that_had_the_state_hangs_later_and_is_waited_for_no_longer_than_others() -> None:
+def test_a_group_that_alone_had_the_state_and_later_hangs_is_waited_for_no_longer_than_others() -> None:
     """Only one of its ranks hangs, so its heartbeats go on. The others have healed from it meanwhile."""
     then = (Fault(13.1, "group", 1, 0, 0.9), Fault(30.0, "hang", 0, 1, 0.9))
     outcome = run_of("group", *then, startup_s=(0.5, 0.5), restart_s=(2.0, 2.0))
@@ -221,14 +221,14 @@ def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_
     assert not told(run_of(steps=6, slots=2, slot_s=40.0, spares=1, **waits), "watchdog")
 
 
-def test_a_heal_that_fails_has_its_reason_on_every_rank() -> None:
+def test_a_failed_heal_has_its_reason_on_every_rank() -> None:
     """Everything that the joiner is sent is altered on its way."""
     outcome = run_of("join", heal_fails=1.0, steps=20)
     for who in ("3.0/0", "3.0/1"):
         assert len([text for _, _, text in told(outcome, "heal_failed", who) if "altered" in text]) > 1
 
 
-def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_for_each_step(
+def test_groups_that_leave_cost_no_attempt_and_no_quorum_in_each_later_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of three groups leave. The one that stays would otherwise ask for a quorum in every step."""
@@ -246,7 +246,7 @@ def test_groups_that_leave_cost_no_attempt_and_are_not_waited_for_with_a_quorum_
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_who_stands_still_is_not_waited_for_until_sums_time_out(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
+def test_a_stopped_group_is_not_waited_for_until_sums_time_out(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
     """It counts as silent after a heartbeat timeout. The others compute its slots, unless it is the spare. No notes are
     due, because the others would wait for those."""
     monkeypatch.setattr(simulation.trainer, "NOTES_EVERY", 1000)
