@@ -36,6 +36,7 @@ FAILURES = 3
 STUCK = 4
 """A run is stuck after this many times its bound without a commit."""
 STAYS, AUDITS, HEALS, FAILED_HEALS, MISSES, IN_VAIN = 3, 3, 4, 2, 3, 2
+"""How often each may happen to a group or rank before it is a violation. The methods that use them say what it is."""
 CALM_S = 5.0
 """Seconds after a fault in which groups may ask without need: by then answers to heartbeats have told them the news."""
 AGAIN = 1.5
