@@ -166,7 +166,7 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
         pack(corpus, out, tell=lambda _: next(made), chunk_tokens=60000)
     tokens = (begun(out) / "tokens").read_bytes()
     (begun(out) / "tokens").write_bytes(tokens[:-1])
-    with pytest.raises(DataError, match="tokens is cut off: remove"):
+    with pytest.raises(DataError, match="tokens is shorter than its footer says: remove"):
         pack(corpus, out, chunk_tokens=60000)
     (begun(out) / "tokens").write_bytes(tokens)
     told = []
@@ -183,8 +183,8 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
     ("name", "content", "sentence"),
     [
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
-        ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json .* after 1 documents"),
-        ("bad.jsonl", b'{"body": "a", "id": 1}\n', r"bad.jsonl: document 1: no key 'text' \(there: 'body', 'id'\)"),
+        ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json after 1 documents"),
+        ("bad.jsonl", b'{"body": "a", "id": 1}\n', "document 1 has no key 'text'; its keys are 'body', 'id'"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl: "),
         ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl: document 1: 'text' holds int, not text"),
         ("bad.txt", b"fine\nnot \xe9\n", "bad.txt: not readable as text"),
@@ -206,7 +206,7 @@ def test_what_is_no_whole_token_file_is_not_packed_over(corpus, packed):
     folder.mkdir()
     packed.write_bytes(packed.read_bytes()[:-9])
     for out in (packed, foreign, folder):
-        with pytest.raises(DataError, match="exists and is no whole token file: choose another --out, or delete it"):
+        with pytest.raises(DataError, match="is not a complete token file: choose another --out, or delete it"):
             pack(corpus, out)
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_right
 import numpy as np
 
 _DAMAGED = (
-    "row {} of the token file is not what its footer says: it is damaged. Check it with `everstep pack --verify`."
+    "row {} of the token file contradicts the file's footer: it is damaged. Check it with `everstep pack --verify`."
 )
 
 

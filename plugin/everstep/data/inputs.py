@@ -28,11 +28,11 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise DataError(f"no input file {path}.")
+            raise DataError(f"{path}: there is no such input file or directory.")
         below = (file for file in path.rglob("*") if _reader(file) and not file.is_dir())
         files += sorted(below) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"no input: name text, JSONL or parquet files, or directories of {', '.join(_READERS)}.")
+        raise DataError(f"no input: name files, or directories that contain files of {', '.join(_READERS)}.")
     return files
 
 
@@ -56,7 +56,7 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
                 if text_key not in row:
                     there = ", ".join(map(repr, row))[:300]
                     raise DataError(
-                        f"{file}: document {number}: no key {text_key!r} (there: {there}). Name the text's: --text-key."
+                        f"{file}: document {number} has no key {text_key!r}; its keys are {there}. Set --text-key."
                     )
                 text = "" if row[text_key] is None else row[text_key]
                 if not isinstance(text, str):
@@ -66,8 +66,8 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
         except (DataError, MemoryError):
             raise
         except Exception as error:  # each format's library has its own exceptions
-            why = f"not readable as {reader} ({str(error)[:200]!r})"
-            raise DataError(f"{file}: {why}, after {number} documents.") from error
+            why = f"not readable as {reader} after {number} documents: {str(error)[:200]!r}"
+            raise DataError(f"{file}: {why}.") from error
 
 
 def _rows(file: Path, reader: str, key: str) -> Iterator[dict[str, Any]]:

@@ -60,7 +60,7 @@ def pack(
         try:
             footer, _ = token_format.read_footer(out)
         except DataError:
-            raise DataError(f"{out} exists and is no whole token file: choose another --out, or delete it.") from None
+            raise DataError(f"{out} is not a complete token file: choose another --out, or delete it.") from None
         if footer.source != source:
             raise DataError(
                 f"{out} was made from other input or with another tokenizer: choose another --out, or delete it."
@@ -69,7 +69,7 @@ def pack(
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
-        raise DataError(f"{folder} is a link: remove it.")
+        raise DataError(f"{folder} is a symbolic link: remove it.")
     if not hold_alone(folder / "lock"):
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     draft = _Draft(folder, encoder.vocab_size, source)
@@ -123,7 +123,7 @@ class _Draft:
             self._starts.write_bytes(b"")
         for path, size in ((self.file, len(HEAD) + self.footer.token_bytes), (self._starts, 8 * self.footer.documents)):
             if path.stat().st_size < size:
-                raise DataError(f"{path} is cut off: remove {folder} to begin anew.")
+                raise DataError(f"{path} is shorter than its footer says: remove {folder} to start again.")
             os.truncate(path, size)
 
     def add(self, documents: list[np.ndarray], read: int) -> None:

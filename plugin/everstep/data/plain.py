@@ -45,11 +45,11 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
     if not data or data[: len(_MAGIC)] in _OLDER:
         return {}
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("these are no stream states")
+        raise ValueError("the data are not stream states")
     try:
         found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :], 1 << 32))
     except UnfitError as error:
-        raise ValueError(f"these stream states are damaged: {error}") from error
+        raise ValueError(f"the stream states are damaged: {error}") from error
     return {stream: StreamState(position, state) for stream, position, state in found}
 
 
@@ -75,16 +75,16 @@ def plain(value: Any, place: str = "state") -> Any:
             return {"dict": [[plain(key), plain(item, f"{place}[{key!r}]"[:200])] for key, item in value.items()]}
     except RecursionError:
         raise UnfitError(f"{place[:200]} is nested too deeply") from None
-    raise UnfitError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which is no plain value")
+    raise UnfitError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which states must not contain")
 
 
 def _array(value: Any, place: str) -> Any:
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, RuntimeError) as error:  # bfloat16, sparse tensors
-        raise UnfitError(f"{place} is a tensor that is no plain value: {error}") from error
+        raise UnfitError(f"{place} is a tensor that states must not contain: {error}") from error
     if str(array.dtype) not in _DTYPES:
-        raise UnfitError(f"{place} is of type {array.dtype}, which is no plain value")
+        raise UnfitError(f"{place} is of type {array.dtype}, which states must not contain")
     if isinstance(value, np.generic):
         return plain(value.item(), place)
     kind = "tensor" if isinstance(value, torch.Tensor) else "array"
@@ -96,7 +96,7 @@ def restored(node: Any) -> Any:
     try:
         return _restored(node)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UnfitError(f"this is no plain value: {str(error)[:200]}") from error
+        raise UnfitError(f"the state is damaged: {str(error)[:200]}") from error
 
 
 def _restored(node: Any) -> Any:
@@ -117,10 +117,10 @@ def _restored(node: Any) -> Any:
         case "dict":
             found = {_restored(key): _restored(item) for key, item in content}
             if not all(type(key) in (int, str) for key in found):
-                raise ValueError("a key is neither text nor number")
+                raise ValueError("a key is neither a string nor an integer")
             return found
         case "array" | "tensor":
             name, shape, raw = typed.parse(tuple[str, list[Count], Any], content)
             array = np.frombuffer(base64.b64decode(raw, validate=True), _DTYPES[name]).reshape(shape).copy()
             return torch.from_numpy(array) if kind == "tensor" else array
-    raise ValueError(f"{ascii(kind)[:40]} is no kind of plain value")
+    raise ValueError(f"unknown kind of value {ascii(kind)[:40]}")

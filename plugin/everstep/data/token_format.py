@@ -80,14 +80,14 @@ def read_footer(path: Path) -> tuple[Footer, str]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if file.read(len(HEAD)) != HEAD:
-                raise DataError(f"{path} is no token file: make one with `everstep pack`.")
+                raise DataError(f"{path} is not a token file: make one with `everstep pack`.")
             file.seek(max(0, size - _TAIL.size))
             length, digest, magic = _TAIL.unpack(file.read(_TAIL.size))
             file.seek(max(0, size - _TAIL.size - min(length, FOOTER_LIMIT)))
             text = file.read(min(length, FOOTER_LIMIT))
     except OSError as error:
         raise DataError(
-            f"no token file {path} ({error.strerror}): data.path needs what `everstep pack` makes."
+            f"{path} cannot be read ({error.strerror}): data.path must be a token file made by `everstep pack`."
         ) from None
     if magic != _TAIL_MAGIC or length > size:
         raise DataError(f"{path} is incomplete: it was cut off after it was made. Copy it again or pack it again.")
@@ -98,7 +98,7 @@ def read_footer(path: Path) -> tuple[Footer, str]:
     except UnfitError as error:
         raise DataError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
     if footer.starts_at + 8 * (footer.documents + 1) + length + _TAIL.size != size:
-        raise DataError(f"{path} is incomplete: {size} bytes do not hold {footer.tokens} tokens. Copy it again.")
+        raise DataError(f"{path} has {size} bytes, which do not match its {footer.tokens} tokens. Copy it again.")
     return footer, digest.hex()
 
 
@@ -130,11 +130,11 @@ def verify(path: Path) -> Footer:
             raise _damaged(path, f"the checksum of its tokens {begin} to {end - 1} differs")
         largest, begin = max(largest, int(chunk.max())), end
     if begin != footer.tokens or largest != footer.max_id:
-        raise _damaged(path, f"it has {begin} tokens in chunks and ids up to {largest}, and its footer says otherwise")
+        raise _damaged(path, f"its chunks have {begin} tokens and ids up to {largest}, which its footer contradicts")
     if hashlib.sha256(starts.data).hexdigest() != footer.starts_sha256:
         raise _damaged(path, "the checksum of its document starts differs")
     if starts[0] != 0 or starts[-1] != footer.tokens or not (starts[1:] > starts[:-1]).all():
-        raise _damaged(path, f"its document starts do not rise from 0 to {footer.tokens}")
+        raise _damaged(path, f"its document starts do not increase from 0 to {footer.tokens}")
     return footer
 
 

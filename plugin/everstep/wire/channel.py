@@ -164,7 +164,7 @@ class Channel:
         try:
             self.sock.sendall(data)
         except BlockingIOError:
-            raise WireError(f"{self.peer} took nothing for {self._timeout_s:g} s") from None
+            raise WireError(f"{self.peer} received nothing for {self._timeout_s:g} s") from None
         except OSError as error:
             raise WireError(f"the connection to {self.peer} broke: {error}") from error
 
@@ -176,7 +176,7 @@ class Channel:
         try:
             self._incoming.open(head, sealed, into)
         except InvalidTag:
-            raise WireError(f"what {self.peer} sent was altered on the way") from None
+            raise WireError(f"a record from {self.peer} was altered on the way") from None
 
     def send_frame(self, message: dict[str, Any] | bytes) -> None:
         """Send a message, or its `encoded` bytes, so that a message to many peers is encoded only once."""
@@ -192,7 +192,7 @@ class Channel:
     def _message(self, head: bytes) -> dict[str, Any]:
         kind, _, length = _HEAD.unpack(head)
         if kind != _FRAME or length > FRAME_LIMIT_BYTES:
-            raise WireError(f"{self.peer} sent something else than was due, or over {FRAME_LIMIT_BYTES} bytes")
+            raise WireError(f"{self.peer} did not send a message, or one of over {FRAME_LIMIT_BYTES} bytes")
         sealed = bytearray()
         while left := length + TAG_BYTES - len(sealed):  # memory for received bytes only, not for the announced length
             sealed += self.receive(min(CHUNK_BYTES, left))
@@ -203,7 +203,7 @@ class Channel:
         except (ValueError, RecursionError) as error:
             raise WireError(f"{self.peer} sent a message that is not JSON") from error
         if not isinstance(message, dict):
-            raise WireError(f"{self.peer} sent {type(message).__name__} where an object was due")
+            raise WireError(f"{self.peer} sent a message that is not a JSON object, but {type(message).__name__}")
         if "refused" in message:
             raise RefusedError(str(message["refused"]))
         return message
@@ -220,7 +220,7 @@ class Channel:
     def send_range(self, source: Bytes, offset: int, length: int) -> None:
         """Answer a read with the bytes, as chunks. Raises RefusedError if the range is not within `source`."""
         if offset < 0 or length < 0 or offset + length > source.size:
-            raise RefusedError(f"bytes {offset} to {offset + length} were asked for, of {source.size}")
+            raise RefusedError(f"bytes {offset} to {offset + length} were requested, but there are {source.size}")
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
             self._send_record(_CHUNK, start, source.views(start, n))
@@ -238,7 +238,7 @@ class Channel:
             head = self.receive(_HEAD.size)
             if head != _HEAD.pack(_CHUNK, start, n):
                 self._message(head)
-                raise WireError(f"{self.peer} sent a message where a chunk was due")
+                raise WireError(f"{self.peer} sent a message instead of a chunk")
             sealed = memory[: n + TAG_BYTES]
             self.receive_into(sealed)
             self._open(head, sealed, sink.views(start - base, n))

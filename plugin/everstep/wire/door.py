@@ -75,7 +75,7 @@ def connect(
             proof = channel.receive(PROOF_BYTES)
         except WireError as error:
             if channel.hung_up():
-                raise WireError(f"{address} did not accept the run's token: is it another run's?") from error
+                raise WireError(f"{address} did not accept the run's token: it may belong to another run") from error
             raise
         if not hmac.compare_digest(proof, mac(b"server")):
             raise WireError(f"{address} does not hold the run's token")
