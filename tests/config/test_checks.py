@@ -85,20 +85,20 @@ BASES = {
 REFUSED = {
     "fewer groups than the least": (
         GOOD.replace("min_groups = 2", "min_groups = 4"),
-        "run.toml:11: [fault_tolerance] min_groups = 4 can never be met by groups = 3",
+        "run.toml:11: [fault_tolerance] min_groups = 4 must be at most groups = 3",
     ),
     "more spares than groups": (
         GOOD + "spares = 3\n",
-        "run.toml:12: [fault_tolerance] spares = 3 leaves none of groups = 3 to compute",
+        "run.toml:12: [fault_tolerance] spares = 3 must be less than groups = 3: spares compute nothing",
     ),
     "exact sums that leave out what is lost": (
         GOOD + 'exact = true\non_loss = "shrink"\n',
-        'run.toml:13: [fault_tolerance] on_loss = "shrink" leaves out what a lost group had, so the result depends '
-        "on what failed: with [fault_tolerance] exact = true nothing may be left out",
+        'run.toml:13: [fault_tolerance] on_loss = "shrink" leaves out the slots of a lost group, so the result depends '
+        'on failures: with [fault_tolerance] exact = true it must be "redistribute"',
     ),
     "audits without bits": (
         GOOD + "audit_slots = 0.1\n",
-        "run.toml:12: [fault_tolerance] audit_slots = 0.1 compares bits: it needs exact = true",
+        "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits",
     ),
     "a learning rate in quotes": (
         OPTIMIZER + '{lr = "0.1"}\n',
@@ -128,7 +128,7 @@ REFUSED = {
     "fewer slots than groups": (
         GOOD.replace("global_batch_size = 24", "global_batch_size = 4"),
         "run.toml:7: [training] global_batch_size = 4 has 2 slots of 2 rows (local_batch_size = 2 x 1 DP ranks) for 3 "
-        "groups: every group needs one at least",
+        "groups: every group needs at least one",
     ),
     "pipeline parallelism with CUDA graphs, which torchtitan refuses": (
         "[parallelism]\npipeline_parallel_degree = 2\n",
@@ -136,22 +136,22 @@ REFUSED = {
     ),
     "workers that do not divide the batch": (
         SEMI.replace("workers = 4", "workers = 5"),
-        "run.toml:15: [semi_sync] workers = 5 must divide the batch: global_batch_size = 24 is no multiple of 5 "
+        "run.toml:15: [semi_sync] workers = 5 must divide the batch: global_batch_size = 24 is not a multiple of 5 "
         "workers x local_batch_size = 2",
     ),
     "fewer workers than groups": (
         SEMI.replace("workers = 4", "workers = 2"),
-        "run.toml:15: [semi_sync] workers = 2 must be at least groups = 3: each carries one",
+        "run.toml:15: [semi_sync] workers = 2 must be at least groups = 3: every group carries one",
     ),
     "fragments that are not equally far apart": (
         SEMI + "fragments = 3\n",
-        "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: they are synchronised in turn, "
-        "equally far apart",
+        "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: fragments are synchronised "
+        "in turn, at equal intervals",
     ),
     "checkpoints of workers on object storage": (
         SEMI + '[checkpoint]\nenable = true\ninterval = 10\nfolder = "s3://bucket/run"\n',
-        "run.toml:20: [checkpoint] folder must be on a file system, as initial_load_path with [semi_sync] method = "
-        '"diloco": the other is not built yet',
+        "run.toml:20: [checkpoint] folder and initial_load_path must be on a file system with [semi_sync] method = "
+        '"diloco": other values are not implemented yet',
     ),
     **{
         f"{section} without groups, which torchtitan's trainer would leave out": (
@@ -167,7 +167,8 @@ REFUSED = {
     },
     "snapshots of workers": (
         SEMI + "[snapshot]\nenable = true\n",
-        'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": the other is not built yet',
+        'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": other values are not '
+        "implemented yet",
     ),
 }
 
@@ -204,22 +205,22 @@ def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "ranks", "takes"),
+    ("degrees", "ranks", "needed"),
     [
-        ("tensor_parallel_degree = 2", 1, "a multiple of 2 ranks in a group, and a group has 1"),
-        ("data_parallel_shard_degree = 4", 1, "4 ranks in a group, and a group has 1"),
-        ("tensor_parallel_degree = 2 x data_parallel_shard_degree = 3", 4, "6 ranks in a group, and a group has 4"),
+        ("tensor_parallel_degree = 2", 1, "a multiple of 2 ranks in a group, but a group has 1"),
+        ("data_parallel_shard_degree = 4", 1, "4 ranks in a group, but a group has 1"),
+        ("tensor_parallel_degree = 2 x data_parallel_shard_degree = 3", 4, "6 ranks in a group, but a group has 4"),
         ("tensor_parallel_degree = 2 x context_parallel_degree = 2", 8, ""),
-        ("data_parallel_replicate_degree = 2", 3, "a multiple of 2 ranks in a group, and a group has 3"),
+        ("data_parallel_replicate_degree = 2", 3, "a multiple of 2 ranks in a group, but a group has 3"),
     ],
 )
-def test_a_groups_ranks_are_those_that_its_degrees_take(load, degrees, ranks, takes):
-    """Replicas too, without fault tolerance."""
+def test_a_groups_ranks_are_those_that_its_degrees_need(load, degrees, ranks, needed):
+    """Replicas count too, without fault tolerance."""
     alone = "replicate" in degrees
     text = GOOD.replace("enable = true", "enable = false") if alone else GOOD
     config = load(f"{text}[parallelism]\n" + degrees.replace(" x ", "\n"), check=False)
-    expected = f"[parallelism] {degrees} takes {takes}: change the degrees, or give another --ranks-per-group"
-    assert [problem.message for problem in problems(config, ranks=ranks)] == ([expected] if takes else [])
+    expected = f"[parallelism] {degrees} needs {needed}: change the degrees, or --ranks-per-group"
+    assert [problem.message for problem in problems(config, ranks=ranks)] == ([expected] if needed else [])
 
 
 def test_replicas_become_groups_and_it_is_said_in_a_line(load):

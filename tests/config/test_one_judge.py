@@ -84,8 +84,8 @@ def test_what_init_writes_is_judged_alike(doors, tmp_path, capsys, what):
 MISTAKES = {
     # lines after the example, flags: the sentence
     ("", "--fault_tolerance.enable=false"): (
-        "command line: --fault_tolerance.enable takes no value: it is on when it is there, and "
-        "--fault_tolerance.no-enable is off"
+        "command line: --fault_tolerance.enable takes no value: it switches on; --fault_tolerance.no-enable switches "
+        "off"
     ),
     ("", "--data.source dataloader --hf_assets_path none"): (
         'hf_assets_path = "none": there is no tokenizer (tokenizer.json, vocab.txt, vocab.json), which [data] source = '

@@ -17,12 +17,12 @@ from .errors import ConfigError
 from .source import describe
 
 _TIMEOUTS = (
-    ("connect_timeout_s", "reduce_timeout_s", "peers wait in the gradient sum while one still connects"),
-    ("reduce_timeout_s", "quorum_timeout_s", "peers wait for a quorum while one is held up in the sum"),
-    ("heartbeat_timeout_s", "quorum_timeout_s", "a quorum waits for a dead group to be noticed"),
+    ("connect_timeout_s", "reduce_timeout_s", "groups wait in the gradient sum while another still connects"),
+    ("reduce_timeout_s", "quorum_timeout_s", "groups wait for a quorum while another still waits in the sum"),
+    ("heartbeat_timeout_s", "quorum_timeout_s", "a quorum waits until a silent group is left out"),
     ("join_timeout_s", "quorum_timeout_s", "a quorum waits until a group that hangs is left out"),
-    ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum is not a stalled one"),
-    ("stall_timeout_s", "startup_timeout_s", "starting takes imports and the model besides"),
+    ("quorum_timeout_s", "stall_timeout_s", "a group that waits for a quorum must not count as stalled"),
+    ("stall_timeout_s", "startup_timeout_s", "a start also includes imports and building the model"),
 )
 """(shorter, longer, why): pairs of timeouts of [fault_tolerance] of which the first must be less than the second."""
 
@@ -142,9 +142,9 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
     ft, replicas = config.fault_tolerance, config.parallelism.data_parallel_replicate_degree
     if not ft.enable:
         return
-    few = f"= {ft.min_groups} can never be met by groups = {ft.groups}"
+    few = f"= {ft.min_groups} must be at most groups = {ft.groups}"
     yield ft.groups < ft.min_groups, "fault_tolerance.min_groups", few
-    none = f"= {ft.spares} leaves none of groups = {ft.groups} to compute"
+    none = f"= {ft.spares} must be less than groups = {ft.groups}: spares compute nothing"
     yield ft.spares >= ft.groups, "fault_tolerance.spares", none
     place = re.fullmatch(r"https?://(?:\[[0-9a-fA-F:.%]+\]|[^]/\s?#:[]+):([0-9]{1,5})/?", ft.lighthouse)
     nowhere = bool(ft.lighthouse) and (place is None or not 0 < int(place[1]) <= 65535)
@@ -157,20 +157,20 @@ def _fault_tolerance(config: Any) -> Iterator[Row]:
     yield (
         replicas != 1,
         "parallelism.data_parallel_replicate_degree",
-        f"= {replicas} means replica groups with fault tolerance: set [fault_tolerance] groups = {replicas} (or "
-        f"--groups {replicas})",
+        f"= {replicas} must be 1 with fault tolerance, whose replicas are groups: set [fault_tolerance] groups = "
+        f"{replicas}, or --groups {replicas}",
     )
     yield (
         getattr(config.checkpoint, "create_seed_checkpoint", False),
         "checkpoint.create_seed_checkpoint",
-        "= true must be false with fault tolerance: one process writes it, without training; write it with "
-        "[fault_tolerance] enable = false",
+        "= true must be false with fault tolerance: a seed checkpoint is written by one process that does not train; "
+        "write it with [fault_tolerance] enable = false",
     )
     yield (
         config.training.enable_cpu_offload,
         "training.enable_cpu_offload",
-        "= true must be false with fault tolerance: sums over groups of gradients that are kept in host memory have "
-        "never been tried",
+        "= true must be false with fault tolerance: sums over groups have not been tested with gradients in host "
+        "memory",
     )
     yield (
         config.comm.mode != "default",
@@ -197,26 +197,26 @@ def _exact(config: Any) -> Iterator[Row]:
     if not ft.enable:
         return
     exact, audits = ft.exact, ft.audit_slots > 0
-    left_out = "so the result depends on what failed: with [fault_tolerance] exact = true nothing may be left out"
-    yield audits and not exact, key, f"= {ft.audit_slots} compares bits: it needs exact = true"
-    yield audits and semi.enabled, key, f'must be 0 with [semi_sync] method = "{semi.method}": not built yet'
+    must_be = "so the result depends on failures: with [fault_tolerance] exact = true it must be"
+    yield audits and not exact, key, f"= {ft.audit_slots} needs exact = true, because an audit compares bits"
+    yield audits and semi.enabled, key, f'must be 0 with [semi_sync] method = "{semi.method}": not implemented yet'
     yield (
         exact and ft.on_loss == "shrink",
         "fault_tolerance.on_loss",
-        f'= "shrink" leaves out what a lost group had, {left_out}',
+        f'= "shrink" leaves out the slots of a lost group, {must_be} "redistribute"',
     )
     yield (
         exact and ft.on_poison == "skip",
         "fault_tolerance.on_poison",
-        f'= "skip" leaves out slots that end groups, {left_out}',
+        f'= "skip" leaves out slots that end groups, {must_be} "stop"',
     )
     for group in config.optimizer.param_groups:
         eps = group.optimizer_kwargs.get("eps", SMALLEST_EPS)
         yield (
             exact and eps < SMALLEST_EPS,
             "optimizer.eps",
-            f"= {eps} makes whole steps of gradients below 1e-12, which exact sums round to 0: with [fault_tolerance] "
-            f"exact = true it must be at least {SMALLEST_EPS:g}",
+            f"= {eps} lets gradients below 1e-12 make whole steps, but exact sums round them to 0: with "
+            f"[fault_tolerance] exact = true it must be at least {SMALLEST_EPS:g}",
         )
 
 
@@ -259,7 +259,7 @@ def _ranks(config: Any, ranks: int) -> Iterator[Row]:
     shard = parallelism.data_parallel_shard_degree
     key = "parallelism.data_parallel_shard_degree"
     no_shard = shard != -1 and shard < 1
-    yield no_shard, key, f"must be at least 1, or -1 for all that is left, got {shard}"
+    yield no_shard, key, f"must be at least 1, or -1 for all remaining ranks, got {shard}"
     together = sharing(parallelism) * parallelism.data_parallel_replicate_degree
     degrees = {name: getattr(parallelism, name) for name in (*names, "data_parallel_shard_degree")}
     written = [name for name, degree in degrees.items() if degree > 1] or ["data_parallel_shard_degree"]
@@ -268,8 +268,7 @@ def _ranks(config: Any, ranks: int) -> Iterator[Row]:
     yield (
         ranks > 0 and not no_shard and (ranks % together > 0 or shard not in (-1, ranks // together)),
         f"parallelism.{written[0]}",
-        f"{product} takes {needed} in a group, and a group has {ranks}: change the degrees, or give another "
-        "--ranks-per-group",
+        f"{product} needs {needed} in a group, but a group has {ranks}: change the degrees, or --ranks-per-group",
     )
 
 
@@ -281,8 +280,7 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
     yield (
         batch < 0 and ft.enable and ft.groups > 1,
         key,
-        f"must be set to share it out among {groups} groups: at least local_batch_size x DP ranks of a group x "
-        f"{groups}",
+        f"must be set if there are {groups} groups: at least local_batch_size x DP ranks of a group x {groups}",
     )
     uneven = batch == 0 or (batch > 0 and batch % rows > 0)
     yield (
@@ -295,7 +293,7 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
         batch > 0 and not uneven and ft.enable and batch // rows < groups,
         key,
         f"= {batch} has {batch // rows} slots of {rows} rows (local_batch_size = {training.local_batch_size} x "
-        f"{readers} DP ranks) for {groups} groups: every group needs one at least",
+        f"{readers} DP ranks) for {groups} groups: every group needs at least one",
     )
 
 
@@ -305,11 +303,11 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         return
     workers, batch = semi.workers or ft.groups, training.global_batch_size
     few = workers < ft.groups
-    yield few, "semi_sync.workers", f"= {workers} must be at least groups = {ft.groups}: each carries one"
+    yield few, "semi_sync.workers", f"= {workers} must be at least groups = {ft.groups}: every group carries one"
     yield (
         not few and batch > 0 and batch % (workers * training.local_batch_size) > 0,
         "semi_sync.workers",
-        f"= {workers} must divide the batch: global_batch_size = {batch} is no multiple of {workers} workers x "
+        f"= {workers} must divide the batch: global_batch_size = {batch} is not a multiple of {workers} workers x "
         f"local_batch_size = {training.local_batch_size}",
     )
     yield from _outer(semi, len(getattr(getattr(config.model_spec, "model", None), "layers", ())))
@@ -323,8 +321,8 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         yield (
             value % semi.round_steps > 0,
             key,
-            f"= {value} must be a multiple of [semi_sync] sync_steps / fragments = {semi.round_steps}: between two "
-            "rounds there are no global parameters",
+            f"= {value} must be a multiple of [semi_sync] sync_steps / fragments = {semi.round_steps}: there are "
+            "global parameters only after a round",
         )
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
     remote = config.checkpoint.enable and "://" in f"{config.checkpoint.folder} {config.checkpoint.initial_load_path}"
@@ -336,9 +334,9 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", "must be true"),
         (config.parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree", "must be 1"),
         (first_step, "checkpoint.enable_first_step_checkpoint", "must be false"),
-        (remote, "checkpoint.folder", "must be on a file system, as initial_load_path"),
+        (remote, "checkpoint.folder", "and initial_load_path must be on a file system"),
     ):
-        yield is_wrong, key, f'{what} with [semi_sync] method = "{semi.method}": the other is not built yet'
+        yield is_wrong, key, f'{what} with [semi_sync] method = "{semi.method}": other values are not implemented yet'
 
 
 def _outer(semi: Any, layers: int) -> Iterator[Row]:
@@ -356,14 +354,14 @@ def _outer(semi: Any, layers: int) -> Iterator[Row]:
     yield (
         uneven and not many,
         "semi_sync.sync_steps",
-        f"= {semi.sync_steps} must be a multiple of fragments = {semi.fragments}: they are synchronised in turn, "
-        "equally far apart",
+        f"= {semi.sync_steps} must be a multiple of fragments = {semi.fragments}: fragments are synchronised in turn, "
+        "at equal intervals",
     )
     yield (
         not many and not uneven and not 0 <= semi.overlap_steps < semi.round_steps,
         "semi_sync.overlap_steps",
         f"= {semi.overlap_steps} must be at least 0 and less than sync_steps / fragments = {semi.round_steps}: a sum "
-        "ends before the next begins",
+        "must end before the next begins",
     )
 
 

@@ -69,7 +69,7 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
             return _stray(event.tokens[0], args)
         name = flag.lstrip("-").partition("=")[0].replace("-", "_")
         if name in known:
-            return f"--{name} is no flag: it is set in the file alone"
+            return f"--{name} is not a flag: set it in the file"
         near = nearest(name, known)
         return f"there is no flag {flag}" + (f", the nearest is --{near}" if near else "")
     if isinstance(event, errors.InvalidChoice):
@@ -93,7 +93,7 @@ def _stray(word: str, args: Sequence[str]) -> str:
     section, dot, key = before.lstrip("-").rpartition(".")
     if not before.startswith("--") or "=" in before:
         return f"{word} belongs to no flag"
-    return f"{before} takes no value: it is on when it is there, and --{section}{dot}no-{key} is off"
+    return f"{before} takes no value: it switches on; --{section}{dot}no-{key} switches off"
 
 
 def _name(argument: Any) -> str:

@@ -84,7 +84,7 @@ def parse_source(text: str, file: str) -> Source:
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not valid TOML: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{file}: not a TOML file that can be read: {error}"[:300]) from None
+        raise ConfigError(f"{file}: cannot be read as TOML: {error}"[:300]) from None
     source = Source(file=file, table=table, text=text)
     if wrong := _unusable(table):
         path, why = wrong
@@ -101,9 +101,9 @@ def _unusable(value: Any, path: Path = ()) -> tuple[Path, str] | None:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return next((found for key, item in items if (found := _unusable(item, (*path, key)))), None)
     if isinstance(value, float) and not math.isfinite(value):
-        return path, f"= {value} is no number that can be used"
+        return path, f"= {value} must be a finite number"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return path, f"= {hex(value)[:40]} (hexadecimal) is no number that can be used"
+        return path, f"= {hex(value)[:40]} (hexadecimal) must be a number of at most 64 bits"
     return None
 
 
