@@ -173,13 +173,13 @@ def test_a_run_directory_that_is_removed_ends_them_without_a_traceback(told, cap
     teller.close()
     said = capfd.readouterr()
     assert said.err == ""
-    assert f"everstep: no page: {run_dir}" in said.out
+    assert f"everstep: cannot write the page: {run_dir}" in said.out
 
 
 def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         Teller(tmp_path, "127.0.0.1", FaultTolerance(metrics_port=taken.getsockname()[1]), {}).close()
-        assert f"no figures on 127.0.0.1:{taken.getsockname()[1]} (fault_tolerance.metrics" in capfd.readouterr().out
+        assert f"no metrics on 127.0.0.1:{taken.getsockname()[1]} (fault_tolerance.metrics" in capfd.readouterr().out
 
 
 def test_they_end_with_their_launcher(tmp_path):

@@ -21,9 +21,9 @@ def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_i
     gone.set()
     assert time.monotonic() - begin < 20.0
     said = capfd.readouterr().out
-    assert "everstep: notify: not told (URLError: timed out): trouble 0" in said or "TimeoutError" in said
-    assert "everstep: notify: not told (it is too slow): trouble 29" in said
-    assert f"everstep: notify: not told (there was no time left): trouble {notify.WAITING - 1}" in said
+    assert "fault_tolerance.notify: not sent (URLError: timed out): trouble 0" in said or "TimeoutError" in said
+    assert "everstep: fault_tolerance.notify: not sent (the webhook is too slow): trouble 29" in said
+    assert f"everstep: fault_tolerance.notify: not sent (the run ended first): trouble {notify.WAITING - 1}" in said
     assert all(f": trouble {number}\n" in said for number in range(30))
     assert "secret" not in said
 
@@ -40,6 +40,6 @@ def test_an_answer_that_is_no_success_is_said_and_followed_nowhere(hook, status,
     outlet.close()
     assert hook.posted == [("/T0/secret", "application/json", {"text": "run: a trouble"})] * notify.TRIES
     said = capfd.readouterr().out
-    assert "everstep: notify: not told (HTTPError: " in said
+    assert "everstep: fault_tolerance.notify: not sent (HTTPError: " in said
     assert "run: a trouble" in said
     assert "secret" not in said

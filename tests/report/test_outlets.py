@@ -73,7 +73,7 @@ def test_status_and_view(run_dir):
         (("snapshot_protected", 7, {"members": [0, 1, 2], "survives": 1, "exposed": [0]}),
          "protected: step 7, 1 steps old, survives any 1 of hosts b c, NOT the loss of a"),
         (("snapshot_protected", 8, {"members": [0], "survives": 0, "exposed": [0]}),
-         "protected: step 8, 0 steps old, survives all trainers, NOT the loss of a"),
+         "protected: step 8, 0 steps old, survives the death of all trainers, NOT the loss of a"),
         (("snapshot_protected", 8, {"members": [0, 3], "survives": 1, "exposed": []}),
          "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
         (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),

@@ -39,7 +39,7 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"attempts_thrown_away": 1}, "1 attempt had work of a survivor thrown away."),
+        ({"attempts_thrown_away": 1}, "In 1 attempt work of a surviving group was thrown away."),
         ({"samples_lost": 8}, "8 samples of the committed steps did not enter the model."),
         ({"samples_repeated": 4}, "4 samples entered the model more than once."),
         ({"replicas_diverged": 2}, "2 audits found a group whose parameters differ from the others'."),

@@ -91,7 +91,7 @@ class Curves(Outlet):
                     self._sinks[name] = TensorBoard(self._folder) if name == "tensorboard" else WandB(self._run_dir)
                 self._sinks[name].write(*thing)
             except Exception as error:  # noqa: BLE001  packages and networks can raise anything
-                print(f"everstep: nothing goes to {name}: {type(error).__name__}: {error}", flush=True)
+                print(f"everstep: cannot write to {name}: {type(error).__name__}: {error}", flush=True)
                 if self._sinks.pop(name, None) is None:  # it could not be opened: do not try again
                     self._asked.remove(name)
 

@@ -63,7 +63,7 @@ class Teller:
             try:
                 self._sockets["metrics"] = socket.create_server((host, ft.metrics_port))
             except OSError as error:
-                print(f"everstep: no figures on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
+                print(f"everstep: no metrics on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
         fds = {name: one.fileno() for name, one in self._sockets.items()}
         self._asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds, "told": 0.0}
         self._run_dir = run_dir
@@ -140,7 +140,7 @@ def tell(
                 served["page"], figures = report_of(run_dir, account=account)
                 write_pages(run_dir, served["page"], figures)
         except LaunchError as error:  # the run directory was removed
-            print(f"everstep: no page: {error}", flush=True)
+            print(f"everstep: cannot write the page: {error}", flush=True)
         except OSError as error:  # a full disk, to which no event can be written either
             sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)

@@ -28,11 +28,11 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
     parts = int(coverage) if coverage.isdecimal() else 0
     for name, what, value in (
         ("groups", "Nominal number of replica groups", now.current.scaled_to or now.current.nominal),
-        ("min_groups", "Groups without which the run waits", min_groups),
+        ("min_groups", "Smallest number of groups with which the run goes on", min_groups),
         ("committed_step", "Newest committed step", newest.step if newest else 0),
         (
             "last_progress_timestamp_seconds",
-            "When it was committed, or this session began",
+            "Unix time of the newest commit, or of this session's start",
             max(now.current.begin, newest.t if newest else 0.0),
         ),
         ("loss", "Loss of the newest committed step", newest.loss if newest else None),
@@ -41,33 +41,33 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
         ("groups_alive", "Groups whose workers run", sum(group.alive for group in going)),
         ("groups_given_up", "Groups that are not started again", sum(one.given_up is not None for one in going)),
         ("attention_parts_checked", "Parts of a model's attention that are checked", parts),
-        ("attention_overhead", "Time of the attention check by that of the slots", checked["attention_overhead"]),
+        ("attention_overhead", "Time of the attention check over that of the slots", checked["attention_overhead"]),
         ("attention_rate", "Share of slots in which a layer is checked", checked["attention_rate"]),
         ("snapshot_protected_step", "Newest step whose snapshot is coded", protection.step),
         ("snapshot_age_steps", "Committed steps since the newest coded snapshot", protection.age_steps),
-        ("snapshot_survives_hosts", "Hosts that it may lose at once", protection.survives),
+        ("snapshot_survives_hosts", "Hosts that this snapshot survives the loss of at once", protection.survives),
     ):
         yield GaugeMetricFamily(f"everstep_{name}", what, value or 0.0)
     for name, what, value in (
         ("tokens", "Valid tokens in committed steps", now.lineage.tokens),
-        ("attempts_thrown_away", "Attempts in which a held slot was computed again", now.attempts.thrown_away),
-        ("replicas_diverged", "Audits that found a replica to differ", len(now.named["audit"])),
+        ("attempts_thrown_away", "Attempts in which a group recomputed a slot it held", now.attempts.thrown_away),
+        ("replicas_diverged", "Groups that audits found to differ, once per audit", len(now.named["audit"])),
     ):
         yield CounterMetricFamily(f"everstep_{name}", what, value)
-    seconds = CounterMetricFamily("everstep_group_seconds", "Time of the groups", labels=("group", "state"))
+    seconds = CounterMetricFamily("everstep_group_seconds", "Seconds by group and state", labels=("group", "state"))
     for group, spent in now.spent.items():
         for state, value in spent.items():
             seconds.add_metric((str(group), state), value)
     events = CounterMetricFamily("everstep_events", "Events by kind", labels=("kind",))
     for kind in sorted({*NEEDED, *ROWS}):  # listed at 0, so that the first one is an increase
         events.add_metric((kind,), now.counts[kind])
-    findings = CounterMetricFamily("everstep_findings", "What the attention check saw and did", labels=("action",))
+    findings = CounterMetricFamily("everstep_findings", "Findings of the attention check by action", labels=("action",))
     for action in ACTIONS:
         findings.add_metric((action,), checked[f"findings_{action}"])
-    degraded = GaugeMetricFamily("everstep_degraded", "Troubles by guarantee", labels=("guarantee",))
+    degraded = GaugeMetricFamily("everstep_degraded", "Current troubles by guarantee", labels=("guarantee",))
     for guarantee in GUARANTEES:
         degraded.add_metric((guarantee,), sum(key[0] == guarantee for key in now.troubles.now))
-    told = GaugeMetricFamily("everstep_trouble_info", "What does not hold", labels=("guarantee", "sentence"))
+    told = GaugeMetricFamily("everstep_trouble_info", "A current trouble", labels=("guarantee", "sentence"))
     for (guarantee, _), found in now.troubles.now.items():
         told.add_metric((guarantee, found.sentence), 1.0)
     yield from (seconds, events, findings, degraded, told)

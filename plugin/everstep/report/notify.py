@@ -38,7 +38,7 @@ class Outlet:
         try:
             self._things.put_nowait(thing)
         except queue.Full:
-            self.lose(thing, "it is too slow")
+            self.lose(thing, "the webhook is too slow")
 
     def lose(self, thing: Any, reason: str) -> None:
         """Called for a thing that is not handed over, with the reason."""
@@ -50,7 +50,7 @@ class Outlet:
             self._things.put(None, timeout=CLOSE_S / 2)
         self._thread.join(until - time.monotonic())
         for thing in filter(None, (self._giving, *self._things.queue)):
-            self.lose(thing, "there was no time left")
+            self.lose(thing, "the run ended first")
 
     def _run(self) -> None:
         while (thing := self._things.get()) is not None:
@@ -87,4 +87,4 @@ class Webhook(Outlet):
         self.lose(thing, reason)
 
     def lose(self, thing: str, reason: str) -> None:
-        print(f"everstep: notify: not told ({reason}): {thing}", flush=True)
+        print(f"everstep: fault_tolerance.notify: not sent ({reason}): {thing}", flush=True)

@@ -53,7 +53,7 @@ class Protection:
         if safe and self.survives:
             found += f"any {self.survives} of hosts {self._named(safe)}"
         else:
-            found += "all trainers"
+            found += "the death of all trainers"
         if self._exposed:
             found += f", NOT the loss of {self._named(self._exposed)}"
         return found

@@ -228,7 +228,7 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
         "No step was committed.": f["steps"] == 0,
         f"The run ended at step {reached} of {asked}.": done and asked is not None and reached < asked,
         f"The log has no commit of {counted(unseen, 'step')} between the first and the last.": unseen,
-        f"{counted(thrown, 'attempt')} had work of a survivor thrown away.": thrown,
+        f"In {counted(thrown, 'attempt')} work of a surviving group was thrown away.": thrown,
         f"{counted(lost, 'sample')} of the committed steps did not enter the model.": lost,
         f"{counted(repeated, 'sample')} entered the model more than once.": repeated,
         f"{counted(diverged, 'audit')} found a group whose parameters differ from the others'.": diverged,
@@ -261,12 +261,12 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("slots", f"{f['slots_recomputed']} computed again{skipped}"),
         ("step", f"{duration(f['step_s_median'])} when healthy"),
         ("groups", f"{_number(f['groups_mean'])} on average, {_number(f['groups'], 'd')} asked for"),
-        ("delay", f"{_spread(f, 'delay_s')} (by which a fault made the run later)"),
+        ("delay", f"{_spread(f, 'delay_s')} (by how much a fault made the run later)"),
         ("rejoin", _spread(f, "rejoin_s")),
-        ("ETTR", f"{_number(f['ettr'])} (time that the steps needed, of the wall-clock time)"),
-        ("goodput", f"{_number(f['goodput'])} (time in steps of the final state, of all time that the groups had)"),
+        ("ETTR", f"{_number(f['ettr'])} (share of the wall-clock time that the steps needed)"),
+        ("goodput", f"{_number(f['goodput'])} (share of the groups' time spent on steps of the final state)"),
         ("badput", badput or "none"),
-        ("kept", f"{_number(f['throughput_kept'])} (step rate while it trained, of the healthy one)"),
+        ("kept", f"{_number(f['throughput_kept'])} (step rate while training, over that of healthy steps)"),
         ("tokens", f"{_number(f['tokens'], ',.0f')}, {_number(f['tokens_per_s'], ',.0f')} a second"),
     ]
     if f["inner_steps"]:
@@ -289,7 +289,7 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
     """Format the summary of a run without fault tolerance. Only torchtitan's own log has its steps and losses."""
-    log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance torchtitan alone tells of them"
+    log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance only torchtitan's log has them"
     return _table([*_ending(figures), ("steps", log)])
 
 
@@ -306,7 +306,7 @@ def _table(lines: Iterable[tuple[str, str]]) -> str:
 
 def _spread(figures: dict[str, Any], name: str) -> str:
     if figures[f"{name}_median"] is None:
-        return "nothing to measure"
+        return "not measured"
     return f"median {duration(figures[f'{name}_median'])}, longest {duration(figures[f'{name}_max'])}"
 
 

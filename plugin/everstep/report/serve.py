@@ -26,7 +26,7 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
 
         def do_GET(self) -> None:
             if not is_ours(self.headers.get("Host", "")):
-                self.send_error(403, f"ask for this machine as {host} or localhost")
+                self.send_error(403, f"use {host} or localhost as the host in the address")
             elif self.path.split("?")[0] not in paths:
                 self.send_error(404)
             else:
