@@ -1,10 +1,10 @@
-"""What a first run on a GPU machine has to show, check by check: shown, failed or not shown, and what it proves.
+"""Run the checks that a first run on a GPU machine has to pass. Each prints `shown`, `failed` or `not shown`, and why.
 
     python bench/gpu/first_run.py [--only NAME ...] [--wheels FOLDER] [--minutes 2] [--json RESULT.json]
 
-For a bare machine: one GPU, no network, torch 2.11 to 2.15, Python 3.11 or later; `--wheels` takes what is missing from
-a folder. Each check is a process of its own with a time limit, so that a hang is a failed check. One that cannot run
-says why and shows nothing; what runs on a stand-in names it. Status 1 if a check failed.
+For a bare machine with one GPU, no network, torch 2.11 to 2.15, and Python 3.11 or later; `--wheels` takes missing
+packages from a folder. Each check runs in a separate process with a time limit, so that a hang is a failed check. A
+check that cannot run says why; one that runs on a stand-in names it. The exit status is 1 if a check failed.
 """
 
 import argparse
@@ -34,11 +34,11 @@ TOKEN, WAIT = bytes(range(32)), timedelta(seconds=60)
 BUCKET = 8 << 20
 """Numbers in a bucket of 32 MiB."""
 STAND_IN_LOG = "EVERSTEP_TEST_DEVICE_LOG"
-"""Names the folder in which the tests' stand-in notes when the host waits."""
+"""Environment variable with the folder in which the tests' stand-in device records each wait of the host."""
 
 
 class NotShown(Exception):
-    """Why a check proves nothing on this machine."""
+    """A check cannot prove anything on this machine; the message says why."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Result:
 
 
 def device() -> Any:
-    """The accelerator to try, or the CPU."""
+    """Return the accelerator to check, or the CPU."""
     import torch
 
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -90,7 +90,7 @@ def needs_reconfigure() -> None:
 
 
 def column(rank: int) -> tuple[Any, Any]:
-    """This process's rank column and the device of its gradients: NCCL where there is a GPU, Gloo otherwise."""
+    """Return this process's rank column and the device of its gradients: NCCL if there is a GPU, Gloo otherwise."""
     import torch
 
     from everstep.quorum.process_group import RankColumn
@@ -118,7 +118,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def one_gpu() -> str:
-    """Connect alone, the first time and again; sums; a broken communicator and the next one."""
+    """A column of one member connects, sums, and connects again, 20 times. Measures the first use and the median."""
     import torch
     import torch.distributed as dist
 
@@ -177,8 +177,8 @@ DEATHS = 10
 
 
 def two_ranks() -> str:
-    """Sums between two processes, on one GPU if there is one; again and again one is killed while the other waits for
-    it, and a new one comes. What the survivor holds does not grow."""
+    """Two processes sum, on one GPU if there is one. DEATHS times one is killed while the other waits for it, and a new
+    one takes its place. The survivor notices each death within 5 s, and its memory and threads do not grow."""
     import torch.distributed as dist
 
     needs_reconfigure()
@@ -233,7 +233,7 @@ def two_ranks() -> str:
 
 
 def fork_before_cuda() -> str:
-    """What is imported before workers are forked leaves CUDA alone, and a forked worker can use it."""
+    """Imports before workers are forked do not initialise CUDA, and a forked worker can use it."""
     import torch
 
     try:
@@ -255,7 +255,7 @@ def fork_before_cuda() -> str:
 
 
 def pinned_copies() -> str:
-    """From the device to pinned host memory beside a computation: the bytes are right, and it does not wait."""
+    """A copy from the device to pinned host memory has the right bytes and does not block the host."""
     needs()
     import torch
 
@@ -275,7 +275,7 @@ def pinned_copies() -> str:
 
 
 def from_the_device() -> str:
-    """A state that a joiner reads from a copy, and a snapshot of it, have the bytes that were committed."""
+    """A joiner's copy of a state, and a snapshot of it, have the committed bytes though the optimizer goes on."""
     needs()
     import numpy as np
     import torch
@@ -286,7 +286,7 @@ def from_the_device() -> str:
 
     tensors = {f"model/{number}": torch.arange(1 << 22, device=device()) + number for number in range(4)}
     for tensor in tensors.values():
-        tensor.mul_(3)  # still under way when the state is opened
+        tensor.mul_(3)  # still running when the copies are requested
     plan, streams = Plan(State(tensors), (0,), 0, 0, 1), streams_of(device())
     copy = _Copy(HealState(tensors=tensors), streams, 60)
     copy.begin()
@@ -294,7 +294,7 @@ def from_the_device() -> str:
     whole = np.empty(plan.layout.size, dtype=np.uint8)
     copied_s, _ = timed(lambda: plan.copy(whole, b"", streams, streams.record(), lambda: None))
     for tensor in tensors.values():
-        tensor.zero_()  # the next optimizer step
+        tensor.zero_()  # as the next optimizer step would
     wanted = b"".join(((torch.arange(1 << 22) + number) * 3).numpy().tobytes() for number in range(4))
     assert whole.tobytes() == wanted, "the snapshot has other bytes"
     assert b"".join(copy.views(0, len(wanted))) == wanted, "the joiner gets other bytes"
@@ -303,7 +303,7 @@ def from_the_device() -> str:
 
 
 def gloo_of_device() -> str:
-    """torch's Gloo sums a tensor of the device."""
+    """PyTorch's Gloo sums a tensor of the device."""
     needs()
     import torch
     import torch.distributed as dist
@@ -337,8 +337,8 @@ def graphs() -> str:
 
 
 def block(section: Any, length: int) -> Callable[[int], list[Any]]:
-    """One slot of a block of Llama 3, with checks as `section` says: by its number, its gradients and the slots that
-    were refused so far. Of the 8B model on a GPU."""
+    """Return a function that computes a slot, by number, on one block of Llama 3 (of the 8B model on a GPU), with
+    checks as `section` says. It returns the gradients and what the checks refuse."""
     import torch
     from torchtitan.config import TrainingConfig
     from torchtitan.config.override import apply_overrides
@@ -365,7 +365,7 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
     model.init_weights(buffer_device=None)
     for param in model.parameters():
         param.data = param.data.to(torch.bfloat16 if large else torch.float32)
-    model.tok_embeddings = model.norm = model.lm_head = None  # as of a pipeline's stage
+    model.tok_embeddings = model.norm = model.lm_head = None  # as in a pipeline's stage
     checks = attention.attach([model], section) if section.enable else None
     rows = torch.randn(1, length, spec.model.dim, device=device(), dtype=next(model.parameters()).dtype)
     positions = torch.arange(length, device=device())[None]
@@ -385,8 +385,8 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
 
 
 def attention_checks() -> str:
-    """A block has the same gradients with checks and without; no slot is refused but one with an infinity in it. What
-    checks of every slot take, beside what bench/attention_roofline.py counts for an H100."""
+    """A block has the same gradients with checks as without; only a slot with an infinity is refused. Measures the cost
+    of checks in every slot, beside the estimate of bench/attention_roofline.py for an H100."""
     needs()
     needs_titan()
     import torch
@@ -422,7 +422,7 @@ def attention_checks() -> str:
 
 
 def waits(call: Callable[[], Any]) -> int:
-    """How often the host waited for the device in a call, threads that wait for sums aside."""
+    """Return how often the host waited for the device in a call, not counting threads that wait for sums."""
     import torch
 
     if device().type != "cuda":
@@ -441,7 +441,7 @@ def waits(call: Callable[[], Any]) -> int:
 
 
 def host_synchronisations() -> str:
-    """None between the first gradient of the last slot and the last sum's begin, of FSDP2 on one GPU."""
+    """With FSDP2 on one GPU, the host does not wait for the device in the last slot, while its sums are begun."""
     os.environ[STAND_IN_LOG] = tempfile.mkdtemp(prefix="first-run-")
     needs()
     needs_reconfigure()
@@ -495,7 +495,7 @@ def host_synchronisations() -> str:
 
 
 def run(command: list[str], limit_s: float = 900) -> str:
-    """A command's output; AssertionError with its end if it fails."""
+    """Return a command's output. Raises AssertionError with the end of the output if the command fails."""
     paths = [str(ROOT / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -511,7 +511,7 @@ def everstep(run_dir: Path, *flags: str, limit_s: float = 900) -> None:
 
 
 def bitwise() -> str:
-    """Two runs of one group end with the same losses, to the bit."""
+    """Two runs of one group have bitwise equal losses."""
     needs_titan()
     from everstep.report.score import account_of, loss_by_step
 
@@ -529,7 +529,7 @@ MINUTES = 2.0
 
 
 def kills() -> str:
-    """A run with a kill every 10 s: every step made, every batch whole, nothing computed twice."""
+    """A run with a kill every 10 s makes every step with its whole batch, and computes nothing twice."""
     needs_titan()
     every_s = 10.0
     count = max(1, int(60 * MINUTES / every_s))
@@ -559,22 +559,22 @@ CHECKS: dict[str, tuple[Callable[[], str], float]] = {
     "bitwise": (bitwise, 1800),
     "kills": (kills, 60 * MINUTES + 1800),
 }
-"""By name: the check and its time limit in seconds."""
+"""Name -> check, and its time limit in seconds."""
 
 
 def check(name: str, minutes: float, answer: Any) -> None:
-    """Run a check in this process, and say what came of it."""
+    """Run a check in this process, and send its outcome to `answer`."""
     global MINUTES
     MINUTES = minutes
     try:
         answer.send(("shown", CHECKS[name][0]()))
     except NotShown as reason:
         answer.send(("not shown", str(reason)))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is what the check found
+    except BaseException as error:  # noqa: BLE001 - any error is a failed check
         traceback.print_exc()
         answer.send(("failed", f"{type(error).__name__}: {error}"[:600]))
     sys.stdout.flush()
-    os._exit(0)  # libraries would list what they leak at their end
+    os._exit(0)  # a normal exit would have libraries list what they leak
 
 
 def carry_out(name: str, minutes: float) -> Result:
@@ -596,7 +596,7 @@ def carry_out(name: str, minutes: float) -> Result:
 
 
 def unpack(wheels: Path) -> None:
-    """Make what a folder of wheels has importable, here and in the processes of checks."""
+    """Make a folder's wheels importable, here and in the processes of checks."""
     folder = tempfile.mkdtemp(prefix="first-run-")
     for wheel in sorted(wheels.glob("*.whl")):
         zipfile.ZipFile(wheel).extractall(folder)

@@ -1,5 +1,5 @@
-"""Chained deaths: all trainers, hosts, keepers, also in a restore, members that stand still or are slow, also at a
-start, starts with more or fewer groups, one after the other."""
+"""Chained deaths of one run: all trainers, hosts or keepers die, also during a restore; members stop or are slow, also
+at a start; and the run starts again with more or fewer groups."""
 
 import contextlib
 import random
@@ -16,12 +16,12 @@ KINDS = {
     "a keeper stands still": (10_000.0, 0.05), "a keeper is slow": (0.7, 0.02),
     "a keeper stands still for the deadline": (CODING_S, 10_000.0),
 }  # fmt: skip
-"""What happens before or while everything dies; to a keeper, for how long it is stopped and goes on, in turn."""
+"""What happens before or while all trainers die -> seconds for which a keeper is stopped and runs, in turn."""
 
 
 class Chain:
-    """A run that dies and goes on, again and again. Its keepers are processes; its trainers' copiers are here, where
-    they end between two instructions of the copier and not within one (tests of publication do that)."""
+    """A run that dies and goes on, again and again. Its keepers are processes; its trainers' copiers are in this
+    process, so they end after a whole operation of the copier (test_publication.py kills within one)."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -31,7 +31,7 @@ class Chain:
         self._scale = self._chance.choice((1, 4))
         self.history, self.step, self.protected = 1, 0, 0
         self.lost: Counter[int] = Counter()
-        """How often so many steps had to be made again."""
+        """Steps that had to be made again -> how often."""
 
     def run(self, deaths: int) -> None:
         with Cluster(self._most, parity=self._parity, coding_timeout_s=CODING_S, interval=2) as run:
@@ -41,7 +41,7 @@ class Chain:
                 self._take_steps(run)
 
     def _take_steps(self, run: Cluster, settle: bool | None = None) -> None:
-        """Some commits, with the keepers' work done between them or not; the newest that is said to be protected."""
+        """Commit some steps, with or without waiting for the keepers; note the newest step reported as protected."""
         for _ in range(self._chance.randint(2, 9)):
             self.step += 1
             waits = self._chance.random() < 0.7 if settle is None else settle
@@ -66,7 +66,7 @@ class Chain:
             for group in lost:
                 run.lose_host(group)
         killed = list(lost)
-        if kind.startswith("keepers"):  # which are killed, or stopped
+        if kind.startswith("keepers"):  # these are killed or stopped
             killed = chance.sample(run.groups, chance.randint(1, len(run.groups)))
         elif kind == "a host while it restores":
             killed = [chance.choice(run.groups)]
@@ -74,7 +74,7 @@ class Chain:
             for group in killed:
                 run.kill_keeper(group)
         alive = [group for group in range(self._most) if group not in lost]
-        for group in alive:  # a host that comes back looks for what it held
+        for group in alive:  # a host that comes back adopts what it held
             run.start_keeper(group)
         run.tensors = dict.fromkeys(range(self._most), state_of(1, 0, self._scale).tensors)
 

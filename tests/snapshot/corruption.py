@@ -1,8 +1,7 @@
-"""Everything that can happen to the files of a run's snapshots, at random, and what a start makes of it.
+"""Random damage to the files of a run's snapshots, and what a start restores from them.
 
-An input is one to three faults and a start: `recovery.recover` asks keepers over their sockets, as it does in a run,
-what lies in the files now, fetches, decodes and verifies. A file is written again
-only if it was touched.
+One case is one to three faults and a start: `recovery.recover` asks keepers over their sockets, as in a run, for what
+is in the files now, fetches, decodes and verifies. After a case, only the changed files are written again.
 """
 
 import json
@@ -25,15 +24,15 @@ from snapshot_cluster import Cluster, assert_is_step, state_of
 
 _PREFIX = struct.Struct("<8sIQ")
 PATIENT = timedelta(seconds=60)
-"""Longest silence that is borne: nobody is silent here, however busy the machine is."""
+"""Longest silence of a keeper. No keeper is silent here, so this only matters on a very busy machine."""
 OLDER, OLD, NEW = 3, 4, 5
-"""Committed steps; the files of the first are overwritten when the faults begin."""
+"""Committed steps. The files of OLDER are already overwritten when the faults begin."""
 SCALE = 0.1
-"""Of the state that a test's run has: parts of some 10 KB, of the same tensors."""
+"""Size of the state relative to `state_of`'s: parts of some 10 KB, of the same tensors."""
 
 
 def poisoned(length: int):
-    """Memory as it comes from the system at its worst: full of what somebody else left."""
+    """Return memory with old contents, as the system may give it."""
     array = _aligned(length)
     array[:] = 0xA5
     return array
@@ -43,7 +42,7 @@ _aligned = parity.aligned_bytes
 
 
 class Site:
-    """The files of a run of a few groups, and keepers that serve whatever lies there, unverified."""
+    """The files of a run of a few groups, and keepers that serve what is in them, unverified."""
 
     def __init__(self, groups: int = 4, scale: float = SCALE, **settings: Any) -> None:
         coded, self.scale = settings.get("parity", 1) > 0, scale
@@ -61,7 +60,7 @@ class Site:
         self.files = _contents(self.run)
         for place in self.run.run_dir.glob("state/keepers/*.json"):
             place.unlink()
-        settled = replace(self.run.settings, transfer_timeout_s=3600.0)  # connections may rest
+        settled = replace(self.run.settings, transfer_timeout_s=3600.0)  # connections may be idle
         self.keepers = [
             keeper.Keeper(self.run.run_dir, self.run.segment(group), "127.0.0.1", settled) for group in self.run.groups
         ]
@@ -72,13 +71,13 @@ class Site:
     def close(self) -> None:
         for each in self.keepers:
             each._server.close()
-        # These keepers are this process: it must not be killed as such.
+        # These keepers run in this process, which the cluster must not kill as a keeper.
         for place in self.run.run_dir.glob("state/keepers/*.json"):
             place.unlink()
         self.run.__exit__()
 
     def start(self, group: int) -> int:
-        """What a start restores: its step, checked bit for bit, or 0."""
+        """Return the step that a start restores, after a check of every bit of the state; 0 if it restores none."""
         found = self.run.recover(group, timeout=PATIENT)
         if found.restored is None:
             assert found.decision.reasons, "without a reason"
@@ -92,7 +91,7 @@ class Site:
             path.write_bytes(self.files[path])
 
     def corrupt(self, chance: random.Random) -> tuple[set[Path], list[str]]:
-        """One to three things go wrong. Which files, and what."""
+        """Apply one to three random faults. Returns the changed files and what was done."""
         changed: set[Path] = set()
         told = []
         for _ in range(chance.choice((1, 1, 2, 3))):
@@ -105,7 +104,7 @@ class Site:
 
 
 def _contents(run: Cluster) -> dict[Path, bytes]:
-    """Of the run's buffers."""
+    """Return the bytes of all buffers of a run."""
     folders = [run.segment(group).path for group in run.groups]
     return {path: path.read_bytes() for folder in folders for path in sorted(folder.glob("group-*.[bp]*-*"))}
 
@@ -116,7 +115,7 @@ def _used(data: bytes) -> int:
 
 
 def hurt(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """Other bytes, in the header or anywhere; sometimes nothing after them."""
+    """Change bytes in the header or anywhere; sometimes cut off what follows."""
     data = path.read_bytes()
     end = chance.choice((1500, _used(data)))
     path.write_bytes(damaged(data[:end], chance) + chance.choice((data[end:], data[end:], b"")))
@@ -124,13 +123,13 @@ def hurt(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def foreign(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """Another file of this run, one of a step that is over, or one of another run."""
+    """Replace the file by another one of this run, one of an older step, or one of another run."""
     path.write_bytes(chance.choice([*site.files.values(), *site.strangers]))
     return [path]
 
 
 def lie(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """A header whose checksum is right and whose words are not; in several fields, or all that name another file."""
+    """Change several fields of the header, or take them from another file's, and make its checksum right again."""
     data = path.read_bytes()
     body, other = _body(data), _body(chance.choice([*site.files.values(), *site.strangers]))
     if body is None or other is None:
@@ -154,7 +153,7 @@ def lie(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """Another file, whose header says in run, kind, group, rank, step and members that it is this one."""
+    """Replace the file by another one whose header has this file's run, kind, group, rank, step and members."""
     body, data = _body(path.read_bytes()), chance.choice([*site.files.values(), *site.strangers])
     other = _body(data)
     if body is None or other is None:
@@ -166,14 +165,14 @@ def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
 
 
 def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
-    """Another byte in a layout, to which table, root and header fit: all but the topology that the header names."""
+    """Change a bit of the layout, and make table, root and header fit it, except the topology that the header names."""
     data = bytearray(path.read_bytes())
     header, body = _unpack_header(bytes(data[:HEADER_BYTES])), _body(bytes(data))
     if header is None or body is None or header.kind != "data" or HEADER_BYTES + header.payload_bytes > len(data):
         return [path]
     end = HEADER_BYTES + header.payload_bytes
     if root_of(chunk_digests(memoryview(data[HEADER_BYTES:end]))) != header.root:
-        return [path]  # checksums over bytes that another fault has changed would make these the right ones
+        return [path]  # new checksums would make bytes valid that another fault has changed
     data[HEADER_BYTES + chance.randrange(header.last_section, header.payload_bytes)] ^= 1 << chance.randrange(8)
     table = chunk_digests(memoryview(data[HEADER_BYTES:end]))
     data[end : end + table.nbytes] = table.tobytes()
@@ -206,7 +205,8 @@ def _packed(body) -> bytes:
 
 
 def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]:
-    """How often each step was restored (0: none). Raises AssertionError at the first wrong one. `shape`: of `Site`."""
+    """Return how often each step was restored (0: none). Raises AssertionError at the first wrong state. `shape`:
+    arguments of `Site`."""
     found: dict[int, int] = {}
     with ExitStack() as stack:
         site = Site(groups, **shape)

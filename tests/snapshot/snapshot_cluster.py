@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=5)
 
 
 def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
-    """A state that is a function of its step: what a restore must give back."""
+    """Return a state that is a function of its step: what a restore of this step must return."""
     rows, generator = round(300 * scale), torch.Generator().manual_seed(1000 * seed + step)
     return State(
         tensors={
@@ -46,8 +46,8 @@ def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
 
 
 class Cluster(contextlib.AbstractContextManager):
-    """Groups with one rank each, their keepers as processes, their copiers here. `per_host` groups share a host, which
-    is a directory of its own."""
+    """Groups of one rank each. Their keepers are processes, their copiers are in this process. `per_host` groups share
+    a host, which is a separate directory."""
 
     def __init__(self, groups: int, per_host: int = 1, **settings) -> None:
         self.per_host = per_host
@@ -109,7 +109,7 @@ class Cluster(contextlib.AbstractContextManager):
                 wait_until(lambda: not psutil.pid_exists(place.pid) or is_zombie(place.pid))  # noqa: B023
 
     def lose_host(self, group: int) -> None:
-        """The keeper of a group's host and its memory are gone."""
+        """Kill the keeper of a group's host and remove its memory."""
         self.kill_keeper(group)
         self.segment(group).remove()
         for each in self.groups:
@@ -127,7 +127,7 @@ class Cluster(contextlib.AbstractContextManager):
     def restart(
         self, found: recovery.Recovery, start: str = "again", scale: float = 1, history: int | None = None
     ) -> None:
-        """All trainers start again from what was found, which they publish before they go on."""
+        """Start all trainers again from what was found. They publish it before they go on."""
         restored = found.restored
         for group in self.groups:
             self.start_copier(group)
@@ -143,8 +143,8 @@ class Cluster(contextlib.AbstractContextManager):
     def commit(
         self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, apart_s=0.0
     ) -> None:
-        """One committed step on every member: what was begun before is waited for, as before a vote, and with `settle`
-        as long as that what the keepers do of it is done, as in a step that is long enough. `apart_s`: between members.
+        """Commit one step on every member. Waits first for the copies of the snapshot before, as before a vote; with
+        `settle` also until the keepers are done with it, as in a long step. `apart_s`: seconds between members.
         """
         members = members or self.groups
         for group in members:
@@ -164,22 +164,22 @@ class Cluster(contextlib.AbstractContextManager):
             time.sleep(apart_s)
 
     def take(self, *steps: int, coded: bool = True, **how) -> None:
-        """Commit these steps, each when all that comes of the one before is done. `how`: of `commit`."""
+        """Commit these steps, each after all work on the previous snapshot is done. `how`: arguments of `commit`."""
         for step in steps:
             self.commit(step, **how)
             self.wait()
             self.settled(step, coded)
 
     def wait(self) -> None:
-        """Until what was begun is published, and told."""
+        """Wait until all snapshots that were begun are published and their events are written."""
         for copier in self.copiers.values():
             copier.wait()
         wait_until(lambda: all(copier.idle for copier in self.copiers.values()))
         for copier in self.copiers.values():
-            copier.wait()  # the first comes back when the copy is made; the event waits for the next
+            copier.wait()  # the first call returns when the copy is made; the second writes the event
 
     def settled(self, step: int, coded: bool = True) -> None:
-        """Until every keeper that holds `step` has verified it and coded its parity."""
+        """Wait until every keeper that holds `step` has verified it and, if `coded`, published its parity."""
 
         def done() -> bool:
             for group in self.groups:
@@ -194,11 +194,11 @@ class Cluster(contextlib.AbstractContextManager):
         wait_until(done)
 
     def all_settled(self) -> None:
-        """Until every group has done with its newest snapshot what can be done."""
+        """Wait until every group has settled its newest snapshot."""
         wait_until(lambda: all(copier.word().settled for copier in self.copiers.values()))
 
     def held(self) -> list[peers.Held]:
-        """What the keepers say they hold."""
+        """Return the buffers that the keepers say they hold."""
         found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, 6 * TIMEOUT)
         return [buffer for buffers in found.values() for buffer in buffers]
 
@@ -218,7 +218,7 @@ class Cluster(contextlib.AbstractContextManager):
         )
 
     def resumes(self, source: str, step: int, group: int = 0, **state) -> recovery.Recovery:
-        """What a start finds, which must be this step, from this source. `state`: of `assert_is_step`."""
+        """Recover, and check that the start restores this step from this source. `state`: see `assert_is_step`."""
         found = self.recover(group=group)
         assert (found.decision.source, found.decision.step) == (source, step), found.decision.reasons
         assert_is_step(found.restored, step, **state)
@@ -230,7 +230,7 @@ class Cluster(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: float = 0.05):
-    """The group's keeper stands still, most of the time or all of it."""
+    """Stop the group's keeper for `stopped_s` and let it run for `running_s` seconds, in turn."""
     pid = next(place.pid for place in peers.read_places(run.run_dir) if place.group == group)
     over = threading.Event()
 
@@ -254,7 +254,7 @@ def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: flo
 
 
 def assert_is_step(restored: restore.Restored, step: int, scale: float = 1, seed: int = 0) -> None:
-    """The restored state is that of the step, bit for bit, and nothing else."""
+    """Check that the restored state is that of the step, bit for bit."""
     want = state_of(step, seed, scale)
     got = restored.layout.views(torch.from_numpy(restored.flat))
     assert restored.step == step
@@ -266,7 +266,7 @@ def assert_is_step(restored: restore.Restored, step: int, scale: float = 1, seed
 
 
 def is_zombie(pid: int) -> bool:
-    """All of it: while another thread is still ending, the process holds its files and their locks."""
+    """Return whether all threads of a process have ended: until then it holds its files and their locks."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE and len(os.listdir(f"/proc/{pid}/task")) <= 1
     except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What a keeper says of a snapshot that it could not code: it names the group because of which, and no other."""
+"""If a keeper cannot code a snapshot, its notes blame the group that caused this, and no other."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ TIME_S = 1.2
 
 
 class Host:
-    """Of one group: its keeper serves two published parts, and codes when it is told to."""
+    """One group's host: its keeper serves the published parts of two ranks, and codes when the test says so."""
 
     def __init__(self, run_dir: Path, group: int) -> None:
         self._settings = Snapshot(segment_dir=str(run_dir / str(group)), memory_reserve_gb=0.0)
@@ -49,7 +49,7 @@ class Host:
         writer.release()
 
     def blames(self, time_s: float = TIME_S) -> list[int]:
-        """Whom the keeper blames, by rank, if it has so long for both."""
+        """Code both ranks within `time_s` seconds. Returns the group that the keeper blames, by rank."""
         waits = Waits(time.monotonic() + time_s)
         for rank in RANKS:
             watch = Watch(self._segment, rank, self._settings, self.neighbours, threading.Event())
@@ -79,7 +79,7 @@ def test_a_keeper_that_is_slow_at_its_own_work_blames_itself(hosts, monkeypatch,
 
 
 def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeypatch):
-    """Also one whose turn comes when the time is over."""
+    """A rank whose turn comes after the deadline blames it too."""
     plain = hosts[0].neighbours.open
 
     def opened(group, rank, identity, deadline):

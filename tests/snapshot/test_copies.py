@@ -1,4 +1,4 @@
-"""The copier: what it copies is what was committed, and what it cannot do costs a snapshot and not the run."""
+"""The copier copies what was committed, and if it cannot, only the snapshot is lost and not the run."""
 
 import os
 import re
@@ -17,8 +17,8 @@ from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
 
 @pytest.mark.parametrize("parity", [0, 1])
 def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatch, parity):
-    """Else the next snapshot would be written over the only one that can be restored. By its own keeper, or if it is
-    coded by those of the others."""
+    """Otherwise the next snapshot would overwrite the only one that can be restored. Its own keeper finds the damage,
+    or with parity the other groups' keepers."""
     with Cluster(2, parity=parity) as run:
         run.take(1, coded=False)
         plain = np.copyto
@@ -74,7 +74,7 @@ def test_a_pipe_where_a_buffer_belongs_does_not_hold_up_a_trainer():
 
 
 def test_a_part_that_comes_from_a_device_is_staged_in_memory_that_need_not_be_page_locked(monkeypatch):
-    """No device is here that locks pages: a state that says it is on one takes that path."""
+    """There is no such device here, so the state only claims to be on one, which is enough to take that path."""
     monkeypatch.setattr(State, "device", torch.device("meta"))
     monkeypatch.setattr(copier, "streams_of", lambda device: Streams())
     with Cluster(3) as run:
@@ -85,7 +85,7 @@ def test_a_part_that_comes_from_a_device_is_staged_in_memory_that_need_not_be_pa
 
 
 def test_a_snapshot_that_is_published_while_its_group_speaks_is_not_given_up(monkeypatch):
-    """Nothing is known of it yet: that it is settled and not coded would be wrong."""
+    """Its outcome is not known yet, so the group must not say that it is settled and not coded."""
     with Cluster(1, parity=0) as run:
         run.take(1, coded=False)
         it, goes_on = run.copiers[0], threading.Event()
@@ -93,7 +93,7 @@ def test_a_snapshot_that_is_published_while_its_group_speaks_is_not_given_up(mon
         monkeypatch.setattr(it, "_take", lambda job: (goes_on.wait(), publish(job)))
 
         def is_idle(self: copier.Copier) -> bool:
-            """It is published just before the answer."""
+            """Have the snapshot published just before the answer."""
             goes_on.set()
             wait_until(lambda: plain.fget(self))
             return plain.fget(self)

@@ -83,7 +83,7 @@ def test_the_newest_state_that_can_be_had_whole_is_taken_and_why_not_a_newer_one
     ],
 )
 def test_a_start_keeps_the_newest_coded_snapshot_until_the_restored_state_is_coded(held, disk_step, anchor):
-    """And not one that is not newer than the disk's checkpoint, or that cannot be restored."""
+    """It does not keep a snapshot that is not newer than the disk checkpoint, or that cannot be restored."""
     decision = decide(held, run="r", disk_step=disk_step)
     assert (decision.step, decision.anchor) == (5, (anchor, 1, ""))
     assert Decision.from_json(json.loads(json.dumps(decision.to_json())), 0, "t").anchor == decision.anchor

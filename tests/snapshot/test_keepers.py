@@ -1,4 +1,4 @@
-"""The keeper's life: when it starts and ends, and what it leaves."""
+"""When a keeper starts and ends, what it serves, and what it leaves behind."""
 
 import shutil
 import time
@@ -42,7 +42,7 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
 
 
 def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypatch, tmp_path, caplog):
-    """A run directory that is full for a moment: else what is coded would be called protected, and not be found."""
+    """The run directory is full for a moment. Otherwise a snapshot would count as protected that no start can find."""
     settings = Snapshot(segment_dir=str(tmp_path))
     it = Segment.of(settings, run_id(run_token(tmp_path)), 3)
     it.create()
@@ -127,7 +127,7 @@ def test_the_command_says_what_a_start_would_do(capsys):
 
 
 def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
-    """Only what has the name of one, and is a file: neither links nor the rest of the segment."""
+    """It serves only regular files with the name of a state, neither links nor other files of the segment."""
     state, name = b"7" * 3_000_000, "worker-3.rank-0.round-12.abc"
     with Cluster(2) as run:
         run.take(1, coded=False)
@@ -150,7 +150,7 @@ def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
 
 
 def test_a_keeper_takes_copies_of_another_hosts_states_and_nothing_else():
-    """Storage has those that no other host takes."""
+    """States that no other host takes are copied to storage."""
     state, name = b"7" * 3_000_000, "worker-3.rank-0.round-12.abc"
     with Cluster(2) as run:
         run.take(1, coded=False)

@@ -1,4 +1,4 @@
-"""What is left when something dies: real keepers, real segments, real deaths."""
+"""What can be restored after processes and hosts die: real keepers, real segments, real deaths."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from snapshot_cluster import Cluster, slowed, wait_until
 
 
 def line_of(run: Cluster) -> str:
-    """What `everstep status` says of the run."""
+    """Return the line on snapshots that `everstep status` prints for this run."""
     found = Protection()
     for group, kind, step, fields in run.events:
         found.take({"kind": kind, "group": group, "rank": 0, "step": step, **fields})
@@ -25,7 +25,7 @@ def line_of(run: Cluster) -> str:
 
 
 def protected(run: Cluster) -> list[int]:
-    """Steps that a group has said are protected."""
+    """Return the steps that group 0 has reported as protected."""
     return [step for group, kind, step, _ in run.events if (group, kind) == (0, "snapshot_protected")]
 
 
@@ -50,7 +50,7 @@ def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, pa
 
 
 def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_of_it():
-    """Keepers died too; the new ones adopt what lies on their hosts, and spare it however old it is."""
+    """The keepers died too. New ones adopt what is on their hosts, and do not remove it however old it is."""
     with Cluster(4, per_host=2, keeper_ttl_s=1800.0) as run:
         run.take(1, 2)
         run.kill_trainers()
@@ -72,7 +72,7 @@ def test_a_restored_state_is_coded_before_the_first_commit_and_the_old_snapshot_
         run.lose_host(0)
         found = run.resumes("parity", 2)
         run.start_keeper(0)
-        with slowed(run, 2):  # the new code comes late: what was restored from is still enough
+        with slowed(run, 2):  # the new parity comes late, so the restored snapshot must stay
             run.restart(found)
             run.wait()
             assert {h.start for h in run.segment(1).headers("data", 0) if h and h.step == 2} == {"", "again"}
@@ -92,7 +92,7 @@ def test_a_coded_snapshot_outlives_the_restore_of_a_newer_one_that_was_given_up(
             for group in (1, 2):
                 wait_until(lambda group=group: run.segment(group).read_notes(0).settled)
         found = run.resumes("memory", 3)
-        with slowed(run, 0):  # nothing new is coded meanwhile
+        with slowed(run, 0):  # so that nothing new is coded
             run.restart(found)
             run.wait()
             run.kill_trainers()
@@ -123,7 +123,7 @@ def test_status_says_what_is_coded_and_how_old_it_is_and_that_is_what_a_lost_hos
 
 @pytest.mark.parametrize(("groups", "duty"), [(4, (10_000.0, 0.05)), (3, (1.5, 0.02))], ids=["frozen", "slow"])
 def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapshots(groups, duty):
-    """It is named and left out, and none of those whose parts came late, or not, because it held up the questions."""
+    """The slow member is blamed and left out, not a member whose part came late or not at all because of it."""
     with Cluster(groups, coding_timeout_s=2.0) as run:
         run.take(1)
         with slowed(run, 0, *duty):
@@ -142,7 +142,7 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
 
 
 def test_a_member_that_is_slow_in_the_middle_of_its_part_does_not_break_the_others_connections():
-    """They wait to send as long as it has time, however soon silence is too long where a state is restored."""
+    """The other members wait for it until the coding deadline, even if restores have a much shorter timeout."""
     with Cluster(3, coding_timeout_s=60.0, transfer_timeout_s=0.5) as run:
         run.take(1, scale=200)
         with slowed(run, 2, 1.0, 0.05):
@@ -179,7 +179,7 @@ def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_p
     ],
 )  # fmt: skip
 def test_as_many_hosts_as_status_says_may_be_lost_and_not_one_more(hosts, size, parity):
-    """Nobody is left alone in a parity group, and none has more members on one host than it has parity."""
+    """No parity group has more members on one host than it has parity, except on exposed hosts."""
     domains = Domains(tuple(range(len(hosts))), size, parity, tuple(hosts))
     assert sorted(member for group in domains.groups for member in group) == list(domains.members)
     exposed = {hosts[member] for member in domains.exposed}

@@ -1,4 +1,4 @@
-"""Parity: any loss the code promises to repair is repaired, byte for byte, with the arithmetic that is used."""
+"""Parity: every loss that the code promises to repair is repaired, byte for byte, by the real arithmetic."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Death at every point of a publication: a reader finds the step before, the new one, or nothing. Never a
+"""After a death at any point of a publication, a reader finds the previous step, the new one, or nothing, but never a
 mixture."""
 
 import mmap
@@ -37,7 +37,7 @@ def payload_of(step: int, size: int = SIZE) -> np.ndarray:
 
 
 def publish(writer: BufferWriter, step: int, size: int = SIZE) -> None:
-    """What the copier does, in pieces small enough to die between."""
+    """Publish as the copier does, in pieces so small that a death can fall between them."""
     writer.reserve(size)
     writer.begin()
     payload, data = writer.payload(size), payload_of(step, size)
@@ -47,7 +47,7 @@ def publish(writer: BufferWriter, step: int, size: int = SIZE) -> None:
 
 
 def what_is_there(path: Path) -> int | None:
-    """The step that a reader believes in, checked against what that step's bytes must be."""
+    """Return the step that a reader accepts, and check that it has the bytes of that step; None if there is none."""
     reader = BufferReader(path)
     header = reader.header()
     if header is None or reader.damage(header):
@@ -57,7 +57,7 @@ def what_is_there(path: Path) -> int | None:
     reader.read_into(data.data, 0)
     reader.close()
     if root_of(chunk_digests(data.data)) != header.root:
-        return None  # overwritten since: what restores looks at what it copied, too
+        return None  # overwritten since; a restore, too, verifies the bytes that it copied
     assert np.array_equal(data, payload_of(header.step, header.payload_bytes)), "a wrong state passed every check"
     return header.step
 
@@ -69,7 +69,7 @@ def folder():
 
 
 def test_memory_is_made_in_slices_between_which_other_threads_run(folder, monkeypatch):
-    """The call keeps the interpreter's lock: a keeper that makes a large buffer at once says nothing meanwhile."""
+    """The call holds the GIL: if a keeper made a large buffer with one call, its heartbeat would stop meanwhile."""
     made = []
 
     class Noted(mmap.mmap):
@@ -87,8 +87,8 @@ def test_memory_is_made_in_slices_between_which_other_threads_run(folder, monkey
 
 
 def run_to_line(action, last: int | None) -> int:
-    """Run `action`, and kill this process before its `last`-th line of the buffer module or of this one. How many lines
-    there were."""
+    """Run `action`, and kill this process before the `last`-th line of the buffer module or of this one. Returns the
+    number of lines that ran."""
     count = 0
 
     def tracer(frame, event, arg):

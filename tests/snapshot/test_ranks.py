@@ -1,4 +1,4 @@
-"""Groups of several ranks: the ranks of each number are coded apart, and all ranks of a group decide alike."""
+"""Groups of several ranks: each rank column is coded separately, and all ranks of a group make the same decision."""
 
 import threading
 import time
@@ -17,11 +17,11 @@ from snapshot_cluster import state_of, wait_until
 
 GROUPS, RANKS = range(4), range(2)
 HOSTS = ((1, 2, 3, 4), (1, 3, 2, 4))
-"""By rank and group. So groups 0, 2 and 1, 3 are coded together in ranks 0, and groups 0, 1 and 2, 3 in ranks 1."""
+"""Host by rank and group. So groups 0, 2 and 1, 3 are coded together in column 0, and 0, 1 and 2, 3 in column 1."""
 
 
 class Collectives:
-    """Of a group's two ranks, which are threads."""
+    """Collectives of a group's two ranks, which are threads here."""
 
     def __init__(self) -> None:
         self._said = [None, None]
@@ -39,7 +39,7 @@ class Collectives:
 
 
 def both(do):
-    """What the two ranks of a group do at the same time, by rank."""
+    """Call `do` for both ranks of a group at the same time. Returns the results by rank."""
 
     def as_rank(rank):
         threading.current_thread().name = str(rank)
@@ -51,7 +51,7 @@ def both(do):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """By group and rank; keepers are not there, and what they note is the test's."""
+    """(group, rank) -> its snapshots. There are no keepers; the test writes their notes."""
     collectives = Collectives()
     monkeypatch.setattr(snapshots.KeeperWatch, "of_first", lambda *_: None)
     monkeypatch.setattr(snapshots, "gather_json", collectives.gather)
@@ -85,7 +85,7 @@ def commit(run, step: int) -> None:
 
 
 def noted(run, group: int, rank: int, **notes) -> None:
-    """What its keeper says of a rank's newest snapshot."""
+    """Write a keeper's notes on a rank's newest snapshot."""
     copier = run[group, rank]._copier
     if copier._newest is not None:
         sequence, now = copier._newest.sequence, time.monotonic()
@@ -93,7 +93,7 @@ def noted(run, group: int, rank: int, **notes) -> None:
 
 
 def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
-    """Else the ranks of the next snapshot were shared by other groups each, and it could not be restored."""
+    """Otherwise different groups would share the next snapshot in each rank column, and it could not be restored."""
     commit(run, 1)
     for group, rank in run:
         if (rank, group) in ((1, 0), (1, 1)):  # the keeper of group 0's second host stands still

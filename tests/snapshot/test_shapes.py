@@ -1,4 +1,4 @@
-"""A snapshot restores into groups of any shape, tensor by tensor what was saved; and never into another model."""
+"""A snapshot restores into groups of any shape, tensor by tensor as it was saved."""
 
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ Rank = tuple[dict[str, torch.Tensor], dict[str, Shard]]
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A whole state: two layers, an optimizer's moments and step counters, an output layer."""
+    """Return a whole state: two layers, an output layer, a norm, and an optimizer's moments and step counters."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in (("layers.0.w", (7, 6)), ("layers.1.w", (7, 6)), ("output.w", (9, 4)), ("norm.w", (5,))):
@@ -26,7 +26,7 @@ def model(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def cut(state: dict[str, torch.Tensor], ranks: int, dimension: int) -> list[Rank]:
-    """The state sharded along a dimension, as FSDP (0) and TP (1) do; vectors along 0, scalars whole."""
+    """Shard a state along a dimension, as FSDP (0) and TP (1) do; vectors along 0, scalars not at all."""
     made: list[Rank] = []
     for rank in range(ranks):
         tensors, shards = {}, {}
@@ -49,7 +49,7 @@ def whole_ranks(state: dict[str, torch.Tensor], ranks: int) -> list[Rank]:
 
 
 def stages(state: dict[str, torch.Tensor]) -> list[Rank]:
-    """Two pipeline stages, each with the tensors of its own layers."""
+    """Split a state into two pipeline stages, each with the tensors of its layers."""
     first = {name: tensor.clone() for name, tensor in state.items() if "layers.0" in name}
     return [(first, {}), ({name: tensor.clone() for name, tensor in state.items() if name not in first}, {})]
 
@@ -64,7 +64,7 @@ SHAPES = {
 
 
 def save(run: Cluster, ranks: list[Rank]) -> None:
-    """One committed step of groups with these ranks."""
+    """Commit one step of groups with these ranks."""
     run.kill_trainers()
     copiers = [
         (Copier(run.segment(group), rank, len(ranks), run.settings_of(group), lambda *a, **k: None), rank)
@@ -100,7 +100,7 @@ def test_what_is_restored_into_another_shape_is_what_was_saved(before, after):
         wanted = SHAPES[after](state)
         for rank, (tensors, shards) in enumerate(wanted):
             if rank and before != "one rank":
-                # `recover` decides on rank 0 of a group; the others cut with the same decision.
+                # `recover` decides on rank 0 of a group; the other ranks reshape with the same decision.
                 layout = Layout.of(tensors, shards)
                 found = recovery.restore_reshaped(run.decide(), rank, 0, layout, run.token, TIMEOUT)
             else:
