@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(make,
 
 def test_a_group_that_is_too_few_is_told_so(make):
     member = make.member(0, [make.gate(min_groups=2, heartbeat_timeout_s=1.0)])
-    with pytest.raises(QuorumUnavailable, match=r"^groups 0 are heard, and fault_tolerance\.min_groups is 2$"):
+    with pytest.raises(QuorumUnavailable, match=r"^groups 0 are alive, and fault_tolerance\.min_groups is 2$"):
         member.ask(a_request(0), timedelta(seconds=2))
 
 
@@ -197,7 +197,7 @@ def test_who_waits_in_vain_is_told_why(make):
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(asks, members[0], 0, 1, State(0, 1))
         assert asks(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
-    with pytest.raises(QuorumUnavailable, match="none of the groups that make a step has asked"):
+    with pytest.raises(QuorumUnavailable, match="none of the groups that make steps has asked"):
         members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
 
 

@@ -111,7 +111,7 @@ def test_the_optimizer_waits_for_a_copy_and_for_no_joiner_and_changes_nothing_th
 
 
 @pytest.mark.parametrize(
-    ("rooms", "reason"), [([False], "without memory for [0-9]* bytes"), ([True, False], "no memory for a copy")]
+    ("rooms", "reason"), [([False], "no memory for [0-9]* bytes"), ([True, False], "no memory for a copy")]
 )
 def test_a_host_without_memory_for_a_copy_takes_none_and_serves_nobody(server, monkeypatch, rooms, reason):
     left = iter(rooms)

@@ -121,7 +121,7 @@ class Gate:
         try:
             self._beats, *self._clients = [LighthouseClient(inner, CONNECT_TIMEOUT) for _ in range(CLIENTS + 1)]
         except Exception as error:  # the Rust client raises several unrelated types
-            raise ConnectionError(f"torchft's lighthouse does not answer behind its gate: {error}") from error
+            raise ConnectionError(f"torchft's lighthouse, in this process, does not answer: {error}") from error
         self._changed = threading.Condition()
         """Guards all that follows; notified when requests that wait for their turn may have got it."""
         self._heard: dict[str, float] = {}
@@ -181,7 +181,7 @@ class Gate:
                     asked = typed.parse(Asked, message)
                     request = decode(asked.said) if asked.said else None
                     if request is not None and asked.replica != request.name:
-                        raise ValueError("it is of another replica")
+                        raise ValueError(f"it is of {request.name}, and {asked.replica} sent it")
                 except ValueError as error:
                     raise wire.RefusedError(f"the request is not understood: {error}") from error
                 if request is None:
@@ -269,7 +269,7 @@ class Gate:
 
     def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
-            return {"failed": "another start of this group counts now"}
+            return {"failed": "another start of this group has replaced this one"}
         with self._changed:
             self._waits[asked.replica] = waiting
         try:
@@ -282,7 +282,7 @@ class Gate:
     def _answer(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(waiting, until) or waiting.channel.hung_up():
-            return {"failed": "none of the groups that make a step has asked for the next quorum"}
+            return {"failed": "none of the groups that make steps has asked for the next quorum"}
         with self._changed:
             if self._waits.get(asked.replica) is not waiting:  # its earlier request got it into the newest quorum
                 return self._newest
@@ -292,7 +292,7 @@ class Gate:
             quorum = client.quorum(replica_id=asked.replica, timeout=left)
         except TimeoutError:
             living = ", ".join(sorted(self._counting()))
-            return {"failed": f"groups {living} are heard, and fault_tolerance.min_groups is {self._min_groups}"}
+            return {"failed": f"groups {living} are alive, and fault_tolerance.min_groups is {self._min_groups}"}
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
         when = quorum.created.seconds, quorum.created.nanos
@@ -333,16 +333,16 @@ class Gate:
         """Return the answer to all members of a new quorum."""
         now = time.monotonic()
         if now < self._believed_from or now - self._beaten > 3 * self._every_s:
-            return {"failed": "this process stood still, and its lighthouse took groups for dead meanwhile"}
+            return {"failed": "the lighthouse's process stood still, and may have taken living groups for dead"}
         gone_at = now - SILENCE.total_seconds()
         self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
         self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
         found = {replica: self._waits[replica] for replica in replicas if replica in self._waits}
         if len(found) < len(replicas):
-            return {"failed": "the lighthouse names a replica that does not wait at its gate"}
+            return {"failed": "torchft's quorum has a group that does not wait for one"}
         if left := sum(waiting.channel.hung_up() for waiting in found.values()):
             # The others would wait for it in vain. The lighthouse leaves it out once its heartbeats have stopped.
-            return {"failed": f"{left} of {len(found)} members ended while they waited"}
+            return {"failed": f"{left} of {len(found)} members ended while they waited for the quorum"}
         requests = [waiting.request for waiting in found.values()]
         try:
             read = read_quorum(quorum_id, requests)

@@ -129,7 +129,7 @@ class _Copy(threading.Thread):
         with self._changed:
             self._changed.wait_for(lambda: self._copied >= offset + length or self._error, self._patience_s)
             if self._copied < offset + length:
-                reason = self._error or f"not in {self._patience_s:g} s"
+                reason = self._error or f"this takes longer than {self._patience_s:g} s"
                 raise wire.RefusedError(f"the state could not be copied: {reason}")
         return self._pieces.views(offset, length)
 
@@ -232,7 +232,7 @@ class Door:
             self._changed.wait_for(lambda: self._of.step >= wanted.step or self._of.whose != wanted.whose, patience_s)
             if self._open is None or self._of != wanted:
                 over = ", and its optimizer step has begun" if self._open is None else ""
-                raise wire.RefusedError(f"{wanted} was asked for; what was opened here last is {self._of}{over}")
+                raise wire.RefusedError(f"it asked for {wanted}; the last state opened here is {self._of}{over}")
             self._open[0].begin()
             return self._open
 
@@ -283,7 +283,7 @@ class Fetch:
         """Why the transfer has failed; empty if it is under way or complete."""
         if self._thread.is_alive() or self.state is not None:
             return ""
-        return f"no state of step {self._wanted.step} {'; '.join(self._reasons)}"
+        return f"the state of step {self._wanted.step} could not be fetched: {'; '.join(self._reasons)}"
 
     def room(self, nbytes: int) -> contextlib.AbstractContextManager[bool]:
         """Return a context, whose value is whether this host has memory for `nbytes` besides the state."""
@@ -294,10 +294,10 @@ class Fetch:
         with room_for(self.nbytes) as has_room:
             try:
                 if not has_room:
-                    raise RuntimeError("this host has less free")
+                    raise RuntimeError("less is free")
                 self._tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=HOST) for n, t in like.items()}
             except RuntimeError as error:
-                self._reasons.append(f"without memory for {self.nbytes} bytes: {error}".splitlines()[0])
+                self._reasons.append(f"this host has no memory for {self.nbytes} bytes: {error}".splitlines()[0])
                 return
             self._sink = wire.Pieces(list(map(_memory_of, self._tensors.values())))
             sources = [threading.Thread(target=self._take_from, args=(one,), daemon=True) for one in addresses]
@@ -318,7 +318,7 @@ class Fetch:
                 schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer")
                 if (schema.of, schema.tensors) != (self._wanted, self._described):
                     other = [tensor for tensor in schema.tensors if tensor not in self._described]
-                    raise UnfitError(f"it offers {schema.of}, with other tensors than this rank has: {other[:3]}")
+                    raise UnfitError(f"it offers {schema.of}; its tensors that this rank does not have: {other[:3]}")
                 self._take_pieces(channel)
                 with self._turn:
                     if self.state is None:

@@ -15,7 +15,7 @@ ELSEWHERE = "192.0.2.1"
 
 
 class InterfaceError(ValueError):
-    """A name that is no address, or an address that none of this machine's interfaces has."""
+    """No interface of this machine has the address. The message is one sentence that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def interface_of(host: str) -> Interface:
         address = str(socket.getaddrinfo(host or socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         if not own:
-            raise InterfaceError(f"fault_tolerance.bind_host = '{host}' is no address: {error}") from error
+            raise InterfaceError(f"{_must_be_here(host)}: {error}") from error
         address = "127.0.0.1"
     if own and address.startswith("127."):
         address = _default_route() or address
@@ -48,9 +48,7 @@ def interface_of(host: str) -> Interface:
             return Interface(name, address)
     if address.startswith("127."):  # the loopback interface has all of these, though psutil lists one
         return Interface("lo", address)
-    raise InterfaceError(
-        f"fault_tolerance.bind_host = '{host}' is {address}, which no interface of {socket.gethostname()} has"
-    )
+    raise InterfaceError(f"{_must_be_here(host)}: no interface of {socket.gethostname()} has {address}")
 
 
 def use_interface(host: str) -> Interface:
@@ -61,6 +59,10 @@ def use_interface(host: str) -> Interface:
     # With "=" NCCL takes the exact name, without it a prefix.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")
     return found
+
+
+def _must_be_here(host: str) -> str:
+    return f"fault_tolerance.bind_host = '{host}' must be an address of this machine"
 
 
 def _default_route() -> str:

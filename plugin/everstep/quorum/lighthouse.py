@@ -1,9 +1,9 @@
-"""torchft's lighthouse behind its gate, as a process of its own: who is alive, and which groups form the next quorum.
+"""The lighthouse's process: knows which groups are alive, and forms quorums of them (torchft's, behind our gate).
 
     python -m everstep.quorum.lighthouse --bind 10.0.0.1:29510 --run-dir RUN_DIR --min-groups 2
 
-Only replicas that know the token in RUN_DIR are let in (`everstep.quorum.gate`). It keeps nothing on disk: after a
-restart on the same port the groups report again and the next quorum forms.
+Admits only groups that know the token in RUN_DIR (`everstep.quorum.gate`). It keeps nothing on disk: after a restart on
+the same port, the groups connect again and the next quorum forms.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def serve(options: argparse.Namespace) -> None:
     heart = BeatFile(lighthouse_beat_path(options.run_dir))
     while not stops:
         if gate.lost.is_set():
-            raise ConnectionError("torchft's lighthouse has gone from behind its gate")
+            raise ConnectionError("torchft's lighthouse, in this process, does not answer any more: start it again")
         heart.beat("serves")
         time.sleep(LOOK_EVERY_S)
     gate.close()
@@ -56,10 +56,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the lighthouse's process; return its exit status."""
     parser = argparse.ArgumentParser(prog="everstep.quorum.lighthouse", description=__doc__)
     parser.add_argument("--bind", required=True, help="host:port to listen on")
-    parser.add_argument("--run-dir", type=Path, required=True, help="whose token admits replicas")
-    parser.add_argument("--min-groups", type=int, default=1)
-    parser.add_argument("--join-timeout-s", type=float, default=2.0)
-    parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0)
+    parser.add_argument("--run-dir", type=Path, required=True, help="run directory, whose token groups must know")
+    parser.add_argument("--min-groups", type=int, default=1, help="fewest groups of a quorum")
+    parser.add_argument("--join-timeout-s", type=float, default=2.0, help="longest wait for a group that does not ask")
+    parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0, help="a group silent for so long is left out")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
     options = parser.parse_args(args)
     if options.die_with_parent:

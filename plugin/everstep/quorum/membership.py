@@ -137,7 +137,7 @@ class Membership:
                 raise QuorumUnavailable(str(answer["failed"]))
             members = answer["members"]
             if not isinstance(members, list) or not isinstance(answer["quorum_id"], int):
-                raise ValueError("a quorum of another form")
+                raise ValueError("the lighthouse's answer is malformed")
             found = answer["quorum_id"], [decode(member) for member in members]
             quorum = read_quorum(*found)
             if request not in found[1]:
@@ -146,7 +146,7 @@ class Membership:
             raise QuorumUnavailable(str(error).partition("\n")[0][:300]) from error
         if self._published() != address:
             # The other groups ask the new one. This quorum consists of groups that have not noticed that yet.
-            raise QuorumUnavailable("the lighthouse has moved")
+            raise QuorumUnavailable("the lighthouse has moved to another address")
         self.wanted, self._makes = False, quorum.makers() if request.group in quorum.able else ""
         return found
 

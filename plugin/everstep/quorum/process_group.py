@@ -163,7 +163,7 @@ class RankColumn:
         with self._lock:
             lines = self._lines
         if not lines:
-            raise SumsBroken("not connected")
+            raise SumsBroken("not connected to the other groups")
         self.payload_bytes += tensor.nbytes
         try:
             return lines[which].start(tensor, timeout)
@@ -192,7 +192,7 @@ class RankColumn:
         members, place = self.size, self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
         if not places:  # the watch may notice a loss at any moment
-            raise SumsBroken("not connected")
+            raise SumsBroken("not connected to the other groups")
 
         def exchange(some: bytes, size: int) -> list[bytes]:
             matrix = torch.zeros(members, -(-size // 8), dtype=torch.int64)

@@ -182,7 +182,7 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
     """
     ordered = tuple(sorted(members, key=lambda member: member.group))
     if not ordered or len({member.group for member in ordered}) < len(ordered):
-        raise ValueError(f"groups {[member.group for member in ordered]} cannot be the members of a quorum")
+        raise ValueError(f"a quorum has each of its members once, not groups {[member.group for member in ordered]}")
     state, able = _state_that_counts(ordered)
     names = {member.name: member.group for member in ordered}
     told = [(member.group, names[name]) for member in ordered for name in member.unreached if name in names]

@@ -89,7 +89,7 @@ def page_locked(size: int) -> torch.Tensor:
     try:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        log.warning("copies go through memory that is not page-locked: %s", error)
+        log.warning("copies from the device are slower, as page-locked memory cannot be had: %s", error)
         return torch.zeros(size, dtype=torch.uint8)
 
 

@@ -82,7 +82,7 @@ class Turn(enum.Enum):
     CAUGHT_UP = "this group has taken over a state"
     FOLLOWED = "the others committed a step, which this group will apply when it has the state before it"
     LEFT = "this group was asked to leave, and there is no step to wait for"
-    FENCED = "another start of this group counts now"
+    FENCED = "another start of this group has replaced this one"
     OUT_OF_DATA = "the data ended before this step"
     OVER = "no more steps are made on this group's state"
     TOO_LATE = "the run ended, with a later state than this group's"
@@ -125,7 +125,7 @@ class Healing:
     @property
     def error(self) -> str:
         """Why healing has failed for good; empty if it has not."""
-        return "no memory on this host for the sums of another step" if self.full else self.fetch.error
+        return "this host has no memory for the sums of another step" if self.full else self.fetch.error
 
     @property
     def follows(self) -> State:

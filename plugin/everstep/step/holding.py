@@ -23,9 +23,9 @@ from everstep.step.interfaces import OutOfData, Work
 from everstep.step.pace import Pace
 from everstep.step.reduction import GradientReducer
 
-FINDINGS = "attention findings that were not repaired"
-OTHER_BITS = "two groups computed other bits of one slot"
-NOT_FINITE = "a gradient is not finite, or its norm is not"
+FINDINGS = "a check found wrong results and could not repair them"
+OTHER_BITS = "groups computed different bits of one slot"
+NOT_FINITE = "a gradient or its norm is not finite"
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class Holding:
             elif self._group != pair[0]:
                 continue
             elif bits[0] != bits[1]:
-                reason = f"{OTHER_BITS}, and nobody is left to ask"
+                reason = f"{OTHER_BITS}, and there is no other group to ask"
                 self._events.emit("slot_accepted", attempt.step, slot=slot, reason=reason)
             elif wrong := sorted({group for group, known in held.told[slot] if known != bits[0]}):
                 self._events.emit("slot_wrong", attempt.step, slot=slot, groups=wrong, reason=OTHER_BITS)
@@ -205,7 +205,7 @@ class Holding:
         elif not passed and slot in attempt.plan.accepted:
             held.refused[slot] += 1
             held.accepted.add(slot)
-            self._events.emit("slot_accepted", attempt.step, slot=slot, reason="other groups refused it as well")
+            self._events.emit("slot_accepted", attempt.step, slot=slot, reason="other groups refused it too")
         elif not passed:
             self._refuse(attempt, [slot], FINDINGS)
 
@@ -233,7 +233,7 @@ class Holding:
         ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
         refused = {slot for rank in ranks for slot in rank.found}
         if not all(rank.whole for rank in ranks):
-            raise GroupBroken(f"the ledger says slots {sorted(held.slots)} and the trainer {sorted(computed)}")
+            raise GroupBroken(f"the trainer holds slots {sorted(computed)}, the ledger {sorted(held.slots)}")
         if not all(rank.own_finite for rank in ranks):
             self._refuse(attempt, held.slots, NOT_FINITE)
         elif refused:

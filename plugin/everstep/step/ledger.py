@@ -88,13 +88,13 @@ def objection(rows: Sequence[Row], quorum: Quorum) -> str:
     This excludes groups of another quorum, at another step or of another history before any sum.
     """
     if tuple(row.group for row in rows) != quorum.groups or any(row.quorum != quorum.key for row in rows):
-        return "some group is in another quorum"
+        return "a group's row is from another quorum"
     computing = [row for row in rows if row.computes]
     if not computing:
         return "no group computes"
     for row in computing:
         if (row.step, row.history) != (quorum.state.step, quorum.state.history):
-            return f"group {row.group} is at step {row.step} of another history"
+            return f"group {row.group}, at step {row.step}, has another state than its quorum"
     return ""
 
 

@@ -282,7 +282,7 @@ class StepProtocol:
     def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
         """Return the result of `meet`, a collective over groups. Raises AttemptFailed if it failed on any rank."""
         met: list[T] = []
-        reason = "another rank of this group could not reach its peers"
+        reason = "another rank of this group could not reach the other groups"
         try:
             met.append(meet())
         except SumsBroken as broken:
