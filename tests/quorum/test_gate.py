@@ -1,6 +1,6 @@
-"""The gate of the lighthouse: groups of the run form quorums through it, and nobody else stops, stalls or ends them.
-Who comes back while the others make a step that is longer than the join timeout leaves none of them out; and groups
-that make step after step hear that somebody waits for them."""
+"""The gate of the lighthouse: the groups of the run form quorums through it, and no stranger stops, delays or ends
+them. A group that comes back during a step longer than the join timeout causes no other group to be left out. Groups
+that make step after step are told that another group waits for them."""
 
 import contextlib
 import dataclasses
@@ -33,13 +33,13 @@ LIFE = "0123456789abcdef"
 TOKEN = bytes(32)
 JOIN_S = 0.5
 BEATS_S = 1.0
-"""In which each group has beaten, and the gate looked."""
+"""Seconds in which each group has sent a heartbeat and the gate has handled it."""
 FRESH = State(0, 0)
 
 
 @pytest.fixture
 def make():
-    """Makes gates, and members that find them; both end with the test."""
+    """Creates gates and members that find them, and ends both after the test."""
     gates, members = [], []
 
     def gate(groups=0, min_groups=1, heartbeat_timeout_s=2.0):
@@ -48,7 +48,7 @@ def make():
         return gates[-1]
 
     def member(group, at, life=LIFE, fenced=lambda: False, token=TOKEN):
-        """`at`: a list of one gate, which may become another one."""
+        """`at`: a list with one gate, which a test may replace."""
         options = {"group": group, "life": life, "token": token, "fenced": fenced, "heartbeat_timeout_s": 2.0}
         members.append(Membership(find_lighthouse=lambda: f"http://{at[0].address}", **options))
         return members[-1]
@@ -69,7 +69,7 @@ def a_request(group, number=1, state=FRESH):
 
 
 def quorum(group, number=1):
-    """A request as it is sent."""
+    """Return a request for a quorum as it is sent."""
     return {"replica": name_of(group, LIFE), "said": encode(a_request(group, number)), "timeout_s": 8.0}
 
 
@@ -78,7 +78,7 @@ def asks(member, group, number, state=FRESH):
 
 
 def all_ask(members, number, later_s=0.0):
-    """What each gets; all but the first ask later."""
+    """Let each member ask, all but the first one `later_s` later. Return the groups of each member's quorum."""
     with ThreadPoolExecutor(len(members)) as pool:
         first = pool.submit(asks, members[0], 0, number, State(1, 1))
         time.sleep(later_s)
@@ -87,7 +87,7 @@ def all_ask(members, number, later_s=0.0):
 
 
 def met(make, count):
-    """A gate and so many members, once they have been in a quorum."""
+    """Return a gate and `count` members that have been in a quorum together."""
     at = [make.gate(count)]
     members = [make.member(group, at) for group in range(count)]
     assert {len(found) for found in all_ask(members, 1)} == {count}
@@ -95,7 +95,7 @@ def met(make, count):
 
 
 def asks_until_together(member, group, state):
-    """As groups do: who meets a start that is gone asks again."""
+    """Ask, and ask again if the quorum has an old start of a group, as groups do. Return whether that succeeded."""
     for number in range(2, 50):
         with contextlib.suppress(QuorumUnavailable):
             found = member.ask(a_request(group, number, state), SOON / 4)[1]
@@ -106,7 +106,7 @@ def asks_until_together(member, group, state):
 
 @pytest.fixture
 def lighthouse(tmp_path):
-    """A process of its own; its quorums wait for 5 s for one that is heard and does not ask."""
+    """Starts a lighthouse process, whose quorums wait 5 s for a group that sends heartbeats but does not ask."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "everstep.quorum.lighthouse", "--bind", address, "--run-dir", tmp_path]
     process = Forked([*map(str, command), "--join-timeout-s", "5"], stdout=subprocess.PIPE)
@@ -117,7 +117,7 @@ def lighthouse(tmp_path):
 
 
 def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
-    """One that speaks as torchft's clients do, one that has another run's token, one that sends anything."""
+    """Strangers: a client of torchft, a process with another run's token, and one that sends random bytes."""
     members = [make.member(group, [lighthouse], token=lighthouse.token) for group in range(3)]
     stop, refused = threading.Event(), []
 
@@ -139,7 +139,7 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
 
     waits_s = []
     with ThreadPoolExecutor(len(members)) as pool:
-        list(pool.map(asks, members, range(3), [1] * 3))  # now all are heard
+        list(pool.map(asks, members, range(3), [1] * 3))  # now the gate has heard all groups
         thread = threading.Thread(target=pose)
         thread.start()
         while len(refused) < 5:
@@ -151,9 +151,9 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
     stop.set()
     thread.join()
     assert all(refused)
-    assert sorted(waits_s)[5] < 4.0, "a quorum that waits for the stranger takes 5 s"
+    assert sorted(waits_s)[5] < 4.0, "a quorum that waited for the stranger would take 5 s"
     told = list(read_events(lighthouse.run_dir, {"stranger_refused"}))
-    assert 1 <= len(told) < len(refused), "it is told once a minute"
+    assert 1 <= len(told) < len(refused), "refusals are reported once a minute"
     assert "does not know the run's token" in told[0]["reason"]
 
 
@@ -191,7 +191,7 @@ def test_a_group_that_is_too_few_is_told_so(make):
 
 
 def test_who_waits_in_vain_is_told_why(make):
-    """And not that the lighthouse was silent when it was asked again for the last moments."""
+    """And not only that the last retry, shortly before the timeout, got no answer."""
     at = [make.gate(2)]
     members = [make.member(group, at) for group in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -202,8 +202,8 @@ def test_who_waits_in_vain_is_told_why(make):
 
 
 def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
-    """A gate that hears of it after the one that counts takes it for that one; the others wait for who makes steps. It
-    waits for the longest time that a config may have, which the gate does not refuse."""
+    """A gate that hears of an old start last takes it for the one that counts, until the old start finds that it is
+    fenced. Its timeout is the longest one that a config may have, which the gate must accept."""
     (at, members), fenced = met(make, 2), threading.Event()
     with ThreadPoolExecutor(3) as pool:
         old = make.member(0, at, "old", fenced.is_set)
@@ -213,7 +213,7 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
         found = [pool.submit(asks_until_together, *both, State(1, 1)) for both in zip(members, range(2), strict=True)]
         fenced.set()
         assert [one.result() for one in found] == [True, True]
-        with contextlib.suppress(QuorumUnavailable):  # or it was in a quorum before it looked at its fence
+        with contextlib.suppress(QuorumUnavailable):  # or it was in a quorum before it read its fence
             waits.result(timeout=1)
 
 
@@ -227,7 +227,8 @@ def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next(make
 
 
 def slow_client(monkeypatch, heartbeat_s):
-    """Heartbeats to gates' lighthouses last so long; in what it returns, how long the next one and each quorum do."""
+    """Let each heartbeat that a gate sends its lighthouse last `heartbeat_s`. In the returned dict a test sets how long
+    the next heartbeat ("heartbeat") and each quorum ("quorum") last, in seconds."""
     late = {}
 
     class Slow:
@@ -248,7 +249,7 @@ def slow_client(monkeypatch, heartbeat_s):
 
 
 def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_group_is_heard_again(make, monkeypatch):
-    """Each heartbeat lasts longer than the lighthouse takes to look whether there is a quorum."""
+    """Each heartbeat lasts longer than the interval at which the lighthouse checks for a quorum."""
     slow_client(monkeypatch, 0.06)
     at, members = met(make, 3)
     with pytest.raises(QuorumUnavailable):
@@ -261,7 +262,7 @@ def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_grou
         first = pool.submit(asks, members[0], 0, 3, State(1, 1))
         time.sleep(JOIN_S / 2)
         pool.submit(asks, members[1], 1, 3, State(1, 1))
-    assert first.exception() or first.result() != [0]  # on a busy machine it may have come too late for the others
+    assert first.exception() or first.result() != [0]  # on a busy machine it may have been too late for the others
 
 
 def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of_that_one(make, monkeypatch):
@@ -269,14 +270,14 @@ def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of
     _, members = met(make, 3)
     time.sleep(BEATS_S)
     assert all_ask(members, 2) == [[0, 1, 2]] * 3
-    time.sleep(0.3)  # the lighthouse takes all for living for as long again
+    time.sleep(0.3)  # the lighthouse takes all groups for alive for another 0.3 s
     late |= {"heartbeat": 0.3, "quorum": 0.1}
     assert all_ask(members, 3, JOIN_S - 0.1) == [[0, 1, 2]] * 3
 
 
 def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(make, monkeypatch):
-    """Heartbeats of all take longer than they are apart, as with hundreds of groups. One round of four is enough, as a
-    busy machine may be later still."""
+    """A round of heartbeats to all groups takes longer than the interval between rounds, as with hundreds of groups.
+    One of four tries has to succeed, as a busy machine may be even later."""
     late, waits_s = slow_client(monkeypatch, 0.09), [1.0]
     _, members = met(make, 3)
     late["quorum"] = 0.18
@@ -285,7 +286,7 @@ def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(mak
         begun = time.monotonic()
         all_ask(members, 1 + len(waits_s))
         waits_s.append(time.monotonic() - begun)
-    assert min(waits_s) < 0.75, "else they ask again"
+    assert min(waits_s) < 0.75, "a quorum that is not believed is asked for again, which takes longer"
 
 
 def test_those_that_ask_at_once_do_not_wake_each_other(make, monkeypatch):
@@ -299,7 +300,7 @@ def test_those_that_ask_at_once_do_not_wake_each_other(make, monkeypatch):
 
 
 def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse(make):
-    """The group has hung up on that, as the gate was silent for longer than a heartbeat timeout."""
+    """The group has closed the connection of the earlier request, as the gate was silent for a heartbeat timeout."""
     gate = make.gate(heartbeat_timeout_s=1.0)
     *beats, old, one, new = (connected(gate.address) for _ in range(5))
     stop = threading.Event()
@@ -313,12 +314,12 @@ def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at
     beat(0.3)
     old.send_frame(quorum(0))
     beat(2.0)
-    time.sleep(1.2)  # nobody is heard, and all may be new when they are
+    time.sleep(1.2)  # no group is heard any more, so the gate starts over when it hears one
     old.cut()
     beating = threading.Thread(target=beat, args=(20.0,))
     beating.start()
     one.send_frame(quorum(1))
-    time.sleep(0.15)  # it looks again before the other one
+    time.sleep(0.15)  # this one checks for its turn again before the other one does
     new.send_frame(quorum(0, 2))
     new.set_timeout(timedelta(seconds=5))
     assert new.receive_frame() == one.receive_frame()
@@ -327,7 +328,7 @@ def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at
 
 
 def test_groups_that_make_steps_apart_hear_of_each_other(make):
-    """Each has a quorum of its own, as after a cut between them; then they beat at the same gate."""
+    """Each of two groups is alone in a quorum, as after a network split. Then both send heartbeats to the same gate."""
     places = [[make.gate(1)], [make.gate(1)]]
     members = [make.member(group, at) for group, at in enumerate(places)]
     for group, member in enumerate(members):

@@ -1,4 +1,4 @@
-"""The heal transport: what arrives is what was sent, or there is one clear error."""
+"""Transfers of states to joiners: either what arrives is what was sent, or there is a clear error."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ class HealError(Exception): ...
 
 
 def fetch(like, *addresses, step=3, timeout=SOON):
-    """The state of a committed step, once it is here. Raises HealError."""
+    """Fetch the state after `step` and return it. Raises HealError."""
     found = Fetch(addresses, Wanted(step, 0, ""), like.tensors, TOKEN, timeout)
     while found.state is None and not found.error:
         time.sleep(0.001)
@@ -82,7 +82,7 @@ def test_concurrent_joiners_all_receive_it(server):
 def test_the_optimizer_waits_for_a_copy_and_for_no_joiner_and_changes_nothing_that_it_reads(
     server, monkeypatch, owner, name, waits
 ):
-    """It changes every tensor while the transfer runs, or as soon as the copy is made."""
+    """The optimizer changes every tensor while the transfer runs, or as soon as the copy is complete."""
     state, there, go_on, closed = a_state(big=60_000), threading.Event(), threading.Event(), threading.Event()
     state.tensors["transposed"] = torch.randn(5, 7).T
     before = HealState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta, state.blobs)
@@ -151,8 +151,8 @@ def test_a_joiner_is_told_what_ended_a_copy_in_the_middle(server, monkeypatch):
 
 
 class Relay:
-    """A source's address for a joiner. After so many bytes of what the source sends it dies, falls silent, or a bit is
-    another one."""
+    """A proxy between a joiner and a source. After `after` bytes of what the source sends, it closes the connection
+    ("dies"), forwards nothing more ("silent"), or flips a bit ("altered")."""
 
     def __init__(self, address: str, fate: str = "", after: int = 0) -> None:
         self._there, self._fate, self._after = parse_address(address), fate, after
@@ -193,20 +193,20 @@ class Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # nobody came
+        with contextlib.suppress(OSError):  # no joiner connected
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(60)
 
 
 FATES = ("dies", "silent", "altered")
-"""At any byte."""
+"""What a relay does to a transfer, at any byte."""
 STRANGE = ("history", "rank", "tensors", "nobody", "closed")
-"""What else a source can be instead of one that has the state: of another history, another rank's, of other tensors,
-not there, or already computing on another state."""
+"""Sources that cannot give the state: they have another history, another rank's state or other tensors, do not listen,
+or have closed the state."""
 
 
 def a_source(state: HealState, fate: str, number: int = 0) -> Door:
-    """Its meta and blobs, which groups may have of their own, say which one it is."""
+    """Open a door to `state`. Its meta and blobs, which may differ between groups, contain its number."""
     state = HealState(state.tensors, state.meta | {"seed": number}, state.blobs | {"rng": bytes([number]) * 5056})
     door = Door("127.0.0.1", TOKEN, SOON, whose="another's" if fate == "rank" else "")
     if fate == "tensors":
@@ -222,7 +222,7 @@ def a_source(state: HealState, fate: str, number: int = 0) -> Door:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(monkeypatch, rounds):
-    """And there is none as long as one of them is sound."""
+    """And there is no error as long as one of the sources is sound."""
     monkeypatch.setattr(heal, "PIECE_BYTES", 1 << 16)
     chance, state = random.Random(rounds), a_state()
     for _ in range(rounds):
@@ -242,7 +242,7 @@ def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(m
         assert got is not None or not sound, (fates, after)
         if got is not None:
             told = got.meta["seed"]
-            assert got.blobs["rng"] == bytes([told]) * 5056, "from the one that the rest is from"
+            assert got.blobs["rng"] == bytes([told]) * 5056, "meta and blobs are from the same source"
             assert_same(got, HealState(state.tensors, state.meta | {"seed": told}, state.blobs | got.blobs))
         assert time.monotonic() - begun < 15
         for each in relays:

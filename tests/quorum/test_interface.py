@@ -26,7 +26,7 @@ def test_each_address_of_this_machine_has_its_interface(address, name):
 
 @pytest.mark.parametrize("host", ["", socket.gethostname()])
 def test_a_name_that_points_to_loopback_means_the_way_to_others(monkeypatch, host):
-    """As Debian has it in /etc/hosts."""
+    """Debian's /etc/hosts points the host's name to 127.0.1.1."""
     pointing = socket.getaddrinfo("127.0.1.1", None, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: pointing)
     others = [address for address in CARDS if not address.startswith("127.")]
@@ -35,7 +35,7 @@ def test_a_name_that_points_to_loopback_means_the_way_to_others(monkeypatch, hos
 
 @pytest.mark.parametrize("address", [address for address in CARDS if not address.startswith("127.")] or ["127.0.0.1"])
 def test_gloo_listens_there(address):
-    """In a process of its own: Gloo reads the environment once."""
+    """In a separate process, as Gloo reads the environment only once."""
     code = (
         "import sys\n"
         "from datetime import timedelta\n"

@@ -1,4 +1,4 @@
-"""Notes between ranks are authentic, and of their place."""
+"""A note is accepted only with the run's token and for the place that it was written for."""
 
 from everstep.quorum.notes import open_note, seal_note
 

@@ -1,4 +1,4 @@
-"""Process groups between real members, and a member that comes only halfway."""
+"""Process groups between real members, and with a member that connects only halfway."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def crosses():
 
 
 def place(board, key, members, rank=0):
-    """Where one of them connects."""
+    """Return the place of member number `rank`."""
     return Place(key, f"{HOST}:{board.port}", 0, rank, tuple(member.address for member in members))
 
 
@@ -60,7 +60,7 @@ def assert_they_add(board, key, *members):
 
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
     cross, go_on, broken = crosses(timedelta(seconds=2)), threading.Event(), []
-    # Reached before: that may take longer than the column may wait.
+    # Connected beforehand, as that may take longer than the column's timeout.
     cross._stores[f"{HOST}:{board.port}"] = reach(f"{HOST}:{board.port}", LONG)
 
     class Stuck(Communicator):
@@ -78,9 +78,9 @@ def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board
     monkeypatch.setattr(cross, "_make", Communicator)
     monkeypatch.setattr(cross, "_connect_timeout", LONG)
     assert_they_add(board, "after-stuck", cross, crosses())
-    assert broken == [False], "what it waits for is broken when it is left behind"
+    assert broken == [False], "the connection is broken when its thread is abandoned"
     go_on.set()
-    until(lambda: broken == [False, True], "what was connected too late is broken")
+    until(lambda: broken == [False, True], "the connection that was completed too late to be broken")
 
 
 def test_a_member_that_does_not_come_is_not_waited_for_as_long_as_a_backend_that_loads(board, crosses):
@@ -92,7 +92,7 @@ def test_a_member_that_does_not_come_is_not_waited_for_as_long_as_a_backend_that
 
 
 def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(board, crosses):
-    """Also of those that are no neighbours, and without anybody waiting for a timeout."""
+    """Also the sums of members that are not its neighbours, and before any timeout."""
     columns = [crosses() for _ in range(4)]
     assert_they_add(board, "all-four", *columns)
     pending = [column.start(torch.ones(1 << 16), 30 * LONG) for column in columns[:3]]
@@ -101,13 +101,13 @@ def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(
     for column, one in zip(columns, pending, strict=False):
         with pytest.raises(SumsBroken):
             column.finish(one)
-    until(lambda: all(one.ended for one in pending), "a sum that nobody will complete is ended")
+    until(lambda: all(one.ended for one in pending), "the sums that can never complete to end")
     assert time.monotonic() - begin < LONG.total_seconds()
     assert_they_add(board, "again", *columns)
 
 
 class Works:
-    """A communicator whose sums are complete at once."""
+    """A communicator whose sums complete at once."""
 
     on_device = False
 
@@ -127,7 +127,7 @@ def test_a_sum_that_is_begun_while_the_group_is_broken_ends():
     one = line.start(torch.ones(1), LONG)
     with pytest.raises(SumsBroken, match="lost"):
         line.finish(one)
-    until(lambda: one.ended, "else its memory is kept as long as the process lives")
+    until(lambda: one.ended, "the sum to end, or its memory would be kept for as long as the process lives")
 
 
 def test_a_backend_that_cannot_say_whether_it_failed_has_failed():

@@ -1,4 +1,4 @@
-"""Members of a quorum notice at once when one of them ends or gives up."""
+"""Members of a process group detect at once that one of them died or left."""
 
 import os
 import queue
@@ -22,12 +22,12 @@ from watched import until
 KEY = b"k" * 32
 SOON_S, TOKEN, SILENCE = 60.0, bytes(range(32)), timedelta(seconds=6)
 LONGEST = timedelta(seconds=3e8)
-"""The longest timeout that a config may have, which the kernel must not refuse."""
+"""The longest timeout that a config may have, which the kernel has to accept."""
 
 
 @pytest.fixture
 def members():
-    """Two watches in this process, with queues of the losses they announce."""
+    """Two watches in this process, and a queue for each one's announced losses."""
     losses = [queue.Queue() for _ in range(2)]
     return [PeerWatch("127.0.0.1", one.put, TOKEN, LONGEST) for one in losses], losses
 
@@ -94,7 +94,7 @@ def test_a_peer_that_is_not_there_is_named(members):
 
 
 def test_connections_of_process_groups_that_came_to_nothing_are_given_back(members):
-    """Of members that connected and left before this rank knew of the process group."""
+    """Connections of members that connected and left before this rank knew of the process group."""
     watches, _ = members
     process = psutil.Process()
     before = process.num_fds()

@@ -16,18 +16,18 @@ WAITS = {
     "heartbeat_timeout_s": 0.5, "connect_timeout_s": 2.0, "reduce_timeout_s": 5.0, "quorum_timeout_s": 5.0,
     "join_timeout_s": 30.0, "stall_timeout_s": 25.0, "startup_timeout_s": 15.0,
 }  # fmt: skip
-"""[fault_tolerance] of a rank unless a test says otherwise."""
+"""A rank's [fault_tolerance] settings, unless a test passes others."""
 
 
 class Rank:
-    """A running rank. `commits`: its events `applied`, by step, each of which came once and in order."""
+    """A running rank. `commits`: step → its event `applied`. The steps must come once each and in order."""
 
     def __init__(self, run: "Run", process: Forked) -> None:
         self.run, self.process = run, process
         self.commits: dict[int, dict] = {}
 
     def beyond(self, step: int = 0) -> None:
-        """Wait for its commit of `step` or, where it healed past that, of a later one."""
+        """Wait until the rank has committed `step`, or a later one if it healed past `step`."""
 
         def is_there() -> bool:
             ended = self.process.poll()
@@ -44,7 +44,7 @@ class Rank:
 
 
 class Run:
-    """A lighthouse and the groups of a test; `host` and `namespace` are the lighthouse's. `lighthouse`: its waits."""
+    """The lighthouse and the groups of a test. `host`, `namespace`: the lighthouse's. `lighthouse`: its timeouts."""
 
     def __init__(self, run_dir: Path, *, host: str = "127.0.0.1", namespace: str = "", **lighthouse: float) -> None:
         self.run_dir, self._tail, self._seen = run_dir, EventTail(run_dir), []
@@ -68,7 +68,7 @@ class Run:
         self.lighthouse.wait()
 
     def ranks(self, number: int, ranks: int, *, host: str = "", namespace: str = "", **options: object) -> list[Rank]:
-        """A group; its options, and of them those that are in WAITS."""
+        """Start a group of `ranks` processes. `options`: fields of `member.Options`, and of WAITS to replace."""
         own = {name: options.pop(name) for name in WAITS.keys() & options.keys()}
         host = host or f"127.0.0.{10 + number}"
         own |= {"group_id": number, "bind_host": host, "lighthouse": f"http://{self.address}"}
@@ -80,7 +80,7 @@ class Run:
         return [self.members[number, rank] for rank in range(ranks)]
 
     def order(self, group: int, rank: int, phase: str, do: str) -> None:
-        """Have a rank kill or stop itself when it comes to a phase next, and wait until it has."""
+        """Let a rank kill or stop itself when it next enters a phase, and wait until it has."""
         path = self.run_dir / f"order-{group}-{rank}"
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "do": do}))
@@ -88,7 +88,7 @@ class Run:
         until(path.with_suffix(".done").exists, f"the rank in {phase}", DEADLINE_S)
 
     def take(self) -> None:
-        """Take note of what was said so far."""
+        """Read the events that were written since the last call."""
         for event in self._tail.new():
             self._seen.append(event)
             if event["kind"] == "applied":
@@ -107,13 +107,13 @@ class Run:
 
 
 def expected(step: int, slots: int) -> list[float]:
-    """The state after `step` of the run in which nothing failed."""
+    """Return the state after `step` of a run without failures."""
     steps, numbers = step * (step + 1) // 2, slots * (slots - 1) // 2
     return [float(total % MODULUS) for total in (slots * step, numbers * step, slots * steps, numbers * steps)]
 
 
 def check_states(group: Rank, slots: int = 6) -> None:
-    """Every step that the group committed so far has the failure-free state."""
+    """Assert that the state after every step that this rank committed is that of a run without failures."""
     group.run.take()
     for step, commit in group.commits.items():
         assert commit["state"] == expected(step, slots), f"step {step}"
@@ -121,6 +121,6 @@ def check_states(group: Rank, slots: int = 6) -> None:
 
 
 def newest(ranks: list[Rank]) -> int:
-    """The newest step that one of them committed."""
+    """Return the newest step that any of these ranks committed."""
     ranks[0].run.take()
     return max(max(rank.commits, default=0) for rank in ranks)

@@ -1,9 +1,7 @@
-"""One rank of a group of a small run: the real protocol, driver, process groups, healing and what puts them together,
-with a model of four numbers.
+"""One rank of a group in a small run: real protocol, driver, process groups and heals, with a model of four numbers.
 
-Run by `harness.Run`, one process a rank. The "gradient" of (step, slot) is a known vector, so a test can say exactly
-what the state after any step must be, whoever computed what. Faults are placed by options and by small files in the
-run directory, through other doors than the protocol's own.
+`harness.Run` starts one process per rank. The "gradient" of (step, slot) is a known vector, so the state after any step
+is known too, whichever group computed which slot. Tests inject faults by options and by files in the run directory.
 """
 
 import contextlib
@@ -39,7 +37,7 @@ from switch import enter
 
 @dataclass(frozen=True)
 class Options:
-    """Of a group. `settings`: of [fault_tolerance]."""
+    """Options of a group. `settings`: the keys of its [fault_tolerance] section."""
 
     run_dir: str
     settings: dict
@@ -49,16 +47,16 @@ class Options:
 
 ENDLESS = 1_000_000
 MODULUS = 1 << 20
-"""Of states: float32 has all whole numbers up to 2^24, and a long run's sums are larger."""
+"""States are kept modulo this: float32 has all whole numbers up to 2^24 only, and sums of a long run are larger."""
 
 
 def gradient(step: int, slot: int) -> torch.Tensor:
-    """Whole numbers, so that sums are exact in any order; a state is what they sum to, modulo MODULUS."""
+    """Return whole numbers, so that sums are exact in any order. A state is the sum of gradients, modulo MODULUS."""
     return torch.tensor([1.0, slot, step, slot * step])
 
 
 class ToyWork:
-    """The protocol's view of a trainer whose slots add known vectors."""
+    """A trainer (`Work`) whose slots have known gradients."""
 
     def __init__(self, options: Options, files: "Files", events: EventLog) -> None:
         self.options, self.files, self.events = options, files, events
@@ -135,7 +133,7 @@ class ToyWork:
 
 
 class Files(RankFiles):
-    """The rank's files, and the faults that are placed at its phases."""
+    """The rank's files. Injects the faults that a test has ordered for a phase."""
 
     def __init__(self, options: Options, ft: FaultTolerance, rank: int) -> None:
         run_dir = Path(options.run_dir)
@@ -155,8 +153,8 @@ class Files(RankFiles):
 
 
 def main() -> None:
-    """Train, with one event `applied` of each rank for each commit; or be the lighthouse, in the network of a
-    namespace."""
+    """Run a rank, which emits an event `applied` for each commit; or the lighthouse. Either in the network namespace
+    EVERSTEP_TEST_NAMESPACE, if that is set."""
     die_with_parent(os.getppid())
     if namespace := os.environ.get("EVERSTEP_TEST_NAMESPACE"):
         enter(namespace)

@@ -1,8 +1,8 @@
-"""A network of a few hosts on this machine: a network namespace each, and between them a switch that loses and delays
-what it is told to, pair by pair.
+"""A network of a few hosts on this machine: one network namespace per host, and between them a switch that can lose and
+delay packets from any host to any other.
 
 The switch is a process that reads packets from a TUN device in each namespace and writes them to that of the receiver.
-It needs CAP_NET_ADMIN, /dev/net/tun and the command `ip`. Namespaces are gone with the processes that use them.
+It needs CAP_NET_ADMIN, /dev/net/tun and the command `ip`. A namespace ends with the processes that use it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class NoNetworkError(RuntimeError):
-    """This machine does not let this process make networks; in one sentence."""
+    """This process may not create network namespaces on this machine. The message is one sentence that says why."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Rule:
     """What happens to packets from one host to another.
 
     Attributes:
-        lost: the share of them that is lost.
-        delay_s: by how much the others come later.
+        lost: fraction of them that is lost.
+        delay_s: seconds by which the others are delayed.
     """
 
     lost: float = 0.0
@@ -44,16 +44,16 @@ class Rule:
 
 
 Rules = dict[tuple[int, int], Rule]
-"""By sender and receiver; where nothing stands, packets pass."""
+"""(sender, receiver) → rule. Without a rule, packets pass at once."""
 
 
 def address(host: int) -> str:
-    """Of a host by its number, from 0."""
+    """Return the IP address of host number `host`, from 0."""
     return f"{PREFIX}{host + 1}"
 
 
 def enter(namespace: str) -> None:
-    """Have this thread, and those that it starts, use the network of a namespace: a file of `/proc`."""
+    """Let this thread, and those that it starts, use the network of a namespace, given as a file in `/proc`."""
     with open(namespace) as file:
         _call("setns", file.fileno(), CLONE_NEWNET)
 
@@ -65,8 +65,8 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def run(hosts: int, connection: Connection) -> None:
-    """The process of a switch of so many hosts. Sends their namespaces, or why there are none; then takes `Rules`, each
-    of which it answers with None when it is in force."""
+    """Run a switch of `hosts` hosts. Sends their namespaces, or why they cannot be made. Then it receives `Rules`, and
+    answers each with None once they are in force."""
     try:
         made = [_host(number) for number in range(hosts)]
     except (OSError, subprocess.SubprocessError) as error:
@@ -77,7 +77,7 @@ def run(hosts: int, connection: Connection) -> None:
 
 
 def _host(number: int) -> tuple[int, int]:
-    """A namespace with its device: descriptors of both."""
+    """Create a namespace with its device; return file descriptors of both."""
     found: list[tuple[int, int] | Exception] = []
 
     def make() -> None:
@@ -95,7 +95,7 @@ def _host(number: int) -> tuple[int, int]:
         except (OSError, subprocess.SubprocessError) as error:
             found.append(error)
 
-    thread = threading.Thread(target=make)  # the namespace is its own, and it ends
+    thread = threading.Thread(target=make)  # only this thread moves to the new namespace, and it ends
     thread.start()
     thread.join()
     if isinstance(found[0], Exception):
@@ -104,7 +104,7 @@ def _host(number: int) -> tuple[int, int]:
 
 
 def _forward(devices: list[int], connection: Connection) -> None:
-    """Pass packets on until the other side of the connection is closed."""
+    """Forward packets until the other end of the connection is closed."""
     rules: Rules = {}
     chance = random.Random(0)
     waiting: list[tuple[float, int, int, bytes]] = []
@@ -133,5 +133,5 @@ def _forward(devices: list[int], connection: Connection) -> None:
             heapq.heappush(waiting, (due, count, receiver, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, receiver, packet = heapq.heappop(waiting)
-            with contextlib.suppress(BlockingIOError):  # its queue is full: lost, as on a wire
+            with contextlib.suppress(BlockingIOError):  # the device's queue is full: the packet is lost, as on a wire
                 os.write(devices[receiver], packet)

@@ -1,4 +1,4 @@
-"""What drives a group: its ranks take each decision together, and attempts that fail at once make no busy loop."""
+"""Decisions and the driver: ranks take each decision together, and attempts that fail at once make no busy loop."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -30,5 +30,5 @@ def test_attempts_that_fail_at_once_are_not_repeated_in_a_busy_loop():
     Driver(protocol, SimpleNamespace(goes_on=lambda: True), Host(clock, None, None), timedelta(seconds=1)).run()
     assert slept[:30] == sorted(slept[:30])
     assert slept[29] == LONGEST_PAUSE_S
-    assert sum(slept[:5]) < 0.1, "the few that any loss of a group may take cost little"
+    assert sum(slept[:5]) < 0.1, "the few retries after the loss of a group cost little"
     assert slept[30:] == slept[:4]

@@ -1,4 +1,4 @@
-"""Sums with the same bits in every order: of slots, of groups, and after what was forgotten."""
+"""Exact sums have the same bits in every order of slots and groups, also after slots were dropped."""
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ SLOTS = 12
 
 
 def made(exact_slots=SLOTS):
-    """Parameters, the sums over their only group, and their reducer."""
+    """Return parameters, sums over a single group, and a reducer of the parameters."""
     params = [*map(torch.nn.Parameter, (torch.zeros(40, 30), torch.zeros(70_000), torch.zeros(24, 16).t()))]
     return params, OneGroup(), GradientReducer(params, bucket_bytes=1 << 16, exact_slots=exact_slots)
 
 
 def backward(params, slot, bad=0.0):
-    """A slot's gradients, over ten orders of magnitude; the first parameter is used twice, another not in each."""
+    """Run backward of a slot, with gradients over ten orders of magnitude. The first parameter is used twice in each
+    slot, the second one not in every slot. `bad`: added to one of its elements."""
     draw = torch.Generator().manual_seed(slot)
     weights = [
         torch.randn(p.shape, generator=draw) * 10 ** torch.empty(p.shape).uniform_(-9, 1, generator=draw)
@@ -33,7 +34,7 @@ def backward(params, slot, bad=0.0):
 
 
 def compute(reducer, params, slots, *, last, bad=(None, 0.0)):
-    """Slots of an attempt, whose last one is `last`. `bad`: which of them has what number in it."""
+    """Compute slots of an attempt, whose last one is `last`. `bad`: a slot, and a value to add to its gradient."""
     for slot in slots:
         reducer.begin_slot(last=slot == last)
         backward(params, slot, bad[1] if slot == bad[0] else 0.0)
@@ -41,14 +42,14 @@ def compute(reducer, params, slots, *, last, bad=(None, 0.0)):
 
 
 def attempt(reducer, params, sums, slots, **bad):
-    """A whole one: its slots, and their sums."""
+    """Make a whole attempt: compute its slots and sum."""
     reducer.begin(sums, WAIT)
     compute(reducer, params, slots, last=slots[-1] if slots else None, **bad)
     reducer.finish()
 
 
 def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
-    """Gradients of a step whose slots were computed in these shares; slots of `refused` are dropped once on the way."""
+    """Return each group's gradients of a step. A group with a slot of `refused` computes its share a second time."""
     reducers = []
     for share in shares:
         params, sums, reducer = made(exact_slots)
@@ -92,7 +93,7 @@ def test_the_sum_has_the_same_bits_whoever_computed_what_in_whatever_order():
 
 
 def test_a_retry_goes_on_with_what_is_held_also_if_data_ends_before_the_last_slot():
-    """As after a member's death: the sum was taken, failed, and is taken again with one more slot."""
+    """As after a member's death: a sum was made and failed, and is made again with one more slot."""
     params, sums, reducer = made()
     attempt(reducer, params, sums, range(5))
     attempt(reducer, params, sums, [5])
@@ -117,7 +118,7 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
 
 
 def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
-    """As when the refused slot is dealt to another group, and there is nothing else to compute."""
+    """As if the refused slot was dealt to another group, and this one has nothing else to compute."""
     params, sums, reducer = made()
     for slots in ([1], []):
         sums.parts.clear()
@@ -128,7 +129,7 @@ def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
 
 
 def test_a_rank_may_have_no_part_of_any_parameter_of_a_bucket():
-    """As of a small parameter that FSDP splits."""
+    """FSDP shards of a small parameter may be empty."""
     params, sums = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.zeros(3))], OneGroup()
     reducer = GradientReducer(params, bucket_bytes=0, exact_slots=SLOTS)
     reducer.begin(sums, WAIT)
@@ -146,8 +147,8 @@ def test_a_rank_may_have_no_part_of_any_parameter_of_a_bucket():
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("last", [2, 4])
 def test_a_gradient_that_is_added_to_once_more_than_before_is_computed_again(last, broken):
-    """In an attempt's last slot or before, and if the sums are broken by then: no part of it is lost, and once is
-    enough."""
+    """In the last slot of an attempt or before it, and also if the sums are broken by then. Nothing of the gradient is
+    lost, and it is computed again only once."""
     found = []
     for attempts in (1, 2):
         params, sums, reducer = made()
@@ -178,7 +179,7 @@ def empty(count):
 
 @pytest.mark.parametrize("slots", [1, SLOTS, 1024])
 def test_the_largest_gradients_of_all_slots_have_room(slots):
-    """Also if one of them is the next float below: no bit of it is lost."""
+    """Also if one of them is the next smaller float: none of its bits is lost."""
     most = exact.most_of_slot(slots)
     for sign in (1.0, -1.0):
         values, into = torch.full((3,), sign * most), empty(3)
@@ -189,7 +190,7 @@ def test_the_largest_gradients_of_all_slots_have_room(slots):
 
 
 def test_what_is_halfway_between_two_quanta_goes_the_same_way_whatever_it_is_added_to():
-    """In vectors and in their rests, contiguous or not; over all magnitudes that have a middle, and the largest."""
+    """In vectorised loops and in their remainders, contiguous or not, for all magnitudes at which halves exist."""
     halves = torch.arange(1, 200, 2) * 2.0**-41
     large = torch.tensor([2.0**10, 1.0, 0.5, 2.0**-17 + 2.0**-40])
     values = torch.cat([halves, -halves, large.nextafter(torch.zeros(4)), large])

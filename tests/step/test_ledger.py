@@ -1,4 +1,4 @@
-"""Which slots are whose: laws that hold for any quorum."""
+"""Plans, audits and tallies: properties that hold for any quorum, and examples of single rules."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ def tally(coverage, refused=0):
 
 @st.composite
 def quorums(draw):
-    """Rows of a quorum with S slots. Held slots may overlap, as after a false alarm about a live group; any may have
-    been refused."""
+    """Draw S and the rows of a quorum. Held slots may overlap, as after a living group was taken for dead. Any slot may
+    have been refused."""
     slots = draw(st.integers(1, 200))
     groups = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True))
     rows = []
@@ -40,7 +40,7 @@ def quorums(draw):
 
 
 def times_covered(plan, rows, slots):
-    """For each slot how many groups hold or compute it."""
+    """Return, by slot, how many groups hold or compute it."""
     count = [0] * slots
     for said in rows:
         kept = said.held if said.group not in plan.drops else frozenset()
@@ -62,7 +62,7 @@ def test_every_slot_is_held_or_computed_exactly_once_by_rows_that_survive_the_wi
 
 @given(st.integers(1, 60), st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.booleans())
 def test_slots_are_dealt_so_that_all_groups_are_done_as_early_as_can_be(slots, took_us, retry):
-    """The group that is done last could not have given its last slot to another that would be done before."""
+    """No group would be done with the last slot of another group earlier than that group is."""
     groups = len(took_us)
     held = frozenset(range(slots // 2)) if retry else frozenset()
     rows = [replace(row(group, held=held if not group else ()), slot_us=us) for group, us in enumerate(took_us)]
@@ -70,7 +70,7 @@ def test_slots_are_dealt_so_that_all_groups_are_done_as_early_as_can_be(slots, t
     assert times_covered(plan, rows, slots) == [1] * slots
     counts = {group: len(share) for group, share in plan.shares.items()}
     if not held and slots >= groups:
-        assert min(counts.values()) >= 1, "a slow group says with its slot whether it is faster again"
+        assert min(counts.values()) >= 1, "a slow group needs a slot to find out whether it is faster again"
     for group, count in counts.items():
         if count > (0 if held else 1):
             last = plan.paces[group] * count
@@ -86,14 +86,14 @@ def test_slots_are_dealt_so_that_all_groups_are_done_as_early_as_can_be(slots, t
         ((1000, 2000, 1000, 2000), {0, 1, 2}),
         ((1000, 1000, 1000), {0, 1, 2}),  # one of the four is lost
         ((1000, 1000), {0, 1}),
-        ((1000, 1000, 1000, 1000, 0), {0, 1, 2, 3}),  # one more has come
+        ((1000, 1000, 1000, 1000, 0), {0, 1, 2, 3}),  # a fifth group has joined
     ],
 )
 def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, at_work):
     rows = [replace(row(group), slot_us=us) for group, us in enumerate(took_us)]
     shares = ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares
     assert {group for group, share in shares.items() if share} == at_work
-    assert set(shares) == set(range(len(took_us))), "each has the state, and gets the step"
+    assert set(shares) == set(range(len(took_us))), "every group has the state and commits the step"
 
 
 def test_a_spare_helps_with_the_slots_of_a_group_that_dies_in_the_same_step():
@@ -113,12 +113,12 @@ def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
     ("rows", "differing"),
     [
         ([row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)], {1}),
-        ([row(3, 50, True, 1), row(1, 50, True, 2)], {3}),  # of two the lower id is believed
-        ([row(0, 50, True), row(1, 50, True)], set()),  # nobody audited
+        ([row(3, 50, True, 1), row(1, 50, True, 2)], {3}),  # in a tie, the lower group id counts
+        ([row(0, 50, True), row(1, 50, True)], set()),  # no audit is due
         ([row(0, 50, True, 5), row(1, -1, False)], set()),
-        # Who took over a state since the last audit has no vote against one that was audited, which may have healed it,
+        # Groups that took over a state since the last audit have no vote against a group that it confirmed.
         ([row(0, checksum=11, proven=True), row(1, checksum=12), row(2, checksum=12)], {1, 2}),
-        # and decides between two that were.
+        # But they decide between two groups that it confirmed.
         ([row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)], {0}),
     ],
 )
@@ -184,21 +184,21 @@ def test_a_group_is_at_fault_for_what_another_one_was_asked_for_and_computed():
     rows = [refusing(0, disputed=[1, 2]), refusing(1, [3], held=[2]), refusing(2)]
     owners = (0, 1, 1, 1)
     assert ledger.at_fault(0, rows, {1: 1, 2: 1}, owners) == {1, 2}
-    assert ledger.at_fault(0, rows, {1: 2}, owners) == frozenset(), "the one that was asked has not computed it"
-    assert ledger.at_fault(1, rows, {3: 1}, owners) == frozenset(), "refused once"
+    assert ledger.at_fault(0, rows, {1: 2}, owners) == frozenset(), "the group that was asked has not computed it"
+    assert ledger.at_fault(1, rows, {3: 1}, owners) == frozenset(), "refused only once"
     both = [refusing(0, disputed=[3]), refusing(1, [3], held=[3])]
-    assert ledger.at_fault(0, both, {3: 1}, owners) == frozenset(), "accepted: the other one refused it as well"
+    assert ledger.at_fault(0, both, {3: 1}, owners) == frozenset(), "the other group refused it too"
 
 
 def test_ranks_that_would_scale_the_gradient_differently_do_not_see_the_same_tally():
-    """By the number of tokens."""
+    """The gradient is divided by the number of tokens, so the digest covers that."""
     mine, other = tally([1, 1]), tally([1, 1])
     assert mine.digest() == other.digest()
     other.sums.tokens[1] = 7.0
     assert mine.digest() != other.digest()
 
 
-# Slots that two groups compute, and what follows from their bits
+# Audited slots, which two groups compute
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
@@ -217,7 +217,7 @@ def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone
     assert all(plan.auditors[slot] != owners[slot] for slot in audited)
     audits = [list(plan.auditors.values()).count(group) for group in range(3)]
     assert max(audits) - min(audits) <= 1
-    assert sum(plan.loads.values()) == 8 + len(audited) - 2, "what is held is computed already"
+    assert sum(plan.loads.values()) == 8 + len(audited) - 2, "two slots are held already"
     assert ledger.plan([row(0)], 8, audited=audited).auditors == {}
 
 
@@ -229,10 +229,10 @@ def test_who_is_outvoted_computes_the_slot_no_more_and_a_third_one_audits_a_doub
     for left in (voted, voted[:2]):
         plan = ledger.plan(left, 8, audited=(3,))
         assert 3 in plan.shares[1]
-        assert plan.auditors == ({3: 2} if len(left) > 2 else {}), "its bits would differ in every attempt"
+        assert plan.auditors == ({3: 2} if len(left) > 2 else {}), "group 0's bits would differ in every attempt"
         assert not plan.accepted
     two = ledger.plan([refusing(0, disputed=[3]), refusing(1, disputed=[3])], 8, audited=(3,))
-    assert two.accepted == {3}, "nobody is left to ask"
+    assert two.accepted == {3}, "no other group is left to ask"
 
 
 def test_a_tally_brings_the_bits_of_owner_and_auditor_together():

@@ -1,7 +1,7 @@
-"""The protocol between real processes: lighthouse, Gloo, healing, SIGKILL and SIGSTOP, a model of four numbers.
+"""The protocol between real processes: lighthouse, Gloo, heals, SIGKILL and SIGSTOP, with a model of four numbers.
 
-What can happen is drawn in the simulation (`tests/simulation`), which runs the same code; here the kernel, Gloo and
-torchft's lighthouse are the real ones.
+The simulation (`tests/simulation`) runs the same code through random faults. Here the kernel, Gloo and torchft's
+lighthouse are real.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from harness import Run, check_states, newest
 
 SHORT = {"slots": 3, "slot_s": 0.1, "quorum_timeout_s": 4, "reduce_timeout_s": 2}
 COMMITS_ON = 8
-"""Steps that have to follow a fault."""
+"""Steps that every group must commit after a fault."""
 
 
 def together(run, groups, ranks, **options):
-    """All ranks of so many groups, once all groups take part."""
+    """Start groups, and return the ranks of each once all of them have committed a step."""
     found = [run.ranks(group, ranks, **SHORT | options) for group in range(groups)]
     for group in found:
         for rank in group:
@@ -30,7 +30,7 @@ def together(run, groups, ranks, **options):
 
 
 def assert_goes_on(groups, slots=3):
-    """Every rank of these groups commits the next steps, in the failure-free states, and ranks agree on each."""
+    """Assert that every rank commits the next steps, with the states of a run without failures and equal histories."""
     everyone = [rank for group in groups for rank in group]
     goal = newest(everyone) + COMMITS_ON
     for rank in everyone:
@@ -46,7 +46,7 @@ def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
     """A rank whose column failed must not skip a collective that its sibling enters."""
     first, victim, third = together(run, 3, 2)
     stay = [first, third]
-    if phase == "heal":  # only a joiner comes to them
+    if phase == "heal":  # only a joiner enters this phase
         stay, victim = [first, victim, third], run.ranks(3, 2, **SHORT)
     number = 3 if len(stay) == 3 else 1
     run.order(number, 0, phase, "kill")
@@ -56,8 +56,8 @@ def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
 
 
 def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_step(tmp_path):
-    """Neither a lighthouse's nor a group's nor both: connections are closed. A host that is silent would be waited for,
-    and so would a group by a lighthouse that has never heard of it, if nobody said that it has died."""
+    """The death of a lighthouse, a group or both closes connections, so no timeout has to pass. A silent host would be
+    waited for, and so would a group that a new lighthouse does not know, if no other group said that it died."""
     timeout_s = 20.0
     write_json(groups_file(tmp_path), {"groups": 3})
     run = Run(tmp_path, heartbeat_timeout_s=timeout_s)
@@ -84,9 +84,9 @@ def test_no_death_costs_a_heartbeat_timeout_and_that_of_a_lighthouse_costs_no_st
 
 
 def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heals_when_it_wakes(run):
-    """They wait for as long as its paces let expect and a busy host may pause, and compute its slots."""
+    """They wait as long as their paces and the pause of a busy host explain. Then they compute its slots."""
     first, sleeper, third = together(run, 3, 2, reduce_timeout_s=30, quorum_timeout_s=60)
-    first[0].beyond(newest(first) + COMMITS_ON)  # they know how fast they are
+    first[0].beyond(newest(first) + COMMITS_ON)  # now the groups know their paces
     run.order(1, 0, "reduce", "stop")
     begin = time.monotonic()
     assert_goes_on([first, third])
@@ -97,7 +97,7 @@ def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heal
 
 
 def test_a_group_that_was_started_with_another_setting_is_left_out_and_named(run):
-    """And breaks no sums of the others, which it would once it had their state."""
+    """And it breaks no sums of the others, as it would if it had healed and took part."""
     groups = together(run, 2, 1)
     run.ranks(2, 1, **SHORT | {"slots": 4})
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""What the members of a quorum make of it: who has the state that counts, and who heals from whom."""
+"""Quorums computed from requests: which state counts, which groups have it, and which groups heal from which."""
 
 import contextlib
 import dataclasses
@@ -38,21 +38,21 @@ ABLE = member(0, 8, 12)
     ("members", "step", "history", "able", "sources"),
     [
         ([member(2, 7, 11), ABLE, member(1)], 8, 12, (0,), {1: (0,), 2: (0,)}),
-        # Of two histories the more common one, or that of the lowest group.
+        # Of two histories, the more common one counts; in a tie, that of the lowest group id.
         ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: (1, 2)}),
         ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: (0,)}),
-        # A joiner takes it from several, each from another one first.
+        # A joiner heals from several groups, and each joiner begins with a different one.
         ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
-        # Who follows needs no source until it misses a step.
+        # A group that follows needs no source until it misses a step.
         ([ABLE, member(1, follows=State(8, 12))], 8, 12, (0,), {}),
         ([ABLE, member(1, follows=State(7, 12))], 8, 12, (0,), {1: (0,)}),
         ([ABLE, member(1, follows=State(8, 99))], 8, 12, (0,), {1: (0,)}),
         ([member(0), member(1)], -1, 0, (), {}),
-        # The history that counts is that of all that asked, also of those that are left out.
+        # All groups that asked decide which history counts, also those that are left out.
         ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
-        # Groups that sum together have the same settings, such as the number of ranks.
+        # Groups with different settings, such as the number of ranks, do not sum together.
         ([ABLE, member(1, 8, 12, settings=("ranks = 2",)), member(2, settings=("ranks = 2",))], 8, 12, (1,), {2: (1,)}),
-        # A joiner heals from one that it reaches, and a state is not left for a larger set.
+        # A joiner heals from groups that it reaches. The state is not given up for the sake of a larger quorum.
         ([replace(ABLE, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: (0, 1)}),
         ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),
     ],

@@ -1,4 +1,4 @@
-"""Gradient sums over groups, in buckets."""
+"""Sums of gradients over groups, in buckets."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ SIZES = [3, 500, 7, 1000, 20]
 
 
 class OneGroup:
-    """Sums over one group, and what others have. `parts`: the sums."""
+    """Sums over one group, to which `others` is added as if it came from other groups. `parts`: the summed tensors."""
 
     def __init__(self, others: float = 0.0):
         self.others, self.parts = others, []
@@ -38,8 +38,8 @@ def backward(params: list[torch.nn.Parameter], scale: float) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, -2e19, 1e6])
 @pytest.mark.parametrize("place", [(0, 0), (1, 499), (3, 617), (5, 3)])
 def test_one_number_that_is_not_finite_is_seen(bad, place):
-    """In this group's own part and in the sum; also one whose square has no place in float32, and beside parameters
-    that have no elements on this rank."""
+    """In this group's own part and in the sum; also a number whose square overflows float32, and beside parameters that
+    have no elements on this rank."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (*SIZES, 9, 0)]
     reducer, sums = GradientReducer(params, bucket_bytes=0), OneGroup()
     backward(params, 1.0)
@@ -56,7 +56,7 @@ def test_one_number_that_is_not_finite_is_seen(bad, place):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_gradient_lies_in_memory_as_its_parameter_does(fused):
-    """Fused optimizers go through both side by side, whatever their strides say."""
+    """Fused optimizers walk through the memory of both side by side and ignore their strides."""
     param = torch.nn.Parameter(torch.arange(24.0).view(4, 6).t())
     reducer, optimizer = GradientReducer([param], bucket_bytes=2048), torch.optim.AdamW([param], fused=fused)
     reducer.begin(OneGroup(), WAIT)
@@ -83,7 +83,7 @@ def test_gradients_of_several_dtypes_are_summed_in_buckets_of_their_own():
 
 
 def test_sums_that_are_kept_are_those_of_their_step():
-    """A joiner keeps them while its state is on the way, and applies them later."""
+    """A joiner keeps sums while its state is being fetched, and applies them later."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer, sums = GradientReducer(params, bucket_bytes=2048), OneGroup(others=2.0)
     reducer.begin(sums, WAIT)
