@@ -8,7 +8,7 @@ more. So the lighthouse listens on loopback, and the gate listens where the grou
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
 ID is the group's name, TEXT its request, and WORD the quorum in which it makes steps (`everstep.quorum.request`:
-`name_of`, `encode`, `Quorum.makers`). If no quorum forms, the answer is {"failed": why}, and the connection stays.
+`name_of`, `encode`, `Quorum.makers`). If no quorum forms, the answer is {"failed": why}; the connection stays open.
 The gate keeps the TEXTs to itself: the lighthouse lists all members in each answer, so it would copy each TEXT once for
 each pair of members. The gate keeps the heartbeats too. It tells the lighthouse which groups are alive only while a
 group asks, and leaves out a group whose connections have closed, so a death costs no timeout.
@@ -50,8 +50,8 @@ it has heard all living groups, so the first one gets no quorum by itself. May e
 BEATS_S, BEAT_S = 0.2, 0.001
 """Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
 BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
-one, the lighthouse takes a group for dead. After twice that, a group without a heartbeat connection does not count any
-more, and new quorums are rejected."""
+one, the lighthouse takes a group for dead. After twice that without one, a group that has no heartbeat connection does
+not count any more, and quorums that form soon afterwards are rejected."""
 HEAD_START_S = 0.02
 """Seconds by which requests that waited for their turn are passed on before the request that gave them the turn."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50

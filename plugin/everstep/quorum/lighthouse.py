@@ -1,9 +1,9 @@
-"""The lighthouse's process: knows which groups are alive, and forms quorums of them (torchft's, behind our gate).
+"""Runs the lighthouse (torchft's, behind `everstep.quorum.gate`), which forms quorums of the groups that are alive.
+
+It admits only groups that know the token in RUN_DIR. It keeps nothing on disk: after a restart on the same port, the
+groups connect again and the next quorum forms. For example:
 
     python -m everstep.quorum.lighthouse --bind 10.0.0.1:29510 --run-dir RUN_DIR --min-groups 2
-
-Admits only groups that know the token in RUN_DIR (`everstep.quorum.gate`). It keeps nothing on disk: after a restart on
-the same port, the groups connect again and the next quorum forms.
 """
 
 import argparse
