@@ -318,7 +318,7 @@ def _refuse(config: Any) -> None:
     for is_set, why in (
         (
             torch.accelerator.is_available() and not config.training.disable_cuda_graphs,
-            "a CUDA graph runs the same kernels in every slot, but checks run in some slots only; set "
+            "a recorded graph runs the same kernels in every slot, but checks run in some slots only; set "
             "training.disable_cuda_graphs = true.",
         ),
         (
