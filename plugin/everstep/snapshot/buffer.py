@@ -151,8 +151,8 @@ class BufferReader:
     """Reads a buffer that another process may be overwriting or deleting."""
 
     def __init__(self, path: Path, payload_bytes: int = 0) -> None:
-        """`payload_bytes`: size of the payload to serve. Raises OSError if the file cannot be opened or is no regular
-        file, because a read from a pipe would block."""
+        """`payload_bytes`: size of the payload to serve. Raises OSError if the file cannot be opened or is not regular
+        (a read from a pipe would block)."""
         self.path, self.size = path, payload_bytes + table_bytes(payload_bytes)
         with open_regular(path) as file:
             self._fd = os.dup(file.fileno())

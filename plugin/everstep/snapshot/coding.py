@@ -3,8 +3,8 @@
 If m members of a parity group may be lost, a keeper makes m rows of parity over shards of the other members' payloads.
 It requests the shards from all their keepers at once and receives them block by block. It verifies every block against
 its giver's checksums, and combines blocks while more arrive. The other members' keepers verify this keeper's own part,
-each byte m times. The header that the trainer wrote names the parity group. If a member's part does not arrive in time,
-the notes name that member, and the trainers leave it out of the next snapshots.
+each byte m times. The header that the trainer wrote names the parity group. If a part does not arrive in time, the
+notes for the trainer blame its group, and the trainers leave this group out of the next snapshots.
 """
 
 import contextlib

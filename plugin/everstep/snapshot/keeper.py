@@ -220,7 +220,7 @@ Only root may lower it."""
 
 
 def _settle_in() -> None:
-    """Lower this process's priority, because it runs beside training, and its chance to be killed for memory."""
+    """Lower this process's priority, because it runs beside training, and set OOM_SCORE_ADJ."""
     with contextlib.suppress(OSError):  # already lower, or not allowed here
         os.nice(10)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
