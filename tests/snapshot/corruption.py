@@ -80,7 +80,7 @@ class Site:
         """Return the step that a start restores, after a check of every bit of the state; 0 if it restores none."""
         found = self.run.recover(group, timeout=PATIENT)
         if found.restored is None:
-            assert found.decision.reasons, "without a reason"
+            assert found.decision.reasons, "the decision gives no reason"
             return 0
         assert (found.restored.layout, found.restored.history) == (self.layout, 1)
         assert_is_step(found.restored, found.restored.step, self.scale)
@@ -220,7 +220,7 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
             try:
                 step = site.start(chance.randrange(groups))
                 put_back = any(what.startswith(foreign.__name__) for what in told)
-                assert step != OLDER or put_back, "a step that is not there any more"
+                assert step != OLDER or put_back, "restored a step whose files are overwritten"
             except BaseException as error:
                 error.add_note(f"seed {seed}, case {case}: {told}")
                 raise

@@ -182,7 +182,7 @@ class Copier:
         began = time.perf_counter()
         self.agreed = self.agreed.take(moment, members, words)
         if self._segment.group not in members:
-            self._emit("snapshot_skipped", moment[0], reason="this group is not one of its members")
+            self._emit("snapshot_skipped", moment[0], reason="this group could not keep up, or is still healing")
             return False
         what = self._set_aside(state())
         self._streams = self._streams or streams_of(what.device)
