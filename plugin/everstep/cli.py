@@ -35,28 +35,28 @@ class Command:
 
 
 COMMANDS = {
-    "init": Command("write a config to start from", "commands.init"),
-    "doctor": Command("look whether a config can run here", "commands.doctor", "torchtitan"),
+    "init": Command("write a config or Slurm script to start from", "commands.init"),
+    "doctor": Command("check whether a config can run here", "commands.doctor", "torchtitan"),
     "run": Command("start a run on this machine", "commands.run", "torchtitan"),
-    "scale": Command("change a run's number of groups", "commands.scale"),
-    "watch": Command("watch a run", "commands.watch"),
+    "scale": Command("change the number of groups of a live run", "commands.scale"),
+    "watch": Command("show a run while it goes", "commands.watch"),
     "status": Command("show where a run is", "commands.status"),
     "stop": Command("stop a run cleanly", "commands.cluster"),
-    "chaos": Command("break a running run", "chaos.command"),
-    "report": Command("compute what a run did from its events", "commands.report"),
-    "same": Command("compare two runs to the bit", "commands.same"),
+    "chaos": Command("inject faults into a live run", "chaos.command"),
+    "report": Command("compute from its events what a run did", "commands.report"),
+    "same": Command("compare two runs bit by bit", "commands.same"),
     "replay": Command("compute a step again and compare its bits", "commands.replay"),
     "snapshots": Command("show what a start would restore from host memory", "commands.snapshots"),
     "pack": Command("make a token file from text", "commands.pack"),
-    "submit": Command("start a run on a Slurm cluster", "commands.cluster", "sbatch"),
-    "agent": Command("run one replica group's workers; what a batch job starts", "commands.agent", "torchtitan"),
-    "lighthouse": Command("run a run's lighthouse; what a batch job starts", "commands.cluster", "torchtitan"),
+    "submit": Command("submit a run to Slurm", "commands.cluster", "sbatch"),
+    "agent": Command("run one replica group's workers; for batch jobs", "commands.agent", "torchtitan"),
+    "lighthouse": Command("run a run's lighthouse; for batch jobs", "commands.cluster", "torchtitan"),
 }
 
 
 def _usage() -> str:
     lines = [f"  {name:<10} {command.what}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help tells more."])
+    return "\n".join(["usage: everstep COMMAND [arguments]", "", *lines, "", "everstep COMMAND --help says more."])
 
 
 def _versions() -> str:
@@ -74,7 +74,7 @@ def _dispatch(args: Sequence[str]) -> int:
     if name == "help" and len(args) > 1:
         name, args = args[1], [args[1], "--help"]
     if name in ("", "-h", "--help", "help"):
-        print(f"Everstep {everstep.__version__}: pretraining with torchtitan that nothing stops.\n\n{_usage()}")
+        print(f"Everstep {everstep.__version__}: pretraining with torchtitan that survives failures.\n\n{_usage()}")
         return 0 if name else 2
     if name in ("-V", "--version", "version"):
         print(_versions())

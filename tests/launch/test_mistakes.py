@@ -45,7 +45,7 @@ MISTAKES = {
     "run good.toml --chaos-every 0": "--chaos-every must be more than 0 seconds.",
     "run good.toml --run-dir text.txt": "text.txt: cannot be used as run directory",
     "init llama4": "must be one of demo, llama3_1b, llama3_8b, qwen3_0.6b, slurm",
-    "init demo --out good.toml": "good.toml is there already",
+    "init demo --out good.toml": "good.toml exists already",
     "init demo --out nothing/good.toml": "nothing/good.toml: No such file or directory",
     "submit good.toml --run-dir text.txt": "there is no sbatch here",
     "agent good.toml --group 0 --run-dir text.txt": "text.txt: File exists",

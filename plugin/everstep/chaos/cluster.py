@@ -69,6 +69,6 @@ def find_target(run_dir: Path) -> Target:
     view.catch_up()
     if not target.alive():
         ended = view.ended
-        why = f"{ended['status']}, {ended['reason']}" if ended else "none of its jobs or its supervisor is left"
+        why = f"{ended['status']}, {ended['reason']}" if ended else "neither its jobs nor its supervisor are running"
         raise LaunchError(f"the run in {run_dir} is over: {why}.")
     return target

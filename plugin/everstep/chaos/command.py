@@ -55,7 +55,7 @@ def chaos(
     schedule, asked = _plan(planned, every, seed, faults.split(",") if faults else DEFAULT_FAULTS)
     for_s = seconds(for_) if for_ else None
     if run_dir is None:
-        raise LaunchError("give the directory of a run that is going on; `everstep chaos --list` shows the faults.")
+        raise LaunchError("give the directory of a live run; `everstep chaos --list` lists the kinds of faults.")
     target = find_target(run_dir)
     for fault in asked:
         if reason := why_never(fault, target):
@@ -101,4 +101,4 @@ def seconds(text: str) -> float:
 def listing() -> str:
     """Format the list of all kinds of faults."""
     lines = [f"{name:<18}{', '.join(sorted(kind.on)):<14}{kind.breaks}" for name, kind in FAULTS.items()]
-    return "\n".join([*lines, "", "What each costs a run: docs/faults.md."])
+    return "\n".join([*lines, "", "docs/faults.md says what each costs a run."])

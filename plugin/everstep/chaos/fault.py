@@ -64,9 +64,9 @@ class Fault:
         """Return why `lost` groups cannot be hit at once without losing the state's last holder; None if they can."""
         allowed = run.candidates(lost)
         if self.group is not None and self.group not in allowed:
-            return f"group {self.group} does not take part, or is the last that does"
+            return f"group {self.group} does not take part, or is the last group that does"
         if len(allowed) < lost:
-            return f"{len(allowed)} groups take part that may be hit"
+            return f"only {len(allowed)} groups may be hit now"
         return None
 
     def victim(self, run: View, choose: random.Random) -> int:

@@ -65,7 +65,7 @@ def _kill_groups(fault: Fault, target: Target, choose: random.Random) -> Injecti
 
 
 def _never_groups(fault: Fault, run: View) -> str | None:
-    return None if fault.count in (1, *range(run.groups)) else f"it has {run.groups} groups, and one has to be left"
+    return None if fault.count in (1, *range(run.groups)) else f"it has {run.groups} groups, and one of them must stay"
 
 
 def _kill_all(fault: Fault, target: Target, choose: random.Random) -> Injection:
@@ -131,27 +131,27 @@ FAULTS = {
         has=frozenset({"count"}),
     ),
     "kill-all": Kind(
-        "SIGKILL to all workers of all groups at once: nobody holds the state any more.",
+        "SIGKILL to all workers of all groups at once. No process holds the state any more.",
         _kill_all,
         lambda fault, run: None if run.taking_part else "no group takes part",
     ),
     "kill-host": Kind(
-        "Workers and keeper of a group are killed, and the memory of its snapshots is lost: a host dies.",
+        "A host dies: workers and keeper of a group are killed, and the memory of its snapshots is removed.",
         _kill_host,
         on=frozenset({"local"}),
     ),
     "kill-keeper": Kind(
         "SIGKILL to the process that holds a group's snapshots. Its shared memory stays.",
         _kill_keeper,
-        lambda fault, run: None if _with_keeper(fault, run) else "no keeper lives that may be hit",
+        lambda fault, run: None if _with_keeper(fault, run) else "no keeper runs that may be hit",
     ),
     "kill-lighthouse": Kind(
         "SIGKILL to the lighthouse.",
         _kill_lighthouse,
-        lambda fault, run: None if run.lighthouse else "there is no lighthouse now",
+        lambda fault, run: None if run.lighthouse else "no lighthouse runs now",
     ),
     "stop-worker": Kind(
-        "SIGSTOP to one worker for a while, or with duration_s = 0 for ever, as one that hangs.",
+        "SIGSTOP to one worker for duration_s seconds, or with 0 for ever, like a hang.",
         functools.partial(_hit_worker, signum=SIGSTOP),
         _why_no_worker,
         has=frozenset({"rank"}),

@@ -67,4 +67,4 @@ class Schedule:
 
     def unmet(self) -> list[str]:
         """Return a sentence for each fault of the campaign that was not done."""
-        return self._given_up + [f"{fault.name} at {fault.when} did not come up." for fault, _ in self._left]
+        return self._given_up + [f"{fault.name} at {fault.when} was not done by the end." for fault, _ in self._left]

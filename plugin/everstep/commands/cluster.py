@@ -149,7 +149,7 @@ def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Print what `everstep doctor` finds on a login node. Raises LaunchError if the run cannot work."""
     lines = [line for line in examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
     if broken(lines):
-        raise LaunchError("this run is not submitted:\n" + show(lines))
+        raise LaunchError("the run was not submitted:\n" + show(lines))
     if lines:
         print(show(lines), file=sys.stderr)
 

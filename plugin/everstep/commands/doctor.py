@@ -58,7 +58,7 @@ def doctor(
     try:
         found = prepared(order)
     except LaunchError as error:
-        lines = [Line("config", "error", str(error), "change the file, or the flag")]
+        lines = [Line("config", "error", str(error), "change the file or the flag")]
     else:
         host = found.fault_tolerance.bind_host or interface_of("").address
         lines = list(examine(found, nodes_per_group, run_dir, host))
@@ -74,7 +74,7 @@ def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: 
     """
     ft = config.fault_tolerance
     if not ft.enable:
-        found = "off: a death ends the run until somebody starts it again"
+        found = "off: if a worker dies, the run ends until it is started again"
         yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
     yield group_count(ft, config.groups)
     if run_dir is not None:
@@ -90,17 +90,17 @@ def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: 
 def group_count(ft: FaultTolerance, groups: int) -> Line:
     """Return what the number of groups lets the run survive."""
     if groups == 1:
-        return Line("groups", "warning", "1: nobody holds the state while it restarts", "use 2, better 3 or more")
+        return Line("groups", "warning", "1: no other group has the state while it restarts", "use 2, better 3 or more")
     if ft.min_groups == groups:
-        found = f"min_groups = groups = {groups}: every step waits until all are there"
+        found = f"min_groups = groups = {groups}: every step waits for all groups"
         return Line("groups", "warning", found, "lower min_groups to go on while a group restarts")
     if groups < HANG_TOLERANT_GROUPS:
         found = (
-            f"{groups}: a quorum takes more than half of the groups that still send heartbeats, so one that hangs "
+            f"{groups}: a quorum takes more than half of the groups that still send heartbeats, so a group that hangs "
             f"stops the other for stall_timeout_s = {ft.stall_timeout_s:g}"
         )
         return Line("groups", "warning", found, f"use {HANG_TOLERANT_GROUPS} or more; deaths are survived as it is")
-    return Line("groups", "ok", f"{groups}: dead ones and hanging ones are survived, down to {ft.min_groups}")
+    return Line("groups", "ok", f"{groups}: the run survives groups that die or hang, down to {ft.min_groups}")
 
 
 def run_directory(run_dir: Path) -> Line:
@@ -110,11 +110,11 @@ def run_directory(run_dir: Path) -> Line:
         require_own(run_dir)
         complaint = storage_complaint(run_dir)
     except OSError as error:
-        return Line("run directory", "error", f"{run_dir}: {error.strerror}", "give another --run-dir, or mend it")
+        return Line("run directory", "error", f"{run_dir}: {error.strerror}", "repair it, or give another --run-dir")
     except ValueError as error:
-        return Line("run directory", "error", str(error), "what others can write to is not acted on")
+        return Line("run directory", "error", str(error), "use a directory that no other user can write to")
     if complaint:
-        return Line("run directory", "error", complaint, "make room or mend it, or give another --run-dir")
+        return Line("run directory", "error", complaint, "make room or repair it, or give another --run-dir")
     return Line("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
 
 

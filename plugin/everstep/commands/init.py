@@ -32,12 +32,12 @@ def init(
     kind, name = SOURCES[what]
     source, target = files.folder(kind) / name, out or Path(name)
     if target.exists():
-        raise LaunchError(f"{target} is there already; remove it, or give --out another name.")
+        raise LaunchError(f"{target} exists already: remove it, or give --out another name.")
     target.write_text(source.read_text().replace(f"configs/{name}", str(target)))
     if kind == "slurm":
         target.chmod(0o755)
-        print(f"{target} is written: change what it says at the top, then run it on a login node.")
+        print(f"{target} is written. Edit the settings at its top, then run it on a login node.")
     else:
         print(f"{target} is written. Start it: everstep run {target}")
-        print(f"Look whether this machine can run it: everstep doctor {target}")
+        print(f"Check whether this machine can run it: everstep doctor {target}")
     return 0

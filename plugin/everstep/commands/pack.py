@@ -38,17 +38,17 @@ def pack(
             raise DataError("--verify checks --out and takes no input files.")
         footer = verified(out) if verify else make(inputs, out, lambda: encoder_for(tokenizer), text_key, say)
     except KeyboardInterrupt:
-        say("Stopped. The same command goes on where it was.")
+        say("Stopped. Run the same command again to continue.")
         return 130
     except ValueError as error:
         say(f"everstep pack: {error}")
         return 2
     except OSError as error:
-        say(f"everstep pack: {error}. What is packed stays; the same command goes on with it.")
+        say(f"everstep pack: {error}. What is packed so far is kept. Run the same command again to continue.")
         return 1
     left_out = f", {footer.left_out:,} left out as empty" if footer.left_out else ""
     say(
-        f"{out} is whole: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
+        f"{out} is complete: {footer.documents:,} documents{left_out}, {footer.tokens:,} tokens "
         f"({footer.dtype}), ids up to {footer.max_id}."
     )
     return 0

@@ -77,7 +77,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
 
     config, prepared = config_file(run_dir), take_answer(run_dir)
     if not isinstance(prepared, Prepared) or not prepared.fault_tolerance.exact:
-        raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be had again.")
+        raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be reproduced.")
     settings = read_source(config).table
     steps = settings["training"]["steps"]
     schedule = settings.get("lr_scheduler", {}).get("total_steps")
@@ -100,7 +100,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
     if done.returncode:
         why = read_json(again / "report.json").get("reason", "")
-        raise LaunchError(f"step {step} was not computed: {why} (what was said: {log})")
+        raise LaunchError(f"step {step} was not computed: {why} (see {log})")
     return start // a_commit
 
 
@@ -128,7 +128,7 @@ def _compared(then: Told, now: Told, slot: int | None) -> Iterator[tuple[str, bo
         name = f"slot {key[0]}, rank {key[1]}"
         was = then.bits.get(key)
         if was is None:
-            yield f"{name}: not recorded, its group died before it wrote that down", True
+            yield f"{name}: not recorded, as its group died before its event", True
             continue
         wrong = {group for bits, groups in was.items() if bits not in now.bits[key] for group in groups}
         right = {group for groups in was.values() for group in groups} - wrong

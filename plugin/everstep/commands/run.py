@@ -45,7 +45,7 @@ def run(
     if chaos_every is not None and chaos_every <= 0:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not config.exists():
-        raise LaunchError(f"{config}: there is no such file")
+        raise LaunchError(f"{config}: there is no such file.")
     run_dir = run_dir or default_run_dir(config, time.localtime())
     order = Order(
         config=str(config),
@@ -57,11 +57,11 @@ def run(
     )
     settings = supervisor.RunSettings(order, page, chaos_every or 0.0)
     status = supervisor.run(settings, view.open_view().show)
-    print(f"Everything of this run is in {run_dir}")
+    print(f"All files of this run are in {run_dir}")
     try:
         figures = write_report(run_dir)
     except OSError as error:  # a full disk
-        print(f"report.json is not written ({error.strerror}); later: everstep report {run_dir}")
+        print(f"report.json could not be written ({error.strerror}). Try again later: everstep report {run_dir}")
         return status
     found = take_answer(run_dir)
     if isinstance(found, Prepared) and not found.fault_tolerance.enable:

@@ -33,7 +33,7 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     )
     found = prepared(order)
     if found.identity != before.identity:
-        raise LaunchError("this run's workers are its groups: set [semi_sync] workers in a new run to scale it.")
+        raise LaunchError("this run cannot be scaled: each group is a worker. Set [semi_sync] workers in a new run.")
     write_json(groups_file(run_dir), {"groups": groups})
     EventLog(run_dir, None, None, "scale").emit("scaled", count=groups)
     done = slurm.scale(run_dir, groups) if submitted else ""

@@ -25,10 +25,10 @@ def snapshots(
     if sweep:
         from everstep.snapshot import keepers
 
-        print("\n".join(keepers.sweep(segment_dir)) or f"{segment_dir} holds no snapshots that are nobody's")
+        print("\n".join(keepers.sweep(segment_dir)) or f"{segment_dir} holds no snapshots without a live run")
         return 0
     if run_dir is None:
-        raise LaunchError("everstep snapshots: give the run directory, or --sweep.")
+        raise LaunchError("give the run directory, or --sweep.")
     from everstep.snapshot.recovery import look
 
     require_run(run_dir)

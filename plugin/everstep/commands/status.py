@@ -67,12 +67,12 @@ def _takes_no_events(run_dir: Path) -> int:
 
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
-    """Return the first lines, and the lines on each group, for a run on this machine."""
+    """Return the first lines, and the lines on each group, for a run without Slurm."""
     holder = holder_of(run_dir)
     if holder is None:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
-        return [f"run     {'not running, and nothing says how it ended' if unknown else how}"], []
+        return [f"run     {'not running; no event says how it ended' if unknown else how}"], []
     where = f"pid {holder[0]}" if holder[0] else "on another machine"
     going = f"run     running ({where}), {duration(max(0.0, time.time() - holder[1]))} so far"
     going += "; asked to stop" * stop_file(run_dir).exists()
