@@ -39,11 +39,11 @@ class Fault:
     def costs_s(self, normal_s: float | None) -> tuple[float | None, float | None]:
         """Return its stall and its delay in seconds; `normal_s` is the duration of a healthy step.
 
-        Stall: from the fault to the next commit, less a step. Delay: by how much the fault made the run later: the
-        largest of the stall, of the time from the commit before the fault to the first commit after it less one step,
-        and of that to the second less two steps. A stall alone looks small if the fault falls late in a step, or if
-        only the next step notices it. Both are None if nothing was committed before the fault, so that nothing could
-        stall, or nothing after it.
+        Stall: from the fault to the next commit, less a step. Delay: by how much the fault made the run later, as a
+        stall looks small if the fault falls late in a step or if only the next step notices it. It is the largest of
+        the stall, of the time from the commit before the fault to the first one after it less one step, and of the time
+        to the second one after it less two steps. Both are None if nothing was committed before the fault, so that
+        nothing could stall, or nothing after it.
         """
         if normal_s is None or self.before is None or not self.after:
             return None, None
@@ -61,7 +61,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.found: list[Fault] = []
-        """In order of time."""
+        """All faults in order of time."""
         self._open: list[Fault] = []
         """Faults whose cost is not known yet."""
         self._hit: dict[int | None, float] = {}

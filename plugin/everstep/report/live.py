@@ -83,7 +83,7 @@ class Teller:
         return process
 
     def keep(self) -> None:
-        """Restart the process if it has ended; looks every LOOK_S at most. Raises OSError if it cannot be started."""
+        """Restart the process if it has ended; checks at most every LOOK_S. Raises OSError if it cannot be started."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if self._process.poll() is None:
@@ -171,7 +171,7 @@ def tell(
             write(now)
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
-    # The last page comes last: after a long run it takes longer than CLOSE_S.
+    # The last page comes last, because after a long run it can take longer than CLOSE_S.
     if hook is not None:
         hook.close()
     curves.close()
