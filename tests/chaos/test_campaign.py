@@ -1,4 +1,4 @@
-"""A seeded campaign on real training: every kind of fault once, and the losses of a run without any."""
+"""Tests of campaigns. A run with every kind of fault once has the losses of a run without faults."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path):
 
     def start(*words):
         command = [sys.executable, "-m", "everstep.cli", *map(str, words)]
-        # A run directory that others could write to would be refused.
+        # A run directory that other users can write to would be refused.
         return subprocess.Popen(command, env=environment(), stdout=log, stderr=log, umask=0)
 
     with (tmp_path / "log").open("w") as log:

@@ -1,6 +1,6 @@
-"""`everstep chaos` on a real run of real processes, whose workers only look like trainers.
+"""Tests of `everstep chaos` on a real run of real processes, with workers that only act like trainers.
 
-The tests are in the order of the run: each leaves it going on.
+The tests are in the order of the run: each leaves it running for the next.
 """
 
 import os
@@ -20,7 +20,7 @@ ENDLESS = ("--training.steps", "1000000")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The real supervisor, agents and lighthouse, with workers that only look like trainers."""
+    """The real supervisor, agents and lighthouse, with workers that only act like trainers."""
     run = TinyRun(tmp_path_factory.mktemp("tiny") / "run", 3, 2, *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)
@@ -29,12 +29,12 @@ def run(tmp_path_factory):
 
 
 def tellers(run):
-    """What makes and serves its page."""
+    """Return the processes that make and serve its page."""
     return [process.pid for process in run.tree() if "everstep.report.live" in process.cmdline()]
 
 
 def broken(run, tmp_path, *entries):
-    """Do these faults; returns the wall time at which it began, and what was said."""
+    """Inject these faults. Return the wall time at which that began, and what the command printed."""
     path, begin = tmp_path / "campaign.toml", time.time()
     path.write_text("\n".join(f"[[fault]]\nat_step = 1\npatience_s = 120\n{entry}" for entry in entries))
     chaos = everstep("chaos", run.run_dir, "--campaign", path, timeout=180)

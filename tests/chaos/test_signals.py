@@ -1,4 +1,4 @@
-"""What an injector may hit."""
+"""Tests of which processes, groups and folders an injector may hit."""
 
 import signal
 import subprocess
@@ -42,7 +42,7 @@ def test_a_signal_reaches_no_process_that_began_after_it_was_announced(victim):
 
 
 def test_only_this_runs_arenas_are_removed(tmp_path):
-    """`kill-host` removed whatever folder a keeper's file named."""
+    """`kill-host` once removed any folder that a keeper's file named."""
     token = run_token(tmp_path)
     apart = Snapshot(failure_domain="group", segment_dir=str(tmp_path))
     mine = Segment.of(apart, run_id(token), 0)
@@ -66,8 +66,8 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
     ("groups", "there", "hit", "candidates"),
     [
         (3, (0, 2), [], [0, 2]),
-        (3, (0, 2), [0], []),  # group 2 is the last that holds the state
-        (1, (0,), [], [0]),  # there is no other
+        (3, (0, 2), [0], []),  # group 2 is the last group that holds the state
+        (1, (0,), [], [0]),  # a run of one group
     ],
 )
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
@@ -84,7 +84,7 @@ def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_pa
 
 
 def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
-    """Not whoever has the file open besides, nor who holds another."""
+    """A process that has the file open, or holds another lock, is not the launcher."""
     assert holder_of(tmp_path) is None
     (tmp_path / ".lock").touch()
     assert holder_of(tmp_path) is None

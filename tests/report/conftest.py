@@ -1,4 +1,4 @@
-"""A webhook of the tests' own."""
+"""A webhook server for tests."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ import pytest
 
 
 class Hook:
-    """`address` of it; `posted`: path, content type and JSON of what it got. `answer` decides what it says."""
+    """`address`: its URL. `posted`: path, content type and JSON of each request. `answer` sends the response."""
 
     def __init__(self):
         self.posted, self.answer = [], lambda handler: handler.send_response(200)

@@ -1,4 +1,4 @@
-"""What the account makes of logs: from event sequences with a known story."""
+"""Tests of the account: event sequences with a known story, and the figures that follow from them."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from timeline import Timeline
 
 
 def begun():
-    """Two groups with slots of four samples, which have made step 1."""
+    """Return the log of two groups with slots of four samples that have committed step 1."""
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, global_batch_size=16).start(1, 0, 1)
     return run.attempt(2, 1, 0, [0, 2]).attempt(2.01, 1, 1, [1, 3]).commit(2.1, 1, [0, 1])
 
@@ -23,7 +23,7 @@ def killed(run, t, *groups):
 
 
 def back(run, t, step, history):
-    """Group 0 starts again, heals and takes part in a step, in which group 1 is too."""
+    """Add events: group 0 restarts, heals and takes part in a step together with group 1."""
     run.start(t, 0).heal(t + 0.5, 0, 1, step, history)
     return run.attempt(t + 2, step, 0, [0, 2]).attempt(t + 2, step, 1, [1, 3]).commit(t + 2.1, step, [0, 1])
 
@@ -72,7 +72,7 @@ STORIES = {
         [1.0, 2.0], {"attempts": 3, "attempts_thrown_away": 1, "slots_recomputed": 4, "recomputed_s": 3.0},
     ),
 }  # fmt: skip
-"""After `begun`: what happens, the losses of the final state's steps, and figures; other counts are 0."""
+"""Name -> what happens after `begun`, the losses of the steps of the final state, and figures; other counts are 0."""
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_the_story(story):
 
 
 def life(*story):
-    """("up" | "died", t, group), ("well", t, group) for one that ended well, (fault, t, group or groups)."""
+    """Return the log of ("up" | "died", t, group), ("well", t, group) for a good end, (fault, t, group or groups)."""
     run = Timeline()
     for what, t, group in story:
         if what == "up":
@@ -160,7 +160,7 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
 
 
 def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so():
-    """With its host its agent is gone too, and tells of no death."""
+    """If its host is lost, so is its agent, and no event tells of the death."""
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=9).start(0, 0, 1)
     run.commit(10, 1, [0, 1]).commit(20, 2, [0])
     account = read(run.events)

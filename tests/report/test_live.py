@@ -1,4 +1,4 @@
-"""What is told of a run while it goes: its page, Prometheus figures, TensorBoard and W&B points, a webhook."""
+"""Tests of what shows a run while it goes: page, Prometheus figures, TensorBoard and W&B points, webhook."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def answer(address):
 
 @pytest.fixture
 def told(tmp_path, hook):
-    """A run of three steps, in a directory whose name is a free port, and how to tell of it."""
+    """A run of three steps, in a directory whose name is a free port, and the arguments of its Teller."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     run_dir, tellers = tmp_path / str(port), []
@@ -62,7 +62,7 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
     run_dir, figures, tell = told
 
     def tells(teller, last):
-        """Whether all of them tell of so many steps."""
+        """Whether page, figures and curves all show this many steps."""
         page = answer(teller.address), (run_dir / "report.html").read_text()
         return (
             all(f'<td class="text">{last} of 9</td>' in text and 'class="broken"' not in text for text in page)
@@ -104,8 +104,8 @@ live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_t
 
 
 def test_a_last_page_that_takes_too_long_costs_no_point_and_no_text(tmp_path, hook):
-    """As after 100,000 steps: the process is killed while it reads all of them again. It has drawn those too that were
-    made while nobody told of them, as when the lighthouse's job on a cluster is requeued and the groups go on."""
+    """After 100,000 steps the last page takes long: the process is killed while it reads all events again. It has drawn
+    the steps made before it started, too, as when a cluster requeues the lighthouse's job and the groups go on."""
     steps(1, 3).add(3.5, "lighthouse_died", role="supervisor", exitcode=-9, reason="ended").write(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = [sys.executable, "-c", KILLED_AT_THE_LAST_PAGE, str(tmp_path), hook.address]
@@ -126,7 +126,7 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
         for kind, fields in events:
             log.emit(kind, **fields)
 
-    emit(lost, back)  # which is over before anybody reads it
+    emit(lost, back)  # which ends before the process reads it
     teller = tell()
     words = [word for child in psutil.Process(os.getpid()).children() for word in child.cmdline()]
     assert not [word for word in words if "secret" in word]
@@ -134,7 +134,7 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
     for count in (1, 2):
         emit(lost, lost)
         until(lambda count=count: len(hook.texts) == count, "the sentence")
-        until(lambda: page.exists() and "lighthouse died" in page.read_text(), "the page")  # it looks often by then
+        until(lambda: page.exists() and "lighthouse died" in page.read_text(), "the page")  # its loop runs by then
         emit(back)
         until(lambda: "lighthouse died" not in page.read_text(), "the end of it")
     emit(lost, back, lost)
@@ -153,7 +153,7 @@ def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_a
 
 
 def test_a_page_that_cannot_be_written_is_served_and_told_of_once(told, hook, capfd):
-    """On a full disk, for instance, where no event can be written either."""
+    """For instance on a full disk, where no event can be written either."""
     run_dir, figures, tell = told
     (run_dir / "report.html").mkdir()
     teller = tell()
@@ -169,7 +169,7 @@ def test_a_run_directory_that_is_removed_ends_them_without_a_traceback(told, cap
     run_dir, _, tell = told
     teller = tell()
     until(lambda: "being made" not in answer(teller.address), "a page")
-    run_dir.rename(run_dir.with_name("gone"))  # at once, as a page may be written just now
+    run_dir.rename(run_dir.with_name("gone"))  # by one rename, as a page may be written just now
     teller.close()
     said = capfd.readouterr()
     assert said.err == ""

@@ -1,4 +1,4 @@
-"""A webhook is told of what begins to be wrong, and can do nothing to the run."""
+"""Tests of the webhook: it gets each trouble when it begins, and cannot hold the run up."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What attention checks and snapshots say reaches everybody who looks: report, page, status, view."""
+"""Tests that report, page, status and view all show what attention checks and snapshots report."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def run_dir(tmp_path):
         story.add(1.4, "snapshot_protected", group, 1, members=[0, 1], survives=1, exposed=[])
         story.add(1.5, "slot_accepted", group, 2, slot=1, reason=NARROW)
         story.add(1.6, "not_finite", group, 2, slot=2, reason="it is not finite")
-    for damage in ({"slot": "x"}, {"slot": None}, {"reason": None}):  # events that somebody else wrote
+    for damage in ({"slot": "x"}, {"slot": None}, {"reason": None}):  # events that another program wrote
         story.add(1.7, "slot_accepted", 0, 2, **({"slot": 7, "reason": NARROW} | damage))
     story.commit(2, 2, [0, 1])
     for group in (0, 1):
@@ -95,7 +95,7 @@ def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line)
 
 
 def test_a_snapshot_that_is_lost_protects_no_more():
-    """As when all hosts are lost and the run goes back to a checkpoint, in the same start or the next one's."""
+    """For instance if all hosts are lost, and the run goes back to a checkpoint in the same start or the next one."""
     run = Timeline().start(0, 0)
     for step in (1, 2, 3, 4):
         run.commit(float(step), step, groups=(0,))

@@ -1,4 +1,4 @@
-"""The page of a run, in a real browser where there is one."""
+"""Tests of a run's page, in a real browser if there is one."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The score of whole runs, read from run directories."""
+"""Tests of the score of whole runs, read from run directories."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
 
 
 def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
-    """As on Slurm, and with torchrun."""
+    """This is the case on Slurm, and with torchrun."""
     run, asked = Timeline(), {"steps": 4, "nominal_groups": 3}
 
     def told():

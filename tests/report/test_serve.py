@@ -1,4 +1,4 @@
-"""What may ask for a page or figures: few connections, each for a short time, under names of this machine."""
+"""Tests of the server of page and figures: few connections, each for a short time, under names of this machine."""
 
 import http.client
 import socket
@@ -11,14 +11,14 @@ from watched import until
 
 
 def served():
-    """A server of one page: its host and port."""
+    """Start a server of one page. Return its host and port."""
     listening = socket.create_server(("127.0.0.1", 0))
     serve.serve(listening, {"/"}, "text/html", lambda: b"<!doctype")
     return listening.getsockname()
 
 
 def asked(place, host="localhost", path="/"):
-    """Status and content of an answer."""
+    """Return status and content of an answer."""
     connection = http.client.HTTPConnection(*place, timeout=30)
     connection.request("GET", path, headers={"Host": host})
     answer = connection.getresponse()
@@ -45,7 +45,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     begin = time.monotonic()
     while slow and time.monotonic() < begin + 60:
         for connection in slow:
-            connection.send(b"G")  # a byte now and then keeps a timeout of one read from passing
+            connection.send(b"G")  # a byte now and then, so that no single read times out
         time.sleep(0.2)
         slow = [connection for connection in slow if not is_closed(connection)]
     assert slow == []
@@ -72,5 +72,5 @@ def test_a_name_that_is_not_this_machines_reads_nothing(host, status, monkeypatc
     place = served()
     found, content = asked(place, host)
     assert (found, b"<!doctype" in content) == (status, status == 200)
-    for path in ("/token", "/config.toml", "/../token"):  # nothing else of a run directory is served
+    for path in ("/token", "/config.toml", "/../token"):  # no other file of a run directory is served
         assert asked(place, host, path)[0] in (403, 404)

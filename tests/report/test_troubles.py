@@ -1,4 +1,4 @@
-"""A guarantee that does not hold is one sentence, the same wherever a run is looked at, until its cause is gone."""
+"""Tests of troubles: each is one sentence, the same wherever a run is looked at, until its cause is gone."""
 
 import pytest
 from markupsafe import escape
@@ -34,7 +34,7 @@ def skipped(times):
 
 
 def commits(count, *, later_s):
-    """Commits of groups 0, 1 and 2, dated so much later by group 1."""
+    """Return commits of groups 0, 1 and 2, which group 1 dates this much later."""
     return [("commits", {"later_s": later_s})] * count
 
 
@@ -144,7 +144,7 @@ CAUSES = {
     "no words": (
         "snapshots", [("snapshot_failed", {"reason": ""})], "not taken: no reason was given.", CODED),
 }  # fmt: skip
-"""By cause: the guarantee, the events, some of the words, and the event with which it is over (None: it stays)."""
+"""Cause -> the guarantee, the events, words of the sentence, and the event that ends it (None: it stays)."""
 
 
 def add(line, t, step, kind, fields):
@@ -154,7 +154,7 @@ def add(line, t, step, kind, fields):
     if kind == "commit":
         line.commit(t, step, fields.get("groups", (0, 1)))
     elif kind == "commits":
-        t += 200.0  # so that a clock that is behind is not one of before the start
+        t += 200.0  # so that a clock that is behind gives no date before the start
         line.commit(t, step, (0, 1, 2), owners=[0, 0, 1, 1, 2, 2])
         line.logged[-2]["t"] += fields.get("later_s", 0.0)
     elif kind == "later":
@@ -212,7 +212,7 @@ def test_each_is_gone_with_its_cause(cause):
 
 
 def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():
-    """With a `quorum_timeout_s` of a few seconds."""
+    """This happens with a `quorum_timeout_s` of a few seconds."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=9).start(1, 0, 1)
     for t, kind in ((4, "quorum_failed"), (6, "quorum"), (9, "quorum_failed")):
         line.add(t, kind, 1, 3, waited_s=2.6, reason="nobody else asks")
@@ -236,7 +236,7 @@ NO_QUORUM = "a lighthouse that cannot be reached"
     *((cause, *ENDED, False) for cause in ("failing alike", "hung in a sum", "a device's memory")),
 ])  # fmt: skip
 def test_none_stays_when_who_told_of_it_is_well_or_gone(cause, kind, fields, told):
-    """Whoever starts in its place does not know of it; what another group does is none of its matter."""
+    """Processes that start in its place do not know of the trouble. Events of another group do not end it."""
     line, _, words = story(cause)
     add(line, 1020, 20, kind, fields)
     assert any(words in sentence for sentence in read(line.logged).troubles.sentences) is told
@@ -244,7 +244,7 @@ def test_none_stays_when_who_told_of_it_is_well_or_gone(cause, kind, fields, tol
 
 
 def test_what_is_no_cause_is_no_trouble():
-    """Nor is a first snapshot that survives no host, as with one host only."""
+    """A first snapshot that survives no host is no trouble either, for instance with one host only."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
     for index, (kind, fields) in enumerate([
         ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),

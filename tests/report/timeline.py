@@ -13,15 +13,15 @@ def page_of(run_dir, against=None):
 
 
 class Timeline:
-    """Collects events; `events` gives them in order of time. Four slots in a step unless `owners` differ."""
+    """Collects events; `events` returns them in order of time. A step has four slots unless `owners` differ."""
 
     def __init__(self):
         self.logged = []
         self.lives = Counter()
         self.held = {}
-        """By group: the history of its state."""
+        """Group id -> history of its state."""
         self.newest = {}
-        """By step: the history of its last new commit."""
+        """Step -> history of its last new commit."""
 
     @property
     def events(self):
@@ -42,8 +42,8 @@ class Timeline:
         return self
 
     def commit(self, t, step, groups, by=None, owners=None, loss=None, took_s=1.0, coverage_ok=True, parent=None):
-        """One vote: every group of `by` (default: all) logs the same commit, of the state that `parent` or the first of
-        them has."""
+        """Add the commit events of one vote: every group of `by` (default: all) logs the same commit, built on `parent`
+        or on the state of the first group."""
         by = by if by is not None else groups
         parent = parent or self.held.get(by[0], f"before-{step}")
         history = f"{step} {loss} {groups} {[self.lives[group] for group in groups]} on {hash(parent):x}"
@@ -86,7 +86,7 @@ class Timeline:
 
 
 def finished_run(loss_shift=0.0):
-    """Three groups, eight steps; group 2 is killed in step 4 and takes part again in step 7."""
+    """Return the log of three groups and eight steps. Group 2 is killed in step 4 and takes part again in step 7."""
     run = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=8, seed=0, global_batch_size=24)
     run.start(1, 0, 1, 2)
     owners, all_groups = [0, 1, 2, 0, 1, 2], [0, 1, 2]
