@@ -78,7 +78,7 @@ def test_what_init_writes_is_judged_alike(doors, tmp_path, capsys, what):
         cli.main(["init", what, "--out", "run.toml"])
     flags = ["--parallelism.data_parallel_shard_degree", "-1", "--fault_tolerance.process_group", "gloo"]
     [said] = set(doors(tmp_path / "run.toml", flags, capsys).values())
-    assert not said or "there is no tokenizer" in said
+    assert not said or "has no tokenizer" in said
 
 
 MISTAKES = {
@@ -88,8 +88,8 @@ MISTAKES = {
         "off"
     ),
     ("", "--data.source dataloader --hf_assets_path none"): (
-        'hf_assets_path = "none": there is no tokenizer (tokenizer.json, vocab.txt, vocab.json), which [data] source = '
-        '"dataloader" needs; download the model\'s, or set [data] source = "stdlib"'
+        'hf_assets_path = "none" has no tokenizer (tokenizer.json or vocab.txt or vocab.json), which [data] source = '
+        '"dataloader" needs; download the model\'s tokenizer, or set [data] source = "stdlib"'
     ),
     ('[override]\nimports = ["no_such_package.f"]', ""): (
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "

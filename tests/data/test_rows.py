@@ -97,10 +97,10 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     plain = build(step_rows=8)  # of torchtitan's own trainer
     for _ in range(8):
         next(iter(plain))
-    with pytest.raises(ValueError, match="steps had 8 rows, this run's have 16"):
+    with pytest.raises(ValueError, match="steps had 8 rows, but this run's have 16"):
         other.load_state_dict(plain.state_dict())
     other.open_slots(5)
-    with pytest.raises(ValueError, match="no whole number of steps of 10 rows"):
+    with pytest.raises(ValueError, match="not a whole number of steps of 10 rows"):
         other.load_state_dict({**state, "rows_per_step": 0})
     uneven = build(0, 5)
     uneven.load_state_dict(state)

@@ -112,14 +112,14 @@ def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Conf
     functions = _config_functions(registry)
     if job.config not in functions:
         near = nearest(job.config, functions)
-        hint = f'the nearest is "{near}"' if near else "it has none"
+        hint = f'the nearest is "{near}"' if near else "that registry has no configs"
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not in the registry of {job.module}; {hint}'
         )
     try:
         config = getattr(registry, job.config)()
     except (ImportError, ValueError) as error:  # e.g. the config needs a library or device that this machine lacks
-        raise source.error(("job", "config"), f'[job] config = "{job.config}" cannot be made here: {error}') from error
+        raise source.error(("job", "config"), f'[job] config = "{job.config}" fails here: {error}') from error
     if not isinstance(config, Trainer.Config):
         raise source.error(
             ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'

@@ -199,7 +199,7 @@ def _unpack(data: bytes | memoryview, tensors: Iterable[torch.Tensor]) -> None:
     """Copy bytes of `packed` into this rank's parts of the tensors. Raises ValueError if the size differs."""
     parts = [local(tensor) for tensor in tensors]
     if len(data) != sum(part.nbytes for part in parts):
-        raise ValueError(f"a state of {len(data)} bytes, and not {sum(part.nbytes for part in parts)}")
+        raise ValueError(f"the state has {len(data)} bytes instead of {sum(part.nbytes for part in parts)}")
     begin = 0
     for part in parts:
         if piece := data[begin : begin + part.nbytes]:

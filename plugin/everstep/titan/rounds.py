@@ -73,7 +73,7 @@ class Rounds(TrainerWork):
         )
         super().__init__(trainer, state, slots.workers, reducer)
         if slots.number % self.shares:
-            self._refuse(f"the {slots.number} slots of a step cannot be split among {self.shares} workers")
+            self._refuse(f"workers = {self.shares} must be a divisor of the number of slots, {slots.number}")
         place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
         segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
         failed = lambda why: self._events.emit("warning", text=f"workers' states are not in this host's memory: {why}")  # noqa: E731
@@ -148,9 +148,9 @@ class Rounds(TrainerWork):
                 assert state is not None
                 return place, state
         why = (
-            f"the state of worker {worker} is lost: the group that carried it died, and of rounds "
-            f"{min(self.state.marks)} to {self.committed} none is in a host's memory or on storage. Start the run "
-            "again, and it goes on from its last checkpoint"
+            f"the state of worker {worker} is lost: the group that carried it died, and its states after rounds "
+            f"{min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start the run "
+            "again to continue from its last checkpoint"
         )
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -327,14 +327,14 @@ class Rounds(TrainerWork):
             raise TrainerEnds(HOPELESS_EXIT, why)
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
-            self._refuse(f"the checkpoint has {saved} workers and the run {self.shares}; set workers = {saved}")
+            self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
         excluded = WORKERS in self._trainer.config.checkpoint.exclude_from_loading
         if not saved and not excluded:  # there is no checkpoint, or synchronous training wrote it
             del self._disk.states[WORKERS]
         round_, history = super().restore(quorum)
         self._disk.states[WORKERS] = self
         if self._trainer.step % self._steps:
-            self._refuse(f"the checkpoint is of step {self._trainer.step}, and a round has {self._steps} steps")
+            self._refuse(f"the checkpoint's step {self._trainer.step} is not the end of a round of {self._steps} steps")
         self.state.begin()
         self.state.mark(round_, history)
         own = self.state.leave()

@@ -52,8 +52,8 @@ def check_files(config: Any) -> None:
     if reads_folder and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         old = f"; {folder.name} is torchtitan 0.1's format, which nothing reads any more" * (folder.suffix == ".model")
         raise ConfigError(
-            f'hf_assets_path = "{folder}": there is no tokenizer ({", ".join(_TOKENIZER_FILES)}), which [data] '
-            f'source = "{config.data.source}" needs{old}; download the model\'s, or set [data] source = "stdlib"'
+            f'hf_assets_path = "{folder}" has no tokenizer ({" or ".join(_TOKENIZER_FILES)}), which [data] source = '
+            f'"{config.data.source}" needs{old}; download the model\'s tokenizer, or set [data] source = "stdlib"'
         )
     _check_dataset(config)
 
@@ -75,4 +75,4 @@ def _check_dataset(config: Any) -> None:
         )
     place = path or DATASETS[name].path
     if (path or place.startswith(("/", ".", "tests/"))) and not Path(place).exists():
-        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, and there is no such file or folder')
+        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, which does not exist')

@@ -52,8 +52,8 @@ class Rows(SlotSource):
         self.rows = self.documents.rows(seq_len)
         if self.rows == 0:
             raise ValueError(
-                f"{self.documents.name} has {self.documents.pairs} tokens to learn from, too few for one row of "
-                f"training.seq_len = {seq_len}: lower seq_len or bring more text."
+                f"{self.documents.name} has {self.documents.pairs} tokens with a label, too few for one row of "
+                f"training.seq_len = {seq_len}: set a smaller seq_len or use more text."
             )
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
@@ -92,8 +92,8 @@ class Rows(SlotSource):
     def require_vocab(self, vocab_size: int) -> None:
         if self.documents.max_id >= vocab_size:
             raise ValueError(
-                f"{self.documents.name} has token ids up to {self.documents.max_id}, the model's vocabulary only "
-                f"{vocab_size} ids: take a model of that vocabulary, or the text in the model's tokens."
+                f"{self.documents.name} has token ids up to {self.documents.max_id}, but the model's vocabulary has "
+                f"{vocab_size} ids: use a model with a larger vocabulary, or text in the model's tokens."
             )
 
     # Under torchtitan's own trainer.
@@ -103,7 +103,7 @@ class Rows(SlotSource):
         if self._rows_read % stride:
             raise ValueError(
                 f"the checkpoint has read {self._rows_read} rows, which {self.dp_size} ranks with batches "
-                f"of {self._local_batch_size} cannot have read alike: keep the number of ranks and "
+                f"of {self._local_batch_size} cannot have read in equal parts: keep the number of ranks and "
                 "training.local_batch_size."
             )
         while True:
@@ -126,19 +126,19 @@ class Rows(SlotSource):
             return
         if state_dict["data"] != self.fingerprint():
             raise ValueError(
-                f"the checkpoint was trained on other data than {self.documents.name}: it has read "
-                f"({state_dict['data']}), this is ({self.fingerprint()}). Bring back that data, seq_len and "
-                'seed, or leave the position out with checkpoint.exclude_from_loading = ["dataloader"].'
+                f"the checkpoint was trained on other data than {self.documents.name}: its data is "
+                f"({state_dict['data']}), this run's is ({self.fingerprint()}). Use the checkpoint's data, seq_len and "
+                'seed, or ignore its position with checkpoint.exclude_from_loading = ["dataloader"].'
             )
         per_step = self._rows_per_step
         if per_step and state_dict["rows_per_step"] not in (0, per_step):
             raise ValueError(
-                f"the checkpoint's steps had {state_dict['rows_per_step']} rows, this run's have {per_step}: "
-                "with another global_batch_size rows would be read twice or never. Keep it, or start anew."
+                f"the checkpoint's steps had {state_dict['rows_per_step']} rows, but this run's have {per_step}, so "
+                "rows would be read twice or never: keep global_batch_size, or start a new run."
             )
         self._rows_read = state_dict["rows_read"]
         if per_step and self._rows_read % per_step:
             raise ValueError(
-                f"the checkpoint has read {self._rows_read} rows, no whole number of steps of {per_step} rows: keep "
-                "global_batch_size."
+                f"the checkpoint has read {self._rows_read} rows, which is not a whole number of steps of {per_step} "
+                "rows: keep global_batch_size."
             )

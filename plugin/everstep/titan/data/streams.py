@@ -72,7 +72,7 @@ class _Stream:
     def state(self) -> StreamState:
         """Return position and state. Raises UnfitError if a dataloader restored from it would give other batches."""
         if self._lost:
-            raise UnfitError(f"it leaves out {self._lost}")
+            raise UnfitError(f"the state does not contain {self._lost}")
         return StreamState(self.position, plain(_stateful(self.loader).state_dict(self.loader)))
 
 
@@ -116,7 +116,7 @@ class SlotStreams(SlotSource):
     ):
         super().__init__(dp_rank, dp_world_size)
         if type(config.base) is BaseDataLoader.Config:
-            raise ValueError("SlotStreams has no dataloader to read from: set `base` to one's Config.")
+            raise ValueError("SlotStreams has no dataloader to read from: set `base` to a dataloader's Config.")
         self._base, self._tokenizer = config.base, tokenizer
         self._runtime = {
             "tokenizer": tokenizer,
@@ -160,8 +160,8 @@ class SlotStreams(SlotSource):
     def require_vocab(self, vocab_size: int) -> None:
         if self._tokenizer.get_vocab_size() > vocab_size:
             raise ValueError(
-                f"the tokenizer has {self._tokenizer.get_vocab_size()} ids, the model's vocabulary only "
-                f"{vocab_size}: take the model's own tokenizer (hf_assets_path)."
+                f"the tokenizer has {self._tokenizer.get_vocab_size()} ids, but the model's vocabulary has "
+                f"{vocab_size}: use the model's own tokenizer (hf_assets_path)."
             )
 
     # Positions of streams.
@@ -192,8 +192,8 @@ class SlotStreams(SlotSource):
                 except UnfitError as error:
                     if not self._complained:
                         logger.warning(
-                            "The state of %s cannot be told to other groups, which will read its streams from their "
-                            "beginning instead: %s",
+                            "The state of %s cannot be sent to other groups. A group that takes over one of its "
+                            "streams will read it from the beginning. Reason: %s",
                             type(live.loader).__name__,
                             error,
                         )
@@ -251,8 +251,8 @@ class SlotStreams(SlotSource):
             return
         if state_dict["streams"] != self._streams:
             raise ValueError(
-                f"the checkpoint's data was read in {state_dict['streams']} streams, this run has {self._streams}: "
-                "keep global_batch_size and local_batch_size."
+                f"the checkpoint has {state_dict['streams']} data streams, but this run has {self._streams}: keep "
+                "global_batch_size and local_batch_size."
             )
         self._forget()
         for key, states in state_dict.items():

@@ -25,8 +25,8 @@ def token_file(path: Path, tokenizer: BaseTokenizer) -> Documents:
     vocab_size = tokenizer.get_vocab_size()
     if footer.max_id >= vocab_size:
         raise DataError(
-            f"{path} has token ids up to {footer.max_id}, the tokenizer only {vocab_size} ids: it was "
-            "packed with another tokenizer. Set hf_assets_path to that one, or pack the text again."
+            f"{path} has token ids up to {footer.max_id}, but the tokenizer has {vocab_size} ids: the file was packed "
+            "with another tokenizer. Set hf_assets_path to that tokenizer, or pack the text again."
         )
     tokens, starts = map_tokens(path, footer)
     return Documents(tokens, starts, footer.max_id, name=str(path), content=f"token file {digest[:16]}")
@@ -39,8 +39,8 @@ def stdlib_text() -> Documents:
     pieces = [document_ids(path.read_bytes()) for path in stdlib_sources(root)]
     if not pieces:
         raise FileNotFoundError(
-            f"no .py files of the standard library under {root}: this Python carries its library in "
-            'another form. Set data.source = "tokens" and pack some text with `everstep pack`.'
+            f"no .py files of the standard library are under {root}: this Python has its library in another form. "
+            'Set data.source = "tokens" and pack text with `everstep pack`.'
         )
     tokens = np.concatenate(pieces)
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
