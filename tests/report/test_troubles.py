@@ -98,7 +98,7 @@ CAUSES = {
                    "Slot 3 of step 4: group 1 computed other bits than two other groups", None),
     "other parameters of two": (
         "arithmetic", [("audit", {"agreed": False, "differing": [1, 2]})],
-        "The parameters of groups 1, 2 differ from those of most groups at step 4. A group that differs restarts",
+        "The parameters of groups 1, 2 differ from those of the other groups at step 4. A group that differs restarts",
         ("audit", {"agreed": True, "differing": []})),
     "NaN in a slot, told by another rank": (
         "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can compute it"})],

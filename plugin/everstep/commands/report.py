@@ -20,8 +20,7 @@ def report(
         run_dir: The run directory.
         against: The directory of another run of the same config, to compare losses with.
         json: Print report.json to stdout, and nothing else.
-        check: End with exit status 1 if the run did not keep its promise. The summary says why; with --json, stderr
-            does.
+        check: End with exit status 1 if the run broke its promise. The summary (with --json: stderr) says how.
     """
     from everstep.report.page import write_report
     from everstep.report.score import summary, verdict

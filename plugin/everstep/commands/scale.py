@@ -14,7 +14,7 @@ from everstep.run.token import require_run
 
 def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     """Change the number of groups of a live run. New groups heal from the others, and take part in steps once they hold
-    the state. If there are too many groups, the highest ids finish their step and leave. The losses stay the same.
+    the state. If groups have to go, those with the highest ids finish their step and leave. The losses stay the same.
 
     Args:
         run_dir: The run directory.

@@ -198,8 +198,8 @@ ROWS: dict[str, Row] = {
     ),
     "audit": Row(
         "arithmetic",
-        "The parameters of {differ} differ from those of most groups at step {step}. A group that differs restarts and "
-        "heals. If this happens again, take its host out of service.",
+        "The parameters of {differ} differ from those of the other groups at step {step}. A group that differs "
+        "restarts and heals. If this happens again, take its host out of service.",
         ends=("audit",),
         who="audit",
         when=lambda event: event.get("agreed") is False,
