@@ -150,9 +150,9 @@ class Account:
 
     @property
     def status(self) -> str:
-        """One of ENDS, or `running`. If a supervisor wrote `run_started`, its `run_ended` tells; if it was killed, the
-        run stays `running`. Without a supervisor the run is over when a group is done, or when all groups of the newest
-        commit (before the first commit: all known groups) have ended."""
+        """One of ENDS, or `running`. If a supervisor wrote `run_started`, its `run_ended` has the status; if it was
+        killed before that, the run stays `running`. Without a supervisor the run is over when a group is done, or when
+        all groups of the newest commit (before the first commit: all known groups) have ended."""
         session, said = self.current, {*self.current.ends.values()}
         if session.ending is not None or self.counts["run_started"]:
             return session.ending["status"] if session.ending else "running"

@@ -160,7 +160,7 @@ def tell(
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put((event["step"], event["t"], scalars_of(event)))
-        if first:  # troubles that were over before this process began are not told
+        if first:  # the webhook gets no troubles that were over before this process began
             said = [one.sentence for one in now.troubles.now.values() if one.event["t"] > told]
         say(said)
         first = False
