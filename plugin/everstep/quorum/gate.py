@@ -291,7 +291,7 @@ class Gate:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
             quorum = client.quorum(replica_id=asked.replica, timeout=left)
         except TimeoutError:
-            living = ", ".join(sorted(self._counting()))
+            living = ", ".join(sorted(self._counting())) or "none"
             return {"failed": f"groups {living} are alive, and fault_tolerance.min_groups is {self._min_groups}"}
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}

@@ -60,7 +60,7 @@ class Driver:
                     self._clock.sleep(pause_s)
         unsaved = self._decisions.all_true("unsaved", self._protocol.state.step > self._files.finished_step())
         met = turn is Turn.OVER
-        return self._finish(saved=not unsaved, met=met) if unsaved or met else Turn.OVER
+        return self._finish(met) if unsaved or met else Turn.OVER
 
     def _find_state(self, quorum: Quorum) -> Turn | None:
         """Restore a state, as no group of the quorum has one. If a group outside of it may have one, wait instead: it
@@ -80,7 +80,7 @@ class Driver:
             self._clock.sleep(STATE_POLL_S)
         return None
 
-    def _finish(self, *, saved: bool, met: bool) -> Turn:
+    def _finish(self, met: bool) -> Turn:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep asking for quorums. The first group of a quorum that has the newest state saves it. If it dies
@@ -89,7 +89,6 @@ class Driver:
         with a group that saves asks once more, because that group asks again and would wait for it.
 
         Args:
-            saved: whether the marker is there.
             met: whether this group was in a quorum with a group that has made the last step.
         """
         step, begun = self._protocol.state.step, self._clock.now()
@@ -115,4 +114,3 @@ class Driver:
                 self._work.save_last()
                 some_leave = self._protocol.leaving and self._work.goes_on()
                 self._files.mark_finished(step, for_all=not some_leave)
-                saved = True

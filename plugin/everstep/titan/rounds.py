@@ -30,6 +30,7 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
+from everstep.step.holding import FINDINGS
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.private import local
 from everstep.step.reduction import BUCKET_BYTES, GradientReducer
@@ -235,8 +236,7 @@ class Rounds(TrainerWork):
             if again:
                 self._refused.add(worker)
             else:
-                reason = "attention findings were not repaired"
-                self._events.emit("slot_refused", round_, slot=worker, reason=reason)
+                self._events.emit("slot_refused", round_, slot=worker, reason=FINDINGS)
         by_slot, loss = slots.tokens_and_losses()
         tokens = float(by_slot.sum())
         if tokens and tokens != slots.nominal_tokens:  # with no valid token all gradients are 0
