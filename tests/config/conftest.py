@@ -13,7 +13,7 @@ def config_class():
 
 @pytest.fixture
 def load(tmp_path):
-    """Loads a TOML text, by default on top of llama3_debugmodel, as `run.toml` of the working directory."""
+    """A function that loads a TOML text as `run.toml` in `tmp_path`, by default based on llama3_debugmodel."""
 
     def load_text(
         text: str,

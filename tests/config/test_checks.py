@@ -1,5 +1,5 @@
-"""What a user is told about a file that is wrong, by itself or for what it asks for together: where, which key, the
-nearest valid key, the expected type. The nearest settings that work are not refused."""
+"""Error messages for a wrong file or a wrong combination of settings name line, key, the nearest valid key and the
+expected type. The nearest settings that work are not refused."""
 
 import pytest
 
@@ -16,16 +16,16 @@ enable = true
 groups = 3
 min_groups = 2
 """
-"""Takes lines 4 to 11 of run.toml."""
+"""Lines 4 to 11 of run.toml."""
 
 SEMI = GOOD.replace("[training]", "[training]\nsteps = 100") + (
     '[semi_sync]\nmethod = "diloco"\nworkers = 4\nsync_steps = 10\n'
 )
-"""Goes on to line 16."""
+"""Lines 4 to 16 of run.toml."""
 
 OPTIMIZER = GOOD + '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_name = "AdamW"\noptimizer_kwargs = '
 
-# the base that the `load` fixture writes takes lines 1 to 3
+# Lines 1 to 3 are the base that the `load` fixture writes.
 WRONG = {
     "unknown section": (
         "[trainig]\nsteps = 1\n",
@@ -215,7 +215,7 @@ def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     ],
 )
 def test_a_groups_ranks_are_those_that_its_degrees_need(load, degrees, ranks, needed):
-    """Replicas count too, without fault tolerance."""
+    """Replicas count as well if fault tolerance is off."""
     alone = "replicate" in degrees
     text = GOOD.replace("enable = true", "enable = false") if alone else GOOD
     config = load(f"{text}[parallelism]\n" + degrees.replace(" x ", "\n"), check=False)

@@ -1,4 +1,4 @@
-"""Damaged and hostile TOML: a ConfigError in one sentence, or a config whose numbers can be used."""
+"""Damaged and hostile TOML gives a ConfigError with one sentence, or a config whose numbers can be used."""
 
 import random
 
@@ -31,7 +31,7 @@ source = "stdlib"
 
 
 def refusal(text, config_class):
-    """Why it is refused; None if it is not."""
+    """Return the message with which a TOML text is refused; None if it is not refused."""
     try:
         config = config_from_source(parse_source(text, "run.toml"), config_class)
         return next((problem.message for problem in problems(config)), None)
@@ -40,7 +40,7 @@ def refusal(text, config_class):
 
 
 WRONG = [
-    # whole documents, and changes of the good one: nothing that a run could be made of
+    # (text in GOOD, its replacement): documents that no run could use
     *((GOOD, text) for text in (
         "x = " + "[" * 5000 + "]" * 5000, "x = " + "{a = " * 3000 + "1" + "}" * 3000, "x = " + "9" * 5000,
         "[" + ".".join("a" * 3000) + "]\nx = 1", ".".join("a" * 3000) + " = 1", "x = 0x" + "f" * 5000, "x = 1e999",

@@ -1,4 +1,4 @@
-"""Files written for torchtitan 0.2 load: each of its keys is translated, or named in the one warning."""
+"""Files written for torchtitan 0.2 load. Each of their keys is translated, or named in the only warning."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def defaults():
     return tomli.loads(resolved_toml(config_from_source(parse_source(BASE, "run.toml"), EverstepTrainer.Config)))
 
 
-OTHER = {  # values that the key's type allows, where one more than the default is none
+OTHER = {  # valid values of the keys for which `changed` gives no valid value
     "model.name": "llama3",
     "model.flavor": "debugmodel",
     "lr_scheduler.lr_min": 0.5,
@@ -51,7 +51,7 @@ def changed(value):
 
 @pytest.mark.parametrize("old", [name for name in MOVED if name not in ("profiling", "validation")])
 def test_a_key_that_moved_arrives_where_it_is_today(load, old):
-    """Its default, made another; a table that moved is tried by one of its keys."""
+    """The key is set to a value other than its default. A table that moved is tested with one of its keys."""
     old, new = (f"{old}.pin_memory", f"{MOVED[old]}.pin_memory") if old.endswith("dataloader") else (old, MOVED[old])
     mode = '[activation_checkpoint]\nmode = "selective"\n' if old.startswith("activation_checkpoint") else ""
     default = defaults()
@@ -61,7 +61,7 @@ def test_a_key_that_moved_arrives_where_it_is_today(load, old):
     table, name = paths_of(old)
     warnings = []
     text = f"{name} = {json.dumps(value)}\n"
-    if new.startswith("semi_sync.") and name != "semi_sync_method":  # else nothing reads it
+    if new.startswith("semi_sync.") and name != "semi_sync_method":  # without a method nothing reads the key
         text += 'semi_sync_method = "diloco"\n'
     text = text if table in mode else f"[{table}]\n{text}"
     if table == "model":
@@ -90,7 +90,7 @@ def test_keys_that_are_gone_are_named_at_once_with_line_and_successor_and_change
             table, key = paths_of(gone if "." in gone else f"{gone}.enable")
             tables.setdefault(table, {})[key] = GONE[gone]
     for table, keys in tables.items():
-        lines += [f"[{table}]"] if table != "model" else []  # which BASE ends in
+        lines += [f"[{table}]"] if table != "model" else []  # BASE ends in [model]
         for key, went in keys.items():
             lines.append(f"{key} = false")
             rows.append(f"  line {len(lines)}: [{table}] {key} → {went}")
@@ -121,7 +121,7 @@ interval = 500
 mode = "selective"
 selective_ac_option = "op"
 """
-"""llama3_8b.toml as torchtitan 0.1's tree had it, shortened."""
+"""llama3_8b.toml of torchtitan 0.1, shortened."""
 
 
 def test_a_llama3_file_of_01_loads_and_keeps_its_warmup_and_parallelism(load):

@@ -1,4 +1,4 @@
-"""run, doctor and `submit --dry-run` judge a config alike, and each mistake is one sentence with status 2."""
+"""`run`, `doctor` and `submit --dry-run` accept the same configs. Each mistake gives one sentence and status 2."""
 
 import contextlib
 import io
@@ -33,14 +33,14 @@ groups = 3
 
 @pytest.fixture
 def doors(tmp_path, monkeypatch):
-    """What each door says of a file and flags, by its command: the refusal, or "" if it would go on. The process that
-    a command starts to read the config is this one, which has imported torchtitan already."""
+    """A function that returns command -> its refusal of a file and flags, "" if it accepts them. This process, which
+    has imported torchtitan already, stands in for the one in which a command reads a config."""
     import_all()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(prepare.subprocess, "run", answered)
     monkeypatch.setattr(supervisor, "run", started)
-    monkeypatch.setattr(doctor, "examine", lambda *plan: [])  # of the machine, and not of the config
+    monkeypatch.setattr(doctor, "examine", lambda *plan: [])  # it checks the machine, not the config
 
     def judge(path, flags, capsys):
         said = {}

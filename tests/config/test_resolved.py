@@ -1,5 +1,5 @@
-"""A config written out loads to the same config; its identity changes with the mathematics of a run, and
-only then."""
+"""A config that is written as TOML loads to the same config. Its identity changes if and only if the mathematics of the
+run does."""
 
 import copy
 import functools
@@ -63,7 +63,7 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def demo(config_class, tmp_path_factory):
-    """Loads configs/demo.toml, of 120 steps, with flags."""
+    """A function that loads configs/demo.toml, with 120 steps, and flags."""
     path = tmp_path_factory.mktemp("demo") / "demo.toml"
     text = (Path(__file__).parents[2] / "configs" / "demo.toml").read_text()
     path.write_text("\n".join("steps = 120" if line.startswith("steps") else line for line in text.splitlines()))

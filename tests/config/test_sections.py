@@ -1,5 +1,4 @@
-"""What the keys of a file mean: sections that are one of several classes, parameter groups, base and
-flavor."""
+"""The meaning of a file's keys: sections that can have one of several classes, parameter groups, base and flavor."""
 
 from dataclasses import dataclass, field
 

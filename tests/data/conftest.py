@@ -8,7 +8,7 @@ from everstep.titan.data.byte_tokenizer import ByteTokenizer
 
 
 def built(config, tokenizer, dp_rank=0, dp_world_size=1, seq_len=16, local_batch_size=2):
-    """A dataloader as torchtitan builds it."""
+    """Build a dataloader as torchtitan does."""
     place = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "snapshot_every_n_steps": 1}
     return config.build(tokenizer=tokenizer, seq_len=seq_len, local_batch_size=local_batch_size, **place)
 
@@ -20,7 +20,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def documents():
-    """Texts of very different lengths, each telling which it is."""
+    """Texts of very different lengths, each beginning with its number."""
     return [f"<{number}>" + "abcdefghij"[number % 10] * (7 * number % 53) for number in range(60)]
 
 
@@ -33,7 +33,7 @@ def jsonl(tmp_path, documents):
 
 @pytest.fixture
 def register(monkeypatch):
-    """Gives torchtitan's text dataloader a dataset of that name."""
+    """A function that adds a dataset of a name to those of torchtitan's text dataloader."""
 
     def register(name, loader):
         config = DatasetConfig(path="given to the loader", loader=loader, sample_processor=lambda row: row["text"])

@@ -1,4 +1,4 @@
-"""`everstep pack`: the same file whatever interrupts it, and one clear sentence for whatever is wrong."""
+"""`everstep pack` makes the same file after any interruption, and reports each error in one clear sentence."""
 
 import contextlib
 import gzip
@@ -46,7 +46,7 @@ def texts_in(path, tokenizer):
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """A model's directory with a small trained tokenizer that adds no BOS or EOS itself."""
+    """A model directory with a small trained tokenizer that does not add BOS and EOS itself."""
     directory = tmp_path_factory.mktemp("assets")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -70,7 +70,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def packed(tmp_path, out):
-    """The file of the format's test vector, in two chunks."""
+    """A token file in two chunks, whose checksum one test compares with a constant."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": "word " * (n % 7)}) + "\n" for n in range(60)))
     pack((tmp_path / "in.jsonl",), out, chunk_tokens=500)
     return out
@@ -102,7 +102,7 @@ def test_text_jsonl_and_parquet_give_the_same_documents(tmp_path, documents, tok
 
 
 def test_lines_of_any_further_keys_in_a_file_of_any_name_are_read(tmp_path, documents, tokenizer, out):
-    """Also what another reader would take for dates, a byte order mark, and lines with nothing in them."""
+    """The input also has text that some readers convert to a date, a byte order mark, and empty lines."""
     lines = [
         json.dumps({"text": text} | ({"meta": number} if number % 3 else {})) for number, text in enumerate(documents)
     ]
@@ -158,7 +158,7 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
     whole = tmp_path / "whole.tokens"
     assert len(pack(corpus, whole, chunk_tokens=60000).chunks) > 10
     assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
-    for name in ("tokens", "starts", "footer.draft"):  # as a host that lost its power may leave them
+    for name in ("tokens", "starts", "footer.draft"):  # as after a power failure
         with (begun(out) / name).open("ab") as file:
             file.write(b"half of it")
     made = iter(range(3))
@@ -216,7 +216,7 @@ TAIL = struct.Struct("<Q32s8s")
 
 
 def signed(body, footer):
-    """A token file whose footer has the right checksum, whatever it says."""
+    """Return a token file whose footer has any content and the right checksum."""
     return body + footer + TAIL.pack(len(footer), hashlib.sha256(footer).digest(), b"evrtokns")
 
 
@@ -235,7 +235,7 @@ def test_damaged_token_files_are_refused_or_right(packed, rounds):
         with contextlib.suppress(DataError):
             found = verify(target)
             assert all(map(np.array_equal, map_tokens(target, found), expected))
-        # As a trainer opens it, which reads no checksums.
+        # A trainer opens it like this, without comparing checksums.
         with contextlib.suppress(ValueError):
             found, _ = read_footer(target)
             rows = Documents(*map_tokens(target, found), max_id=found.max_id)

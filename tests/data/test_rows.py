@@ -1,4 +1,4 @@
-"""Rows: which there are, in which order, and that every way to read them reads the same."""
+"""The rows of documents, their order, and that every way to read them gives the same rows."""
 
 import random
 
@@ -65,7 +65,7 @@ def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokeni
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("slots", "group_ranks", "ranks"), [(6, 1, 2), (6, 1, 6), (3, 2, 2), (4, 2, 8), (5, 1, 1)])
 def test_plain_iteration_on_all_ranks_reads_in_a_step_what_its_slots_are(build, shuffle, slots, group_ranks, ranks):
-    """A slot's rows do not depend on what was read before."""
+    """A slot's rows do not depend on the rows that were read before."""
     groups = [build(rank, group_ranks, shuffle=shuffle) for rank in range(group_ranks)]
     for source in groups:
         source.open_slots(slots)
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_other_data_or_another_batch_size_is_refused(build):
     other.open_slots(8)
     with pytest.raises(ValueError, match="this run's have 16"):
         other.load_state_dict(state)
-    plain = build(step_rows=8)  # of torchtitan's own trainer
+    plain = build(step_rows=8)  # as under torchtitan's own trainer
     for _ in range(8):
         next(iter(plain))
     with pytest.raises(ValueError, match="steps had 8 rows, but this run's have 16"):

@@ -1,4 +1,4 @@
-"""States of dataloaders as bytes: they come back as they were, and bytes that are no state do nothing."""
+"""States of dataloaders as bytes: decoding restores the same states, and refuses other bytes without side effects."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ class Bomb:
 
 
 def test_a_pickle_is_never_executed():
-    """It ends the process if it is."""
+    """Unpickling this object would end the process."""
     bomb = pickle.dumps(Bomb())
     with pytest.raises(ValueError, match="not stream states"):
         decode_states(bomb)
@@ -41,6 +41,6 @@ def test_damaged_states_are_refused_or_are_plain_values():
             decode_states(data[:size])
     chance = random.Random(1)
     for _ in range(2000):
-        with contextlib.suppress(ValueError):  # a sentence; anything else fails here
+        with contextlib.suppress(ValueError):  # a refusal; any other exception fails the test
             for known in decode_states(damaged(data, chance)).values():
                 restored(known.state)

@@ -1,4 +1,4 @@
-"""Streams: whoever computes a slot, whenever, gets the batches of one run that nothing interrupted."""
+"""Any group that computes a slot, at any time, reads the batches of an uninterrupted run from the slot's stream."""
 
 import itertools
 import logging
@@ -23,7 +23,7 @@ from everstep.titan.data.streams import SlotStreams, _stateful
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """torchtitan warns at every end of a small dataset."""
+    """Silences torchtitan, which warns at every end of a small dataset."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -52,7 +52,7 @@ def flat(batch):
 
 
 def uninterrupted(config, tokenizer, slots, steps):
-    """By slot, the batches that torchtitan's own dataloader gives, with None after their end."""
+    """Return for each slot the batches of torchtitan's own dataloader, and None after the end of its data."""
 
     loaders = [iter(built(config, tokenizer, slot, slots)) for slot in range(slots)]
     return [[flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders]
@@ -70,8 +70,8 @@ SLOTS, STEPS = 3, 14
 @pytest.mark.parametrize("infinite", [True, False])
 @given(data=st.data())
 def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(datasets, tokenizer, dataset, infinite, data):
-    """Three groups share the slots of each step at random; they fail in the middle of steps, begin anew with
-    nothing or with what a peer knows, and tell each other their states now and then or never."""
+    """Three groups share the slots of each step at random. They fail in the middle of steps, restart with no states or
+    with a peer's, and exchange their states sometimes or never."""
     config = base(dataset, infinite=infinite)
     expected = uninterrupted(config, tokenizer, SLOTS, STEPS)
     groups = [streams(config, tokenizer, SLOTS) for _ in range(3)]
@@ -83,7 +83,7 @@ def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(dataset
         else:
             batch = groups[group].microbatch(step, slot)
             assert flat(batch) == expected[slot][step - 1]
-            batch[0]["input"].zero_()  # a trainer may do with it what it likes
+            batch[0]["input"].zero_()  # a trainer may change the batch
             batch[0].clear()
 
     group_numbers = st.integers(0, 2)
@@ -117,13 +117,13 @@ def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(dataset
 
 
 def test_whoever_adopts_a_stream_goes_on_from_its_newest_told_state_without_a_pickle(datasets, tokenizer, monkeypatch):
-    """Of a committed step, never of one under way; it draws no random numbers of the model."""
+    """The state is of a committed step, never of one in progress. Opening draws no random numbers of the model."""
     owner, heir = (streams(base(), tokenizer, SLOTS) for _ in range(2))
-    owner.began_after = heir.began_after = 50  # the run turned to this data then
+    owner.began_after = heir.began_after = 50  # the run changed to this data after step 50
     expected = uninterrupted(base(), tokenizer, SLOTS, 11)[1]
     for step in range(1, 11):
         assert flat(owner.microbatch(50 + step, 1)) == expected[step - 1]
-        if step == 9:  # which is not committed yet
+        if step == 9:  # step 9 is not committed yet
             heir.learn(owner.known_states())
         owner.committed(50 + step)
         if step == 8:
@@ -145,7 +145,7 @@ def test_whoever_adopts_a_stream_goes_on_from_its_newest_told_state_without_a_pi
 
 
 def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datasets, tokenizer):
-    """Of one, and of two; nothing is read again."""
+    """Groups of one rank and of two. No batch is read again."""
     whole = streams(base(), tokenizer, 4)
     halves = [streams(base(), tokenizer, 2, rank, 2) for rank in range(2)]
     for source, slots in ((whole, 4), *((half, 2) for half in halves)):
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datase
 
 
 def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):
-    """Else a run that leaves the position out of its checkpoints would begin it again."""
+    """If they changed the fingerprint, a run that does not load its position would begin the data again."""
     usual, eager, finite = (
         streams(base(**settings), tokenizer, 1).fingerprint()
         for settings in ({}, {"pin_memory": True, "prefetch_factor": 4}, {"infinite": False})
@@ -190,14 +190,14 @@ def mixed_until_all_end(register):
 
 @pytest.mark.parametrize("kind", [shuffled, mixed_until_all_end])
 def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginning(register, tokenizer, kind):
-    """Rows in a shuffle buffer, or which sources of a mixture have ended: who loads such a state reads other rows."""
+    """The states lack rows in a shuffle buffer, or the ended sources of a mixture: they would lead to other rows."""
     config = kind(register)
     expected = uninterrupted(config, tokenizer, 2, 30)[1]
     owner = streams(config, tokenizer, 2)
     for step, batch in enumerate(expected, 1):
         heir = streams(config, tokenizer, 2)
         heir.learn(owner.known_states())
-        if step > 1:  # a checkpoint of before may have it
+        if step > 1:  # an older checkpoint may contain such a state
             loader = owner._live[1].loader
             state = plain(_stateful(loader).state_dict(loader))
             heir.learn(encode_states({1: StreamState(step - 1, state)}))

@@ -11,7 +11,7 @@ from reference import simulate
 
 
 class Streams:
-    """Batches by slot, each slot a data-parallel rank of torchtitan's own dataloader. They are read in turn."""
+    """Batches by slot. Each slot is a data-parallel rank of torchtitan's own dataloader, read in order."""
 
     def __init__(self, loader, slots, shape):
         self._loaders = [iter(loader.build(dp_world_size=slots, dp_rank=slot, **shape)) for slot in range(slots)]
@@ -22,7 +22,7 @@ class Streams:
 
 @pytest.fixture(scope="session")
 def reference():
-    """What the papers' formulas give for a config of `semi_config`."""
+    """A function that returns the result of the papers' formulas for a config of `semi_config`."""
     known = {}
 
     def _reference(path):

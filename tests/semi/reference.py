@@ -1,12 +1,11 @@
-"""Local SGD, DiLoCo and Streaming DiLoCo in one process, written from the papers, to hold runs against. None of
+"""Local SGD, DiLoCo and Streaming DiLoCo in one process, written from the papers, to compare runs with. It uses none of
 Everstep's arithmetic.
 
 Local SGD: arXiv 1805.09767. DiLoCo: arXiv 2311.08105, algorithm 1. Streaming DiLoCo: arXiv 2501.18512, algorithm 2,
-with the offsets t_p such that fragment p is sent at the end of its turn less τ steps and taken over at the end of it. A
-worker's inner optimizer is torch's AdamW, kept throughout; gradients are clipped as in torch.nn.utils. Experts' biases
-move with each worker's own loads (arXiv 2408.15664, the variant that torchtitan has) and are averaged in every round.
-Model: the config's, as torchtitan builds it. Data: the rows that Everstep's source gives for (step, slot), which is not
-what is tested here.
+with offsets t_p such that fragment p is sent τ steps before the end of its turn and taken over at the end. A worker's
+inner optimizer is torch's AdamW, which keeps its state throughout. Gradients are clipped as in torch.nn.utils. Experts'
+biases change with each worker's own loads (arXiv 2408.15664, in torchtitan's variant) and are averaged in every round.
+Model: the config's, as torchtitan builds it. Data: the rows of Everstep's source for (step, slot), tested elsewhere.
 """
 
 import copy
@@ -21,9 +20,9 @@ from everstep.titan import cpu_attention
 @dataclass
 class Simulation:
     parameters: dict[str, torch.Tensor]
-    """θ after the last step, by the names of checkpoints."""
+    """Name in a checkpoint -> θ after the last step."""
     losses: list[float]
-    """By inner step: mean over the workers, who all have equally many tokens."""
+    """Mean loss over the workers of each inner step. All workers have equally many tokens."""
 
 
 def build(config):
@@ -39,7 +38,7 @@ def build(config):
 
 
 def fragment(name, fragments):
-    """Layers strided, as in the paper's figure 3; the embedding with the first, norm and head with the last."""
+    """Return a parameter's fragment: layers strided (the paper's figure 3), embedding first, norm and head last."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1]) % fragments
@@ -51,7 +50,7 @@ def balances(model):
 
 
 def simulate(config, data, outer=(0.7, 0.9, True)):
-    """What a run of this config comes to. `outer`: rate, momentum, and whether it is Nesterov's."""
+    """Return the result of a run of this config. `outer`: learning rate, momentum, whether it is Nesterov momentum."""
     semi, training, adam = config.semi_sync, config.training, config.optimizer.param_groups[0].optimizer_kwargs
     workers, fragments, slots = semi.workers, semi.fragments, training.global_batch_size  # a slot has one row
     warmup, lr = config.lr_scheduler.warmup_steps, adam["lr"]

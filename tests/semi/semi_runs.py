@@ -1,4 +1,4 @@
-"""What tests of semi-synchronous runs share: a config, and what a run left behind."""
+"""Shared by the tests of semi-synchronous runs: configs, and comparisons of a run's results with the reference."""
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -6,11 +6,11 @@ import torch.distributed.checkpoint as dcp
 from watched import PATIENT, write_config
 
 WORKERS, SYNC_STEPS, SLOTS, WARMUP, LR, EPS = 4, 3, 8, 4, 1e-3, 1e-5
-"""EPS: with Adam's usual one, a gradient that is nothing but rounding moves a parameter by a whole learning rate."""
+"""EPS: with Adam's default eps, a gradient that is only rounding error changes a parameter by a whole learning rate."""
 
 
 def semi_config(path, **sections):
-    """A config of four workers."""
+    """Write a config of four workers."""
     table = {
         "job": {"module": "tiny_llama", "config": "tiny"},
         "training": {"seq_len": 32, "local_batch_size": 1, "global_batch_size": SLOTS},
@@ -25,7 +25,7 @@ def semi_config(path, **sections):
 
 
 def quick_config(path, rounds, model="tiny", *, workers=WORKERS, **sections):
-    """Of workers with one slot each, whose groups soon miss one that died."""
+    """Write a config of workers with one slot each, with short timeouts, so that groups soon notice a dead one."""
     return semi_config(
         path,
         job={"config": model},
@@ -37,15 +37,15 @@ def quick_config(path, rounds, model="tiny", *, workers=WORKERS, **sections):
 
 
 def worst(run, expected, step):
-    """By how much the global parameters in the checkpoint of the last step, as stock torchtitan would load them, differ
-    from the reference's."""
+    """Return the largest difference between the global parameters in the last step's checkpoint, as stock torchtitan
+    would load them, and those of the reference."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.parameters.items()}
     dcp.load(found, checkpoint_id=str(run.run_dir / "checkpoint" / f"step-{step}"), no_dist=True)
     return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())
 
 
 def worst_loss(run, expected):
-    """Likewise the losses by inner step, as one group tells them."""
+    """Return the largest difference between one group's losses by inner step and those of the reference."""
     told = {event["step"]: event["inner_losses"] for event in run.events("commit", rank=0)}
     losses = [loss for round_ in sorted(told) for loss in told[round_]]
     return float((torch.tensor(losses) - torch.tensor(expected.losses)).abs().max())

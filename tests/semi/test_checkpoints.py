@@ -26,7 +26,7 @@ def config(path, model="tiny", *, rounds=ROUNDS, workers=WORKERS, **checkpoint):
 
 
 def forget(run):
-    """Workers' states are in checkpoints alone now."""
+    """End a run and remove its workers' states everywhere but in checkpoints."""
     run.end()
     shutil.rmtree(run.run_dir / "state" / "workers")
     for segment in list(run.run_dir.parent.rglob("everstep-*")):
@@ -60,7 +60,7 @@ def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_fro
 
 @pytest.mark.parametrize("lost", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_path, monkeypatch, lost):
-    """Who takes its workers over writes them; if all die, the run goes on from the checkpoint before."""
+    """The group that takes over its workers writes them. If all groups die, the previous checkpoint is loaded."""
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
     monkeypatch.setenv("HELD_GROUP", "1")
@@ -107,7 +107,7 @@ def peak_mb(pid):
 
 @pytest.mark.slow
 def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_workers(start, tmp_path):
-    """Each group carries one; of each start the most that any trainer needed, with its first two checkpoints."""
+    """Each group carries one worker. Compared is the peak of all trainers from a start to its second checkpoint."""
     peaks = {}
     for workers in (2, 4):
         (folder := tmp_path / str(workers)).mkdir()

@@ -1,4 +1,4 @@
-"""The workers' states in files: what is read is what was written, for what it was written."""
+"""Files of workers' states: a reader gets the state that was written for this worker, round, history, rank and run."""
 
 import shutil
 import threading
@@ -18,7 +18,7 @@ DEADLINE_S = 30.0
 
 @dataclass
 class Hosts:
-    """Memory of this host, and of another one."""
+    """The memory of this host and of another one."""
 
     folder: Path
     other: Path | None = None
@@ -72,9 +72,9 @@ def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, state, place
 @pytest.mark.parametrize(
     ("round_", "over"),
     [
-        (5, True),  # there is the one after it
+        (5, True),  # more than one round older than the newest
         (6, False),
-        (8, False),  # this group has missed a commit
+        (8, False),  # a later state, of a commit that this group has missed
     ],
 )
 def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, round_, over):

@@ -1,4 +1,4 @@
-"""A worker's state that an attention check refuses is nobody's, whatever it was made for."""
+"""A worker's state that an attention check refuses is never used: not in a round, and not in a checkpoint."""
 
 from types import SimpleNamespace
 
@@ -10,11 +10,11 @@ from everstep.semi.worker_store import Place
 from everstep.titan import rounds
 
 NOW = 5
-"""The last committed round; what there is of the worker is a round older."""
+"""The last committed round. The worker's only state is one round older."""
 
 
 class Group(rounds.Rounds):
-    """One group of one rank. Its device computes a wrong state while `sick`, and the check sees it."""
+    """One group of one rank. While `sick`, its device computes a wrong state, which the check finds."""
 
     committed = NOW
 
@@ -75,7 +75,7 @@ def test_a_round_that_is_made_again_is_kept_only_if_no_check_refused_it(group):
     group._take_up(NOW + 1, 0, whole=False)
     assert group.refused() == {0}
     assert NOW not in group.kept
-    group._refused.clear()  # what is held is dropped, and the device is well again
+    group._refused.clear()  # the round is discarded, and the device is repaired
     group.sick, group.checked = False, []
     group._take_up(NOW + 1, 0, whole=True)
     assert group.checked == [True], "with every check, as the round itself"

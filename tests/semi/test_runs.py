@@ -1,4 +1,4 @@
-"""Runs of `everstep run` beside the papers' formulas, without failures and with them."""
+"""Runs of `everstep run` with kills, compared with the papers' formulas."""
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -31,8 +31,8 @@ WAYS = {
     "way", ["halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
 )
 def test_kills_change_nothing(start, reference, tmp_path, way):
-    """Each group is killed while it computes a worker's round; then both at once, and the run goes on from disk: from
-    between two fragments, if there are several."""
+    """Each group is killed while it computes a worker's round. Then both are killed at once, and the run continues from
+    disk: if there are several fragments, from a step between the synchronisations of two."""
     sections, both = WAYS[way], (0, 1)
     semi = sections.get("semi_sync", {})
     sync_steps = semi.get("sync_steps", SYNC_STEPS)
@@ -63,7 +63,7 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
 def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a_round(
     start, reference, tmp_path, degree
 ):
-    """They begin with the reference's parameters; their own would be others, as each rank draws its shard's."""
+    """The run loads the reference's initial parameters, because each rank would draw those of its shard itself."""
     sections = {
         "training": {"steps": 20 * 8},
         "semi_sync": {"sync_steps": 8, "fragments": 2, "overlap_steps": 1, "mixing": 0.5},

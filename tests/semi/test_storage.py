@@ -1,5 +1,5 @@
-"""Workers' states outlive the group that made them in the memory of hosts; a storage that is slow or full matters once
-a host is lost. What is protected no longer is said, and no run starts over in silence."""
+"""Workers' states in the memory of hosts outlive the group that made them. Slow or full storage matters only if a host
+is lost. The run reports when states are not protected, and never starts over silently."""
 
 import os
 import shutil
@@ -11,12 +11,12 @@ import pytest
 from semi_runs import SYNC_STEPS, quick_config, worst
 
 PACE_S, ROUNDS = 0.15, 24
-"""So that a group that was killed is back before the others are done."""
+"""Long enough that a killed group is back before the others reach the last round."""
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A tmpfs of 1 MiB where the workers' states would be."""
+    """A tmpfs of 1 MiB at the place of the workers' states on storage."""
     folder = tmp_path / "run" / "state" / "workers"
     folder.mkdir(parents=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode:
@@ -60,12 +60,12 @@ def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, refer
 
 
 def test_a_host_that_is_lost_with_its_memory_costs_no_state_and_no_storage(start, reference, tmp_path):
-    """Each group counts as a host of its own."""
+    """Each group counts as a separate host."""
     memory = {"failure_domain": "group", "segment_dir": str(tmp_path)}
     run = start(toml := quick_config(tmp_path / "run.toml", ROUNDS, snapshot=memory), pace_s=PACE_S)
     after = max(run.wait_for("keeper_found", group=group)["t"] for group in (0, 1))
     run.until(lambda: [e for e in run.events("commit", after, group=1) if e["kept_bytes"]], "a state to be kept")
-    shutil.rmtree(run.run_dir / "state" / "workers", ignore_errors=True)  # from before there was another keeper
+    shutil.rmtree(run.run_dir / "state" / "workers", ignore_errors=True)  # copies from before the other keeper started
     killed = run.kill(1)
     os.kill(run.events("keeper_found", group=1)[-1]["pid"], signal.SIGKILL)
     for segment in tmp_path.glob("everstep-*-group-1"):

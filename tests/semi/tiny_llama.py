@@ -1,5 +1,5 @@
-"""A registry of models as small as small_job's, for `[job] module = "tiny_llama"`: Llamas, one that reads streams of a
-dataloader, and one with experts; and of the small one on a storage or with a compiler that has something wrong."""
+"""A registry of models as small as small_job's, for `[job] module = "tiny_llama"`: Llamas, one of them with streams of
+a dataloader, a model with experts, and small Llamas with faults of the storage or without the compiler's cache."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ def tiny_4() -> Trainer.Config:
 
 
 def tiny_streams() -> Trainer.Config:
-    """For `[data] source = "dataloader"`."""
+    """A config for `[data] source = "dataloader"`."""
     lines = [line for path in sorted(Path(json.__file__).parent.glob("*.py")) for line in path.read_text().splitlines()]
     documents = [{"text": "\n".join(lines[at : at + 10])} for at in range(0, len(lines), 10)]
     text_datasets.DATASETS[TEXTS] = DatasetConfig(
@@ -73,7 +73,7 @@ def tiny_moe() -> Trainer.Config:
 
 
 class Float32Experts(GroupedExperts):
-    """torchtitan's round to bfloat16, whatever the model computes in: too coarse to be compared by."""
+    """Experts in float32. torchtitan's always round to bfloat16, which is too coarse for comparisons."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -86,24 +86,24 @@ class Float32Experts(GroupedExperts):
 
 
 def wide() -> Trainer.Config:
-    """17 million parameters: a worker's own state is 136 MB."""
+    """A model of 17 million parameters, with which a worker's own state has 136 MB."""
     small_job.DIM, small_job.VOCAB = 512, 8192
     return tiny()
 
 
 def cold() -> Trainer.Config:
-    """In processes each of which compiles everything itself."""
+    """A config with which every process compiles everything itself."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     return tiny()
 
 
 def held() -> Trainer.Config:
-    """Group HELD_GROUP stops for ever before it writes to a checkpoint, while the file HELD exists; or finds no room,
-    if there is a word in it. The file's name with `.reached` says so."""
+    """A config with which group HELD_GROUP, while the file HELD exists, creates HELD with suffix `.reached` before it
+    writes to a checkpoint, and then blocks forever, or fails as on a full disk if HELD is not empty."""
 
     def write(writer, *args, **kwargs):
-        held = Path(os.environ.get("HELD", "none"))  # a process that called this may run other tests
+        held = Path(os.environ.get("HELD", "none"))  # a process that called `held` may run other tests
         if held.exists() and f"writing-trainer-{os.environ['HELD_GROUP']}-" in str(writer.path):
             held.with_suffix(".reached").touch()
             if held.read_text():
@@ -116,7 +116,7 @@ def held() -> Trainer.Config:
 
 
 def slow_storage() -> Trainer.Config:
-    """It takes SLOW_WRITE seconds to open a file of a worker's state for writing."""
+    """A config with which opening a worker's state on storage for writing takes SLOW_WRITE seconds."""
 
     def open_slowly(path, flags, *args, **kwargs):
         if flags & os.O_CREAT and "/state/workers/" in os.fspath(path):

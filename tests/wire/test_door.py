@@ -1,4 +1,4 @@
-"""Who connects without the token costs nothing and gets nowhere; who has it gets in, whatever the others do."""
+"""A peer without the token is refused and costs almost nothing. A peer with it is admitted, whatever others do."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
 
 
 def test_who_opens_a_door_may_have_a_descriptor_for_each_member():
-    """A trainer has two for each other group, and the connections of its sums."""
+    """A trainer needs two for each other group, and those of its connections for sums."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
     server = wire.Server("127.0.0.1", TOKEN, echo, SOON)
@@ -94,7 +94,7 @@ def test_a_listener_that_drips_does_not_hold_a_member_and_is_not_said_to_refuse(
     thread = threading.Thread(target=drip, daemon=True)
     thread.start()
     begin = time.monotonic()
-    with pytest.raises(wire.WireError, match="took too long"):  # a keeper that is starved has not refused the token
+    with pytest.raises(wire.WireError, match="took too long"):  # a busy keeper must not seem to refuse the token
         wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, 6 * SOON)
     assert time.monotonic() - begin < 30
     over.set()

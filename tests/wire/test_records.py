@@ -1,4 +1,4 @@
-"""What arrives is what was sent, in its place, or there is a WireError; whatever a relay does to it."""
+"""Whatever a relay does to a transfer, the receiver gets the bytes that were sent, in order, or a WireError."""
 
 import os
 import random
@@ -27,7 +27,7 @@ class _Local(socket.socket):
 
 
 def a_pair(key, other=OTHER):
-    """A channel that seals with `key` and opens with `other`, and the other end of its connection."""
+    """Return a channel that seals with `key` and opens with `other`, and the socket at the other end."""
     near, far = socket.socketpair()
     channel = Channel(_Local(fileno=os.dup(near.fileno())), "peer", SOON)
     channel.seal(Sealer(key), Sealer(other))
@@ -46,7 +46,7 @@ def a_transfer():
 
 
 def received(data, key=KEY):
-    """What the other side takes from these bytes, up to what it refuses."""
+    """Return what a receiver accepts of these bytes, up to None for the first refusal."""
     channel, far = a_pair(OTHER, key)
     far.sendall(data)
     far.close()
@@ -63,7 +63,7 @@ def received(data, key=KEY):
 
 
 def records(data):
-    """As a relay sees where each ends."""
+    """Split a transfer into its records, whose ends a relay can see."""
     out, at = [], 0
     while at < len(data):
         size = 13 + int.from_bytes(data[at + 9 : at + 13], "little") + TAG_BYTES
