@@ -1,10 +1,10 @@
 """Draws the layers that are checked in each slot.
 
-In a slot a layer either runs all of its checks, forward and backward, or none. A *look* is a cheap test that runs in
-every slot. The rate of a layer is the share of slots in which it is checked. A rate is fixed or adaptive. The adaptive
-rate is the highest at which checks and looks together take no more than `max_overhead` of the time that slots take
-without them, measured on this device. After a finding in a layer an adaptive rate checks that layer in every slot, and
-less often as steps pass.
+In a slot a layer either runs all of its checks, forward and backward, or none. A *look* is a cheap test for lost,
+extreme or non-finite values that runs in every slot. The rate of a layer is the share of slots in which it is checked.
+A rate is fixed or adaptive. The adaptive rate is the highest at which checks and looks together take no more than
+`max_overhead` of the time that slots take without them, measured on this device, but never below one layer in SELDOM
+slots. After a finding an adaptive rate checks that layer in every slot, and less often as steps pass.
 """
 
 import math
@@ -20,15 +20,15 @@ REMEMBERED = 9
 """Number of the last slots whose times are kept."""
 
 SELDOM = 64
-"""Slots in which an adaptive rate checks at least one layer, on average: checks that never run cannot be timed."""
+"""Slots per check of one layer, on average, at the lowest adaptive rate: checks that never run cannot be timed."""
 
 HALF_LIFE_STEPS = 100
 """Steps in which the raised rate of a layer with a finding falls by half."""
 
 
 class Plan(NamedTuple):
-    """overhead: time of all checks and looks, divided by the time of the slots without them. rate: share of slots in
-    which a layer is checked."""
+    """overhead: expected time of checks and looks at this rate, divided by the time of the slots without them. rate:
+    share of slots in which a layer is checked."""
 
     overhead: float
     rate: float
@@ -46,8 +46,8 @@ def uniform(*key: int) -> float:
 
 
 def drawn(rates: Mapping[int, float], point: float) -> frozenset[int]:
-    """Return the layers that a grid of spacing 1 from `point` hits, if their rates are laid end to end on a line. For a
-    uniform `point` each layer is drawn as often as its rate says. The sizes of two draws differ by one at most."""
+    """Lay the layers' rates end to end on a line, and return the layers that contain one of the points `point` + 0, 1,
+    2, … With a uniform `point` each layer is drawn as often as its rate says. Draws differ in size by one at most."""
     found, end = set(), 0.0
     for layer, rate in rates.items():
         begin, end = end, end + rate
@@ -61,8 +61,8 @@ class Schedule:
 
     Args:
         rate: the fixed share of slots in which a layer is checked (1.0: all, 0.0: none), or None for an adaptive rate.
-        max_overhead: the most time that checks and looks take at an adaptive rate, as a share of the time that slots
-            take without them.
+        max_overhead: time for checks and looks at an adaptive rate, as a share of the time that slots take without
+            them. The first slots, the lowest rate and findings may exceed it.
         seed: the layers are drawn from it.
     """
 
@@ -77,7 +77,7 @@ class Schedule:
         self._looks: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds that the looks took in each of the last slots."""
         self.plan: Plan | None = None
-        """At an adaptive rate, the measured overhead and the rate that follows from it; None before it is measured."""
+        """The rate that the measured times allow, and the overhead expected at it; None before times are measured."""
         self.checked: frozenset[int] = frozenset()
         """The layers that are checked in the current slot."""
         self._layers: list[int] = []

@@ -1,12 +1,12 @@
 """A communicator between the members of a rank column, with the same interface over Gloo and NCCL.
 
 It wraps torch's reconfigurable communicators. These are created without peers, and then connected to the peers whose
-handles they are given, with a timeout of that call. Over NCCL, a communicator whose sum fails or takes too long is
-revoked, instead of ending the process. This interface of torch is experimental; only this file uses it.
+handles they are given. Over NCCL, a communicator whose sum fails or takes too long is revoked, instead of ending the
+process. This interface of torch is experimental; only this file and `private.py` use it.
 
 Gloo has no abort: torch's does nothing, and a sum that can never complete keeps its thread, its connections and its
 memory for its whole timeout. So a communicator over Gloo finds out where it listens, learns where its peers listen, and
-shuts down the connections between these addresses.
+shuts down the connections that begin or end at one of these addresses.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Communicator:
         backend: "gloo", or "nccl" for tensors on CUDA devices.
         store: prefix of this communicator alone in a TCPStore that every member reaches under the same address.
         rank, size: this member's rank, and the number of members.
-        timeout: of each message while the members connect. A sum has its own timeout.
+        timeout: to connect, and to probe peers (`unreached`). A sum has its own timeout.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Communicator:
 
     def unreached(self) -> frozenset[int]:
         """Return the ranks of the members that accept no connections at their address. If no addresses are known yet,
-        return the members that have not published theirs: a link may have been too slow for them."""
+        return the members that have not published theirs, perhaps because their link is too slow."""
         if self._peers:
             return frozenset(
                 rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place)
@@ -111,7 +111,7 @@ class Communicator:
 
     def allreduce(self, tensor: torch.Tensor, timeout: timedelta) -> Any:
         """Begin to sum `tensor` in place over the members; return torch's work object. On a device, the sum is enqueued
-        on the current stream. Raises RuntimeError if the communicator is broken."""
+        on the current stream; the first one blocks until the members have connected. Raises RuntimeError if broken."""
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         options.timeout = timeout
@@ -119,7 +119,7 @@ class Communicator:
         return self._backend.allreduce([tensor], options)
 
     def error(self) -> str:
-        """Return why the results of sums that have ended must not be used; empty if no reason is known."""
+        """Return why sums must not be used though they ended without an error; empty if no reason is known."""
         if not self.on_device:
             return ""  # with Gloo, waiting for a failed sum raises
         error = self._backend.get_error()

@@ -1,4 +1,4 @@
-"""Posts each trouble to a webhook when it begins: JSON as Slack takes it, {"text": …}, and nothing else."""
+"""Posts each trouble to a webhook when it begins, but not its end, as the JSON that Slack takes: {"text": …}."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ TRIES = 2
 WAITING = 20
 """Texts that may wait for a slow webhook. If the queue is full, newer ones are only printed on the console."""
 CLOSE_S = 8.0
-"""Seconds for which the end of the run waits until the queue is empty."""
+"""Seconds for which `Outlet.close` waits for the rest of a queue."""
 
 
 class Outlet:
@@ -27,7 +27,7 @@ class Outlet:
         self._thread.start()
 
     def give(self, thing: Any) -> None:
-        """Hand over one thing, or call `lose`."""
+        """Hand over one thing. Must not raise, as that ends the thread."""
         raise NotImplementedError
 
     def end(self) -> None:

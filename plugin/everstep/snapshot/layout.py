@@ -1,12 +1,12 @@
 """How one rank's tensors lie end to end in a flat state, and how that state is restored into groups of another shape.
 
-A layout says which box of the whole tensor each shard is. A rank of differently shaped groups (other numbers of ranks,
-other meshes) needs, for each of its tensors by name, the intersections of its own box with the boxes of the saved
-ranks. A tensor that is not sharded is a box like any other. Pipeline stages only hold tensors of other names.
+A layout says which box of the whole tensor each shard is. To restore into groups of another shape (other numbers of
+ranks, other meshes), a rank copies the intersections of its boxes with those of each saved rank, tensor by tensor. A
+tensor that is not sharded is a box like any other. Pipeline stages need nothing more, as their tensors' names differ.
 
-A `Plan` copies one member's part of the state, with checksums of the bytes in the trainer's tensors. On a CPU, each MiB
-is hashed in the trainer's tensors and then copied while it is in the cache. From a device, the part is first copied to
-page-locked memory, on a separate stream; after that the trainer need not wait any longer.
+A `Plan` copies and checksums the part of the state that one member, a group that shares the snapshot, stores. On a CPU,
+each MiB is hashed in the trainer's tensors and then copied while it is in the cache. From a device, the part is first
+copied to page-locked memory, on a separate stream, and hashed there; the trainer need not wait for the hashing.
 """
 
 import json
@@ -28,7 +28,7 @@ from everstep.snapshot.parity import ALIGNMENT, part_bounds
 
 @dataclass(frozen=True)
 class Shard:
-    """Which box of a whole tensor a local shard is."""
+    """Where in a whole tensor a local shard begins."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -57,8 +57,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, dtypes, shapes and offsets of a state's tensors. Sorted by dtype and name, so that equal states have equal
-    layouts and tensors of one dtype can be copied as one."""
+    """Names, dtypes, shapes and offsets of a state's tensors, sorted by dtype and name, so that equal states have equal
+    layouts."""
 
     entries: tuple[Entry, ...]
     size: int
@@ -76,7 +76,7 @@ class Layout:
         return cls(tuple(entries), at)
 
     def topology(self, rank: int, ranks: int) -> str:
-        """Return a digest of this layout, rank and number of ranks, which all snapshots of one rank's state share."""
+        """Return a digest of layout, rank and number of ranks: equal ones are restored without reshaping."""
         return xxhash.xxh3_128_hexdigest(json.dumps([rank, ranks, self.to_json()], sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Reshaped:
 
     def take(self, layout: Layout, flat: np.ndarray) -> None:
         """Copy what a saved rank holds of this state. Raises ShapeError if dtypes or shapes differ, or shards
-        overlap."""
+        overlap in part."""
         views = layout.views(torch.from_numpy(flat))
         saved = {entry.name: entry for entry in layout.entries}
         for entry in self.layout.entries:
@@ -204,7 +204,7 @@ class State:
 
 
 class Plan:
-    """Which bytes of which tensors one member copies, and where to. Made again when tensors or members change."""
+    """The bytes of each tensor that one member copies. Made again when tensors or members change."""
 
     def __init__(self, state: State, members: tuple[int, ...], group: int, rank: int, ranks: int) -> None:
         self.layout = Layout.of(state.tensors, state.shards)

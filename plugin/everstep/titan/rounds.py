@@ -324,7 +324,7 @@ class Rounds(TrainerWork):
     def restore(self, quorum: Quorum) -> tuple[int, int]:
         """See `Work.restore`. Raises TrainerEnds if a worker's state was lost, or if the checkpoint does not fit."""
         if why := self._files.why_run_ended():
-            raise TrainerEnds(HOPELESS_EXIT, why)
+            raise TrainerEnds(HOPELESS_EXIT, f"{why} (To start again with torchrun, remove state/ended.json.)")
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")

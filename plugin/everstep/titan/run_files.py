@@ -57,7 +57,7 @@ class RankFiles:
         self._heartbeat.beat("compute", step, slot)
 
     def is_poison(self, step: int, slot: int) -> bool:
-        """Return whether this slot has ended so many groups that it is left out. Another rank may not see it yet."""
+        """Return whether this slot has ended enough groups to be left out (`run.poison`). Ranks have to agree on it."""
         return bool(poisoned(self._run_dir, (step, slot)))
 
     def fenced(self) -> bool:
@@ -65,7 +65,7 @@ class RankFiles:
         return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
 
     def asked_to_leave(self) -> bool:
-        """See `RunFiles.asked_to_leave`. Rank 0 also looks for the stop file, which stays, as signals can be missed."""
+        """See `RunFiles.asked_to_leave`. Rank 0 also looks for the stop file: a signal can be missed."""
         return self._terminated or (self._rank == 0 and stop_file(self._run_dir).exists())
 
     def groups_with_state(self) -> list[int]:
@@ -86,12 +86,12 @@ class RankFiles:
         return read_json(self._run_dir / FINISHED).get("for_all") is True
 
     def mark_finished(self, step: int, *, for_all: bool) -> None:
-        """See `RunFiles.mark_finished`."""
+        """Record that the state after `step` is saved. `for_all`: not only because groups were asked to leave."""
         write_json(self._run_dir / FINISHED, {"step": step, "for_all": for_all})
 
     def restored(self, step: int) -> None:
         """Note that the run goes on after `step`. If an earlier start ended at a later step, that state is lost, so
-        only `step` counts as finished, and the steps that follow as not saved."""
+        lower the marker to `step`: the steps after it will be made and saved again."""
         if step < self.finished_step() == self._finished_before:
             self.mark_finished(step, for_all=False)
 
@@ -100,9 +100,9 @@ class RankFiles:
         return self.finished_step() >= self._steps
 
     def end_run(self, reason: str) -> None:
-        """End the run for all groups: their agents stop them, and none starts before a user starts the run again."""
+        """Record why the run cannot go on. Agents then stop their groups until a user starts the run again."""
         write_json(ended_file(self._run_dir), {"reason": reason})
 
     def why_run_ended(self) -> str:
-        """Return the reason that a group gave to `end_run` since the run was started; "" if none did."""
+        """Return why the run cannot go on, as a group (`end_run`) or an agent recorded; "" if it can."""
         return str(read_json(ended_file(self._run_dir)).get("reason", ""))
