@@ -226,7 +226,7 @@ def _training(config: Any) -> Iterator[Row]:
     yield (
         spec is not None and spec.name == "gpt_oss" and config.training.mixed_precision_param == "float32",
         "training.mixed_precision_param",
-        '= "float32" must be "bfloat16" with gpt_oss, whose experts compute in bfloat16 whatever they are given',
+        '= "float32" must be "bfloat16" with gpt_oss, whose experts always compute in bfloat16',
     )
     for group in config.optimizer.param_groups:
         for key in ("lr", "eps"):
@@ -243,7 +243,7 @@ def _data(config: Any) -> Iterator[Row]:
     yield tokens and not data.path, "data.source", '= "tokens" needs path, the token file of `everstep pack`'
     missing = tokens and bool(data.path) and not os.path.isfile(data.path)  # Path.is_file raises for some names
     yield missing, "data.path", f"{path}: there is no such file"
-    unread = f'{path} is read with source = "tokens" only, but source is "{data.source}"'
+    unread = f'{path} is read with source = "tokens" only: remove it, or set source = "tokens"'
     yield bool(data.path) and not tokens, "data.path", unread
 
 
@@ -341,7 +341,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
 
 def _outer(semi: Any, layers: int) -> Iterator[Row]:
     """Refuse keys of the outer step and the schedule of fragments that cannot work."""
-    defaults, other = type(semi)(), 'is read with method = "diloco" only, but method is "local_sgd"'
+    defaults, other = type(semi)(), 'is read with method = "diloco" only: remove it, or change the method'
     for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing"):
         changed = semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key)
         yield changed, f"semi_sync.{key}", other

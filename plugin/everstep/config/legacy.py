@@ -68,7 +68,7 @@ _VALIDATOR = "[training]: validation uses the batch size and length of training"
 
 GONE: dict[str, str] = {
     "job.config_file": "the command line: --config FILE.toml",
-    "job.description": "nothing: no program read it; a comment serves as well",
+    "job.description": "a comment: no program read it",
     "job.custom_config_module": "[job] module: a package of your own with a config_registry",
     "job.use_for_integration_test": "nothing: it marked torchtitan's own tests",
     "model.converters": _CONVERTERS,
@@ -103,7 +103,7 @@ GONE: dict[str, str] = {
     "experimental.custom_import": "[override] imports, or [job] module: a package of your own",
     "experimental.custom_args_module": "[job] module: a package of your own with a config_registry",
     "experimental.custom_model_path": "[job] module: a package of your own with a config_registry",
-    "fault_tolerance.should_quantize": "nothing: what workers changed is summed in its own precision",
+    "fault_tolerance.should_quantize": "nothing: workers' changes are not quantised",
     "fault_tolerance.module_fqns_per_model_fragment": "nothing: layers are dealt to the fragments in turn",
     "validation.local_batch_size": _VALIDATOR,
     "validation.seq_len": _VALIDATOR,

@@ -57,7 +57,7 @@ def base_config(job: Job, source: Source) -> Trainer.Config:
 GONE_MODELS = {
     "llama4": "torchtitan 0.3 has no llama4 any more; its mixture-of-experts models are deepseek_v3, gpt_oss and qwen3",
     "vlm": "torchtitan 0.3 has no vlm any more; its multimodal model is qwen3_5",
-    "flux": "flux makes images, with a trainer of its own that knows no slots; Everstep trains language models",
+    "flux": "Everstep trains language models; flux makes images, and its trainer does not compute by slots",
     "transformers_modeling_backend": (
         'it is an experiment of torchtitan: write module = "torchtitan.experiments.transformers_modeling_backend"'
     ),
