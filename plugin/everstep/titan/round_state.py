@@ -2,7 +2,7 @@
 
 All groups have the global parameters, the outer momentum and `marks` of the last rounds. A worker's own state is the
 state of its inner optimizer and, with fragments or mixing, its parameters. Only the group that carries the worker has
-its own state (`everstep.titan.rounds`). Workers' rounds are computed in torchtitan's model and optimizer; between
+that state (`everstep.titan.rounds`). Workers' rounds are computed in torchtitan's model and optimizer; between
 computations the model has the global parameters, which torchtitan's checkpoints and validation therefore see.
 """
 
