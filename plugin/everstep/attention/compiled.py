@@ -9,7 +9,7 @@ import torch
 from .findings import Deviation
 
 SHAPES = 64
-"""Sets of operand shapes for which one function is compiled at most. With more it would run operation by operation."""
+"""The most sets of operand shapes for which one function is compiled. With others it runs operation by operation."""
 
 
 @functools.cache

@@ -40,8 +40,8 @@ def _between(begin: Any, end: Any) -> float:
 
 
 SMALL_STEP = 65_536
-"""Tokens of a step from which on losing one row of one head, by an infinite score, changes no gradient by 1 %.
-`bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of tokens."""
+"""Tokens of a step. With this many or more, a row of one head that is lost by an infinite score changes no gradient by
+1 %. `bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of tokens."""
 
 
 KEPT_BYTES = 32 << 20
@@ -70,7 +70,7 @@ class Checks:
         self.weights_version = 0
         """A number that changes whenever weights do. Kept sums of weights are valid for one version."""
         self.looks_at_rows = step_tokens < SMALL_STEP
-        """Whether a lost row of P, one that does not sum to 1, refuses the slot at any rate."""
+        """Whether a lost row of P, one that does not sum to 1, refuses the slot even if its layer is not checked."""
         self.coverage = ""
         """How much of the model is guarded, e.g. "12 of 12"; empty if that was not counted."""
         self.masks: dict[int, Any] = {}
@@ -224,7 +224,7 @@ class Guard:
         self.kept: dict[str, Any] = {}
         """The sums of weights that a projection keeps from call to call."""
         self.narrow = False
-        """Whether this attention's kernel accepts values with fewer columns than keys."""
+        """Whether this attention's kernel accepts values with fewer columns than the keys have."""
         self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
         """Makes this attention's kernel, a `fused.Attend`, for a second run outside of a compiled graph. It takes the
         tensor that identifies the mask, the scale, and whether the kernel returns lse."""
@@ -265,15 +265,15 @@ class Guard:
         self.checks.record(self.layer, section, action, not backward and recomputing(), worst, bound)
 
     def look_at_scores(self, section: str, lse: torch.Tensor | None) -> None:
-        """Refuse the slot if a score of a kernel is +INF, NaN or extreme. lse: the log-sum-exp of each row, -INF for a
-        row that sees no key; None, if the kernel does not return it: nothing happens."""
+        """Refuse the slot if a score of a kernel is NaN or above EXTREME_SCORE. lse: the log-sum-exp of each row, -INF
+        for a row that sees no key. If lse is None, because the kernel does not return it, nothing happens."""
         if lse is not None:
             with unseen_by_checkpointing(), self.looking():
                 self.report(section, lse.detach().amax(), "refused", bound=EXTREME_SCORE)
 
 
 def look_for_extremes(results: Iterable[tuple[Guard, str, torch.Tensor]]) -> None:
-    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF. This look runs at any rate, but
+    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF. This look runs in every slot, but
     in the forward only: what the backward computes ends in gradients, which the step protocol tests likewise.
 
     Args:

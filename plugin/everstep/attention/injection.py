@@ -17,8 +17,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Fault:
     """One fault in a tensor.
 
-    kind: one of `section.Inject.kind`, or `bits`, which flips all bits of the mask `bit`. place: the element that is
-    hit, as a share of the flat tensor, 0 to 1. bit: the bit that `bitflip` flips. sign: of `inf` and `near-inf`.
+    kind: one of `section.Inject.kind`, or `bits`, which flips all bits of the mask `bit`. place: position of the hit
+    element in the flat tensor, 0 to 1. bit: the bit that `bitflip` flips. magnitude: the factor of `scale`, `row` and
+    `tile`; an element that is 0 becomes the factor itself. sign: 1 or -1, of `inf` and `near-inf`.
     """
 
     kind: str
@@ -98,8 +99,7 @@ class Injector:
         return bool(self.plan.kind)
 
     def begin(self, step: int) -> None:
-        """Choose the fault, if one is due, of a slot of `step` that begins. A step is hit once, however often its slots
-        are computed."""
+        """Choose the fault, if one is due, for a slot of `step`. A step is hit once, even if its slots are repeated."""
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
         places = [(layer, name) for layer, names in self._sections.items() for name in names]

@@ -15,9 +15,9 @@ from .product import TileSums, bias_sums, settle_rows, tile_sums
 
 
 def weight_sums(guard: Guard, name: str, b: torch.Tensor) -> TileSums:
-    """Return the sums of a weight, computed once and kept until the weights change or a check finds an error. For y, as
-    `rows`, b is the transposed weight, in tiles of outputs; for dX, as `columns`, it is the weight, in tiles of inputs.
-    If the sums themselves were computed wrong, one slot is refused."""
+    """Return the TileSums of b, computed once and kept as `name` until the weights change or a check finds an error.
+    For y (name `rows`) b is the transposed weight, and tiles are of outputs. For dX (`columns`) b is the weight, and
+    tiles are of inputs. If the sums themselves were computed wrong, one slot is refused."""
     key = guard.checks.weights_version, b.dtype, b.device, tuple(b.shape)
     kept = guard.kept.get(name)
     if kept is None or kept[0] != key:

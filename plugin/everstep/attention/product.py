@@ -40,17 +40,17 @@ from .roundoff import (
 )
 
 PROBES = 16
-"""Sums of a row under signs from which an accelerator estimates the row's norm."""
+"""Number of sums of a row, each under other signs, from which an accelerator estimates the row's norm."""
 
 SLACK = math.sqrt(20.0)
-"""Factor that raises such an estimate: the mean square of PROBES normal numbers is below 1/20 once in 10^8 draws."""
+"""Factor that raises this estimate. The mean square of PROBES normal numbers is below 1/20 once in 10^8 draws."""
 
 
 class TileSums(NamedTuple):
     """Sums over tiles of the columns j of a matrix b (K, N), in the accumulator dtype.
 
-    plain: Σ_j b_kj (K, T). reach: at least Σ_j |b_j|₂ (T,), so |a_i|₂·reach bounds the magnitudes of a tile of a @ b,
-    added up. step: the largest over k of the root of Σ_j b_kj² + (Σ_j b_kj)² (T,), the most that one term of the inner
+    plain: Σ_j b_kj (K, T). reach: at least Σ_j |b_j|₂ (T,), so |a_i|₂·reach bounds the sum of the magnitudes of a tile
+    of a @ b. step: the largest over k of the root of Σ_j b_kj² + (Σ_j b_kj)² (T,), the most that one term of the inner
     sum can add to a tile's round-off.
     """
 
@@ -167,8 +167,8 @@ def row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSu
 
 
 def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias: BiasSums | None = None) -> Deviation:
-    """Return `row_deviation`, with a bound of 0 for each tile that has an extreme in it, so that the tile is wrong. The
-    magnitudes are those of the same pass."""
+    """Return `row_deviation`, but with a bound of 0 for each tile whose magnitudes add up to more than EXTREME, or to
+    NaN. Such a tile is always wrong. A compiler computes the magnitudes once for both."""
     found = row_deviation(y, a, sums, bias)
     return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
 

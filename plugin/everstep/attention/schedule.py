@@ -102,7 +102,7 @@ class Schedule:
         return usual if found is None else max(usual, 0.5 ** (max(0, step - found) / HALF_LIFE_STEPS))
 
     def found(self, layer: int, step: int) -> None:
-        """Note a finding in `layer`: an adaptive rate checks it in every slot from now on, less often as steps pass."""
+        """Note a finding in `layer`. An adaptive rate checks it in every slot at first, less often as steps pass."""
         self._found[layer] = step
 
     def slot_took(self, seconds: float, checks_s: float, layers: int, looks_s: float = 0.0) -> None:

@@ -2,7 +2,7 @@
 
 A row is `seq_len` (input, label) pairs. Labels are shifted within a document, so a document of t tokens has t - 1
 pairs, and its last token does not predict the next document. Positions start at 0 with every document and with every
-row, even within a document. So every position is below seq_len, and document masks show where attention ends."""
+row, even within a document. So every position is below seq_len, and torchtitan's document masks start at each 0."""
 
 from bisect import bisect_right
 

@@ -71,7 +71,7 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:
 
 
 def _rows(file: Path, reader: str, key: str) -> Iterator[dict[str, Any]]:
-    """Yield a file's documents as tables with the text under `key`, and possibly other keys."""
+    """Yield a file's documents as dicts with the text under `key`, and possibly other keys."""
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
         if reader == "text":
             yield {key: stream.read().decode()}

@@ -2,8 +2,8 @@
 
 A balanced Feistel network is a bijection of [0, 4^h) for any round function (Luby and Rackoff, SIAM J. Comput. 17(2),
 1988). If the result for an index is outside the range, the network is applied again until it is inside. That makes it a
-bijection of the range (cycle walking: Black and Rogaway, CT-RSA 2002). The network's domain is less than four times the
-range, so fewer than four passes are expected."""
+bijection of the range (cycle walking: Black and Rogaway, CT-RSA 2002). The network's domain is at most four times the
+range, so an index takes at most four passes on average."""
 
 import hashlib
 from collections.abc import Callable

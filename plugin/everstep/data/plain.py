@@ -54,8 +54,8 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
 
 
 def plain(value: Any, place: str = "state") -> Any:
-    """Convert `value` to a form that `typed.dumps` can write. Raises UnfitError, which names `place`, for anything but
-    None, bool, int, float, str, bytes, numpy arrays and tensors of numbers, and lists, tuples and dicts of these."""
+    """Convert `value` to a form for `typed.dumps`. Raises UnfitError, which names `place`, for anything but None, bool,
+    int, float, str, bytes, numpy arrays and tensors of numbers, lists, tuples, and dicts whose keys are int or str."""
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
         return value

@@ -75,7 +75,7 @@ def write_footer(file: BinaryIO, footer: Footer) -> None:
 
 
 def read_footer(path: Path) -> tuple[Footer, str]:
-    """Return the footer and its SHA-256. Raises DataError if the file is incomplete, damaged or of another format."""
+    """Return the footer and its SHA-256. Raises DataError if the file is unreadable, incomplete, damaged or foreign."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

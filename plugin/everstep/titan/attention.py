@@ -85,12 +85,12 @@ class _CheckedInner:
 
     guard: Guard | None = None
     hands_out_lse: Literal["always", "asked", "never"] = "always"
-    """Whether the kernel returns lse, by giving it to an `out_transform`. `asked`: it costs extra, and is returned only
-    if the model has an `out_transform`."""
+    """When the kernel returns lse, by giving it to an `out_transform`. `asked`: only if the model has an
+    `out_transform`, because lse costs extra."""
     wide_sums: bool = False
     """Whether the kernel adds up dK and dV, over all queries and the query heads of a group, in its accumulators."""
     narrow: bool = False
-    """Whether the kernel accepts values with fewer columns than keys. Its second run then takes half as long."""
+    """Whether the kernel accepts values with fewer columns than the keys have. A second run then takes half as long."""
     reads: torch.dtype | None = None
     """The dtype to which the kernel casts its operands; None: it does not cast. Identities hold for the cast ones."""
     explicit_path: bool = False
@@ -221,15 +221,15 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
 
 
 def _told_by(mask: Any) -> torch.Tensor | None:
-    """Return a tensor of the mask that identifies it. In a graph the mask object itself is not available."""
+    """Return a tensor of the mask that identifies it; None for no mask. A graph has no access to the mask object."""
     if isinstance(mask, BlockMask):
         return mask.kv_num_blocks
     return mask.cu_seq_q if isinstance(mask, VarlenMetadata) else None
 
 
 def _seen_by_block_mask(mask: BlockMask) -> Visible:
-    """Return the rules of a BlockMask. From a `MatrixMask` it is known whether it is causal. On an accelerator finding
-    out would read the device's data, so there every query goes through all keys."""
+    """Return the rules of a BlockMask. Only a `MatrixMask` shows whether it is causal. For other masks, on an
+    accelerator, finding out would copy data from the device, so every query goes through all keys."""
     if not isinstance(mask, MatrixMask):
         return Visible(causal=False, mod=mask.mask_mod)
     if mask.seen is None:

@@ -1,7 +1,7 @@
 """FlexAttention and varlen attention on a machine without an accelerator, under the model's own masks.
 
 On a CPU PyTorch has no backward of FlexAttention and no varlen attention at all. Both are computed here by scaled dot
-product attention, for which CPUs have a kernel, with the mask as a matrix. This is meant for tries and tests with rows
+product attention, for which CPUs have a kernel, with the mask as a matrix. This is meant for trials and tests with rows
 of a few hundred tokens. If a model also needs lse (for attention sinks), scores and weights are matrices too.
 
 Shape suffixes, as torchtitan's: B batch, L positions, N heads, H head dimension; S positions of keys.
@@ -32,8 +32,8 @@ class MatrixMask(BlockMask):
 
 
 def prepare(config: Any) -> None:
-    """Have this process compute FlexAttention and varlen attention as here, under the masks of a trainer config."""
-    split_rows = config.parallelism.context_parallel_degree > 1  # and the masks with them
+    """Have this process compute FlexAttention and varlen attention by `forward`, with masks for a trainer config."""
+    split_rows = config.parallelism.context_parallel_degree > 1  # context parallelism splits the masks, too
     private.make_masks_with(create_block_mask if split_rows else matrix_mask, create_block_mask)
     replace(FlexAttention, "forward", forward)
     replace(VarlenAttention, "forward", forward)
@@ -114,8 +114,8 @@ def forward(
     out_transform: Transform | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The forward of FlexAttention and VarlenAttention, by scaled dot product attention, in the dtype of its inputs.
-    The arguments keep torchtitan's names, by which it shards them."""
+    """Compute FlexAttention or VarlenAttention by scaled dot product attention, in the dtype of the inputs. torchtitan
+    shards the arguments by their names. Raises NotImplementedError for a score_mod."""
     if kwargs.get("score_mod") is not None:
         raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
     with spmd.no_typecheck():
@@ -133,7 +133,7 @@ def _document_mask(starts: torch.Tensor, shape: torch.Size, window: tuple[int, i
     """Return the mask [B, 1, L, L] of packed rows: true where a query sees a key.
 
     Args:
-        starts: `cu_seq_q`: where documents begin in the packed rows, and where the last one ends.
+        starts: `cu_seq_q`: token numbers where documents begin in the packed rows, and where the last one ends.
         shape: B, L.
         window: `window_size` of VarlenAttention.Config: positions seen back and ahead; below 0: all.
     """

@@ -62,7 +62,7 @@ class Pieces:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port of an address `host:port` or `[v6]:port`. Raises WireError for anything else."""
+    """Return host and port of an address `host:port`, `[v6]:port` or `v6:port`. Raises WireError for anything else."""
     host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     known = 0 < len(host) <= 255 and host.isascii() and host.isprintable() and not set(host) & set(" /@[]")
@@ -98,7 +98,7 @@ class Channel:
         self._outgoing, self._incoming = outgoing, incoming
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the longest silence of the peer after which a send or receive fails."""
+        """Set how long a send or receive waits without any progress before it fails."""
         # The kernel's timeouts, because Python's make the socket non-blocking, and then MSG_WAITALL does not wait.
         self._timeout_s = timeout.total_seconds()
         self._wait_at_most(self._timeout_s)
@@ -123,7 +123,7 @@ class Channel:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def hung_up(self) -> bool:
-        """Return whether the peer has closed the connection or died. Can be called from any thread."""
+        """Return whether the peer closed the connection or died; False while bytes of it are unread. For any thread."""
         try:
             return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -227,11 +227,8 @@ class Channel:
 
     def receive_range(self, sink: Bytes, offset: int, length: int, base: int = 0) -> None:
         """Receive the answer to a read, or its next whole chunks, directly into `sink`. `base` is the offset of the
-        sink's first byte.
-
-        Raises RefusedError if the peer refuses, which it can do in place of any chunk, and WireError at the first wrong
-        chunk.
-        """
+        sink's first byte. Raises RefusedError if the peer refuses, which it can do in place of any chunk, and
+        WireError at the first wrong chunk."""
         memory = memoryview(bytearray(min(CHUNK_BYTES, length) + TAG_BYTES))
         for start in range(offset, offset + length, CHUNK_BYTES):
             n = min(CHUNK_BYTES, offset + length - start)
@@ -251,7 +248,8 @@ def pull(channel: Channel, sink: Bytes) -> None:
 
 
 def serve_ranges(channel: Channel, source: Bytes) -> dict[str, Any] | None:
-    """Answer reads until another message comes, and return that message; None if the connection ends first."""
+    """Answer reads until another message comes, and return it; None if receiving fails. Raises RefusedError for a range
+    that `source` does not have, and WireError if sending fails."""
     while True:
         try:
             message = channel.receive_frame()

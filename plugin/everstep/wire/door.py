@@ -28,8 +28,8 @@ ANSWER_BYTES = SUBJECT_BYTES + NONCE_BYTES + PROOF_BYTES
 HANDSHAKE_TIMEOUT = timedelta(seconds=5)
 """Limit for the whole handshake, not for each part of it."""
 STRANGERS = 128
-"""Largest number of connections that are not authenticated yet. If there are more, the oldest is closed: a member's
-handshake takes a millisecond."""
+"""Largest number of connections that are not authenticated yet. If there are more, the oldest is closed. It is hardly a
+member's, because a member's handshake takes a millisecond."""
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PAUSE_S = 0.05
 
@@ -50,11 +50,12 @@ def connect(
     """Connect to a `Server` or a `Door` of this `purpose`, and return the authenticated channel.
 
     Args:
-        timeout: the longest silence of the peer, during the handshake and later.
+        timeout: the longest silence of the peer. Connecting and the handshake together may take the smaller of this
+            and HANDSHAKE_TIMEOUT.
         subject: SUBJECT_BYTES bytes for the peer's `admit`.
 
     Raises:
-        WireError: nothing listens there, the listener speaks another protocol, or it holds another token.
+        WireError: nothing answers in time, the listener speaks another protocol, or it holds another token.
     """
     until = time.monotonic() + min(timeout, HANDSHAKE_TIMEOUT).total_seconds()
     try:
