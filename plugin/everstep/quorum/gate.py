@@ -50,8 +50,8 @@ it has heard all living groups, so the first one gets no quorum by itself. May e
 BEATS_S, BEAT_S = 0.2, 0.001
 """Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
 BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
-one, the lighthouse takes a group for dead. After twice that without one, a group that has no heartbeat connection does
-not count any more, and quorums that form soon afterwards are rejected."""
+one, the lighthouse takes a group for dead. A group without a heartbeat connection counts for twice that after its last
+message. If the gate sends no heartbeats for twice that, it rejects quorums that form soon afterwards."""
 HEAD_START_S = 0.02
 """Seconds by which requests that waited for their turn are passed on before the request that gave them the turn."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50

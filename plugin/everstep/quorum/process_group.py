@@ -238,7 +238,7 @@ def reach(store: str, timeout: timedelta) -> dist.TCPStore:
 
 
 class _Building(threading.Thread):
-    """Connects lines, in a thread that its caller may abandon (`take`). What it has connected is broken again then."""
+    """Connects lines, in a thread that its caller may abandon (`take`). Then it breaks what it has connected."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class PeerWatch:
         on_loss: called once with the key of each process group that lost a member, in its own thread; possibly after
             `end` was called.
         token: the run's token.
-        silence: how long a peer's kernel may be silent before the peer is lost; rounded to seconds, at least 3 s.
+        silence: longest silence of a peer's kernel before the peer is lost; rounded to a multiple of 3 s, at least 3 s.
 
     Raises:
         wire.WireError: the watch cannot listen on `host`.

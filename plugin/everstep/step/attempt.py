@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings that all groups of a run share.
+    """Settings of the protocol. All but the timeouts must be equal on all groups of a run.
 
     Attributes:
         slots: S.

@@ -4,7 +4,7 @@ A sum of floats depends on the order of its terms, and so on which group compute
 is rounded once, to the nearest multiple of 2^-40 (the quantum), and added up in float64, in which sums of such
 multiples are exact below 2^13. An element of 1e-5 keeps all its bits, one of 1e-9 keeps 10, and one below half a
 quantum, 4.5e-13, becomes 0, which is little even beside Adam's eps. In a run with S slots per step, a slot's gradient
-with an element above the largest power of two up to 2^11 / S is treated like one that is not finite (`most_of_slot`).
+with an element above the largest power of two up to 2^11 / max(S, 2) counts as not finite (`most_of_slot`).
 
 A sum over slots is kept with an offset of 1.5 * 2^12. Near the offset, the spacing of float64 numbers is the quantum,
 so adding rounds to it. A value halfway between two quanta would be rounded to the even sum, which depends on the order.

@@ -38,7 +38,7 @@ class Held:
         computed: slots computed since the last event `attempt`, in order.
         recomputed: those of `computed` that were in `lost`.
         refused: slot → how often this group refused it.
-        refused_here: slots that this rank refused, or whose gradients were not finite on it.
+        refused_here: slots that this rank refused, that were not finite on it, or in which its group was outvoted.
         not_finite: slot → how often its gradients alone were not finite.
         accepted: slots that this group holds although its checks refuse them (`ledger.Plan.accepted`).
         asked: refused slot → the group that was last asked to compute it, unless that group had to accept it.

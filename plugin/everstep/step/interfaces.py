@@ -26,7 +26,7 @@ class Timeouts:
     Attributes:
         quorum: of one request for a quorum.
         reduce: of one sum over the groups, counted from when all of them have computed their share.
-        compute: longest that a group without slots to compute waits for the others to compute theirs.
+        compute: longest that a group which has computed its share waits for the others to compute theirs.
         join: how long a quorum waits for a group that is alive and does not ask for one.
         pause: longest that a busy host is expected to stop a process.
         give_up: how long a group goes on without a commit before it ends with an error.
@@ -105,7 +105,7 @@ class Clock(Protocol):
 
 
 class Work(Protocol):
-    """The trainer. All ranks of the group make the same calls, except for `serve` and `notes`."""
+    """The trainer. All ranks of the group make the same calls, except for `notes` and `noted`."""
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
         """Run forward and backward of one slot of `step`, and add its gradient to `param.grad`.
@@ -146,7 +146,7 @@ class Work(Protocol):
         failed does not call this."""
 
     def noted(self, notes: list[bytes]) -> None:
-        """Take in the `notes` of every group."""
+        """Take in the `notes` of every group, by ascending group id; empty if they were altered on the way."""
 
     def settle(self) -> None:
         """If a state was restored, wait until this rank's snapshots hold it, or for a timeout."""

@@ -108,8 +108,8 @@ class Plan:
         drops: groups that drop what they hold, since another group holds one of their slots as well.
         owners: slot → the group that holds it, or computes it in this attempt.
         doubted: refused slots that are computed in this attempt. They run with every check and are judged one by one.
-        accepted: those of `doubted` that enough groups refused. Their data or the check's bound is blamed: they pass.
-        not_finite: those of `accepted` whose gradients were not finite on any group that was asked.
+        accepted: those of `doubted` that ENOUGH groups, or all, refused. What checks find in them is ignored.
+        not_finite: those of `accepted` whose gradients were not finite on ENOUGH + 1 groups, or on all that compute.
         audited: slots whose bits two groups compare.
         auditors: audited slot → the group that computes it besides its owner, without adding it to anything. Has no
             entry for a slot if no other group can.

@@ -55,7 +55,7 @@ class StepProtocol:
 
     Args:
         group: the group of this rank.
-        rules: settings that all groups of the run share.
+        rules: settings of the protocol.
         work, reducer: the trainer, and what sums its gradients.
         host: clock, run directory and event log of this rank.
     """
@@ -400,8 +400,8 @@ class StepProtocol:
 
     def _late(self, attempt: Attempt) -> timedelta:
         """Return how long a sum may take once all groups have computed: more than usual, and than a busy host pauses.
-        After that the attempt fails, all keep what they hold, and the next quorum leaves out a silent group. A retry
-        waits for all of `Timeouts.reduce`. So does a semi-synchronous round, as what is given up is computed anew."""
+        After that the attempt fails, all keep what they hold, and the next quorum leaves out a silent group. It is
+        `reduce` until a wait is known, for a retry, and for a semi-synchronous round: that is computed anew."""
         timeouts, usual = self._rules.timeouts, timedelta(microseconds=self._waits.slot_us)
         first = attempt.number == 1 and usual and not self._rules.dealing.homes
         return min(timeouts.reduce, timeouts.pause + USUAL * usual) if first else timeouts.reduce

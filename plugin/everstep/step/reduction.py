@@ -345,8 +345,8 @@ class GradientReducer:
             self._start_ready()
 
     def _fill(self, bucket: _Bucket, index: int) -> None:
-        """Take a gradient into its bucket, on the current stream, after what the attempt's own stream did with the
-        bucket's memory before the attempt."""
+        """Take a gradient into its bucket, on the current stream, after the work that was on the protocol's stream when
+        the slot (before the first slot: the attempt) began, as that may use the bucket's memory."""
         stream = self._streams.current()
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
