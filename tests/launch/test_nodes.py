@@ -90,19 +90,19 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
 
 
 def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path):
-    """For instance if a driver holds it in the kernel. Without another node the agent reports it and waits."""
+    """All workers hang in the kernel, or one is there when another dies. Without another node the agent waits."""
     away, waits = (
-        agent("--training.steps", "1000000", group=group, job=7 + group, unkillable=True, node=node)
+        agent(group=group, job=7 + group, node=node, unkillable=True, stall_timeout_s=5.0)
         for group, node in enumerate(("n3", ""))
     )
-    for group, one in enumerate((away, waits)):
+    for group, (one, signum) in enumerate(((away, signal.SIGSTOP), (waits, signal.SIGKILL))):
         until(lambda one=one, group=group: len(one.events("training_started", group=group)) == 2, "both to train")
-        os.kill(one.events("workers_started", group=group)[0]["pids"][0], signal.SIGKILL)
+        for pid in one.events("workers_started", group=group)[0]["pids"][: 2 - group]:
+            os.kill(pid, signum)
     assert away.process.wait(DEADLINE_S) == NODE_BAD_EXIT
     found = read_json(bad_node_file(tmp_path / "run", 0))
-    assert re.fullmatch(r"rank 1 \(process \d+\) has not ended since it was killed 1 s ago", found["reason"])
-    told = waits.wait_for("resource_shortage", group=1)
-    assert "rank 1 (process" in told["reason"]
+    assert re.fullmatch(r"rank 0 \(process \d+\) has not ended since it was killed 1 s ago", found["reason"])
+    assert "rank 1 (process" in waits.wait_for("resource_shortage", group=1)["reason"]
     waits.process.send_signal(signal.SIGTERM)
     assert waits.process.wait(DEADLINE_S) == 1
     assert waits.events("agent_ended", group=1)[0]["status"] == "killed"

@@ -95,8 +95,9 @@ class Incarnation:
         reports it and has each rank write its stacks; the next call kills the workers. Silence before `awake_mono` does
         not count."""
         ft, stalls = self.settings.fault_tolerance, []
-        if self.stalled is not None:
-            self._signal(signal.SIGKILL)
+        if self.stalled is not None and self.running:
+            self.first = self.stalled
+            self.kill()
         if self.stalled is not None or not ft.enable:
             return
         for rank, child in self.workers.items():
