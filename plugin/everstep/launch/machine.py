@@ -1,5 +1,6 @@
 """The resources of the machine that a run needs: ports, devices, cores, storage."""
 
+import errno
 import os
 import random
 import shutil
@@ -56,14 +57,16 @@ def follow_threads() -> None:
 
 
 def free_port(host: str = HOST) -> int:
-    """Return a TCP port of PORTS that is free now. Raises LaunchError if there is none."""
+    """Return a TCP port of PORTS that is free now. Raises LaunchError if there is none or `host` is no address of this
+    machine, and OSError for a shortage."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
-            except OSError:
-                continue
-            return port
+                return port
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise _cannot_bind(host, error) from None
     raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} on {host}.")
 
 
@@ -73,12 +76,14 @@ def listen(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
-        if is_scarce(error):
-            raise
-        raise LaunchError(
-            f"this machine cannot listen on {host}: {error.strerror}. Give an address of this machine with --host or "
-            "[fault_tolerance] bind_host."
-        ) from None
+        raise _cannot_bind(host, error) from None
+
+
+def _cannot_bind(host: str, error: OSError) -> Exception:
+    """Return `error` if it is a shortage, else a LaunchError that says what to do."""
+    advice = "Give an address of this machine with --host or [fault_tolerance] bind_host."
+    said = f"this machine cannot listen on {host}: {error.strerror}. {advice}"
+    return error if is_scarce(error) else LaunchError(said)
 
 
 def storage_complaint(run_dir: Path) -> str:
