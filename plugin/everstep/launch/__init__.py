@@ -1,6 +1,6 @@
 """Starting a run's processes and keeping them up, by one loop (`launcher`). It runs all groups of `everstep run` on one
 machine (`supervisor`), one group of a batch job (`agent`), or only a lighthouse (`beacon`).
 
-A launcher imports torchtitan once and forks all other processes, so a restart imports nothing. It starts no thread, and
-the kernel kills its children when it dies. No file here imports torch at module level: the command line needs no torch.
+A launcher imports torchtitan once and forks workers and lighthouse, so a restart imports nothing. It starts no thread,
+and the kernel kills what it forked when it dies. No file here imports torch at module level: not all commands need it.
 """

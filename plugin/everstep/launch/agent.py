@@ -1,6 +1,6 @@
 """`everstep agent`: the launcher's loop with one replica group. A batch system starts it on each node of the group.
 
-For a batch job it also waits for the lighthouse's address, and leaves a file that says how the group ended.
+It first waits for the lighthouse's address. For a batch job it leaves a file that says how the group ended.
 """
 
 import os
@@ -29,7 +29,8 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     for a stop, or the agent failed; GAVE_UP_EXIT: the group is given up; NODE_BAD_EXIT: this node is bad;
     FENCED_EXIT: the group was started again elsewhere.
 
-    Call it in the main thread. `preload`: modules to import before anything is forked.
+    Call it in the main thread. `preload`: modules to import before anything is forked. Outside of a batch job it
+    raises LaunchError or OSError if the agent fails.
     """
     keep_on_without_output()
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:

@@ -19,7 +19,7 @@ LINGER_S = 60.0
 
 
 def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
-    """Keep the lighthouse up until every group has ended for good or a signal of STOPS comes; return the exit status.
+    """Keep the lighthouse up until the run is over (`is_over`), a newer one serves, or one of STOPS comes. Returns 0.
 
     Args:
         host: the address that the lighthouse listens on and that the groups connect to.

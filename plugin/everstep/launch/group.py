@@ -2,9 +2,9 @@
 
     waiting → running → ending → waiting …, until the group is over
 
-The launcher's loop calls `look` again and again. Nothing here blocks, except for an earlier start of the group. If one
-rank dies, the others are killed by SIGKILL at once, as there is nothing left to save. The next incarnation starts when
-all processes of the last one are gone, with those that its workers had started. `watchdog` has the rules for restarts.
+The launcher's loop calls `look` again and again. It returns at once, except while an earlier start of the group ends.
+If one rank dies, the others are killed at once by SIGKILL, as there is nothing left to save. The next incarnation
+starts when all processes of the last one, and those that its workers started, are gone. `watchdog` has the rules.
 """
 
 import errno
@@ -88,7 +88,7 @@ class Group:
     # What the loop calls
 
     def look(self) -> None:
-        """Check what has happened to the group, and act on it. Raises OSError for a shortage; a later call retries."""
+        """Check what has happened to the group, and act on it. Raises LaunchError, or OSError for a shortage."""
         try:
             meeting = self._meeting or self._join()
         except fence.Fenced as fenced:

@@ -66,7 +66,7 @@ class Incarnation:
         return [child for child in self.ended if child.exitcode != 0 or not self.is_done(child)]
 
     def _beat_of(self, child: Child) -> Beat | None:
-        """Return the last beat of a worker; None if the last one is of an earlier worker. Raises OSError."""
+        """Return the last beat of a worker; None if it has not beaten yet. Raises OSError if it cannot be read now."""
         beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
         return beat if beat is not None and beat.pid == child.pid else None
 
@@ -113,8 +113,6 @@ class Incarnation:
             told = {"stalled_rank": rank, "phase": phase, "idle_s": idle_s}
             events.emit("workers_stalled", incarnation=self.number, **told)
             self._signal(STACKS_SIGNAL)
-
-    # The cause of its end
 
     def cause(self, patience_s: float) -> Child | None:
         """Return the worker whose death brought the group down; None if that is not known yet. A worker killed by a

@@ -38,7 +38,7 @@ Job = Callable[[], None]
 
 
 class Launcher:
-    """Runs the loop that watches its children, groups and jobs. At the end of its context none of its children lives.
+    """Runs the loop that watches its children, groups and jobs. At the end of its context it kills its children.
 
     Make it in the main thread, and before any file of the run: a process that sees a file may send a signal to stop.
 
@@ -109,7 +109,7 @@ class Launcher:
             raise LaunchError(f"{type(error).__name__}: {error}. More in {log}.") from error
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Run the loop until `over()`. Raises LaunchError if the lighthouse or a group cannot start on this machine."""
+        """Run the loop until `over()`. Raises LaunchError, or an OSError that is no shortage, if it cannot go on."""
         while not over():
             self.children.wait(TICK_S)
             for name, job in list(self.jobs.items()):

@@ -57,8 +57,7 @@ def follow_threads() -> None:
 
 
 def free_port(host: str = HOST) -> int:
-    """Return a TCP port of PORTS that is free now. Raises LaunchError if there is none or `host` is no address of this
-    machine, and OSError for a shortage."""
+    """Return a TCP port of PORTS that is free now. Raises like `listen`, and LaunchError if none is free."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             try:

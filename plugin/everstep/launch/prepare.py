@@ -1,9 +1,9 @@
 """Reading and checking a run's config: once for a run, and by the same function for every command that takes a config.
 
-`prepare` reads the user's file and flags with torchtitan, refuses a config that cannot work, and writes two files to
-the run directory: `config.toml`, which workers load, and `state/prepared.json`, which all other processes read.
-It imports torchtitan. `everstep run` therefore calls it in a fork of its warm process, and the other commands in a new
-process (`prepared`). Both run `main`.
+`prepare` reads the user's file and flags with torchtitan, refuses a config that cannot work, and writes `config.toml`
+to the run directory, for the workers. `main` leaves the result in `state/prepared.json`, for all other processes.
+`prepare` imports torchtitan. `everstep run` therefore calls it in a fork of its warm process, and the other commands in
+a new process (`prepared`). Both run `main`.
 """
 
 import json
@@ -209,9 +209,6 @@ def _lines(config: Any) -> Iterator[Line]:
         yield Line("attention", "error", f"{found}; {', '.join(unchecked[:3])} would not be", advice)
     else:
         yield Line("attention", "ok", found)
-
-
-# In a process of its own.
 
 
 def main(order: dict[str, Any], *, tells: bool = False) -> int:

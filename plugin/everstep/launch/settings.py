@@ -23,8 +23,8 @@ class GroupSettings:
     devices: str | None = None
     """GPUs that the workers see, as in `devices.VISIBLE`; None: as inherited."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    """The run's section. If `enable` is false, workers neither beat nor report commits: stalls are not looked for, and
-    workers that ran for longer than `startup_timeout_s` count as having committed a step."""
+    """The run's section. If `enable` is false, workers beat only at their start and end, and report no commits: stalls
+    are not looked for, and workers that ran for `startup_timeout_s` count as having committed a step."""
     entry: str = "everstep.train:main"
     """`module:function` that a worker calls with its argv."""
     job: int = 0

@@ -20,7 +20,6 @@ KEPT_EVENTS = 8
 OnEvents = Callable[[list[dict]], None]
 """A function that is called with each batch of new events."""
 
-
 LINES = {
     "run_started": "{groups} groups of {ranks_per_group}, seed {seed}",
     "run_ended": "run {status}: {reason}",

@@ -54,8 +54,8 @@ def in_a_row(deaths: Sequence[Death]) -> list[Death]:
 
 def failures(deaths: Sequence[Death], run_step: int) -> int:
     """Return how many of the deaths `in_a_row` came after the run's newest step, `run_step`, and without a commit of
-    their own. Further starts would then fail as well. While groups commit steps, a fault of this machine may pass, so
-    several deaths within the time of STEPS_MEANWHILE steps count as one."""
+    their own. If all of these came within the time of STEPS_MEANWHILE steps, they count as one, because other groups
+    may just not have had the time to commit a step."""
     same = [death for death in in_a_row(deaths) if death.run_step == run_step and not death.committed]
     if same and same[0].mono - same[-1].mono < STEPS_MEANWHILE * same[0].step_s:
         return 1

@@ -112,8 +112,8 @@ def _described(error: Exception) -> str:
 
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
-    """Wait until no earlier process of this rank lives: if its launcher was killed, it may take a while to die. Raises
-    TimeoutError."""
+    """Lock this rank for this process, after waiting until no earlier one holds it: if its launcher was killed, it may
+    take a while to die. Raises TimeoutError."""
     path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S

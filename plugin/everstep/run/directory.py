@@ -52,7 +52,7 @@ class End:
 
 def take(run_dir: Path) -> None:
     """Make a run directory if there is none, and lock it for this process. The lock ends with the process, however that
-    ends; processes that it forks do not hold it. Raises LaunchError if another live run holds it."""
+    ends; processes that it forks do not hold it. Raises LaunchError if another run holds it or it cannot be used."""
     lock = lock_file(run_dir)
     try:
         make_run_dir(run_dir)
@@ -69,7 +69,7 @@ def take(run_dir: Path) -> None:
 
 
 def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Return the pid that holds the run directory's lock (see `holder`), and the wall time of locking; None: none."""
+    """Return the pid that holds the run directory's lock (see `holder`) and the wall time of locking; None if free."""
     try:
         pid = holder(lock_file(run_dir))
         return None if pid is None else (pid, lock_file(run_dir).lstat().st_mtime)
@@ -120,7 +120,7 @@ def stop_file(run_dir: Path) -> Path:
 
 
 def prepared_file(run_dir: Path) -> Path:
-    """Return the file with what processes other than trainers need of the config: an `everstep.launch` `Prepared`."""
+    """Return the file with what processes other than trainers need of the config (`launch.prepare.Prepared`)."""
     return Path(run_dir) / "state" / "prepared.json"
 
 

@@ -77,7 +77,7 @@ def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict:
-    """Return what `write_json` wrote; {} if there is no such file, or it is not what `write_json` writes."""
+    """Return what `write_json` wrote; {} if the file is missing, cannot be read, or holds no JSON object."""
     try:
         found = typed.loads(read_regular(path, LARGEST))
     except (OSError, typed.UnfitError):
@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_typed(kind: type[T], path: Path) -> T | None:
-    """Return what `write_json` wrote, as the dataclass `kind`; None if there is no such file or it does not fit."""
+    """Return what `write_json` wrote, as the dataclass `kind`; None if it cannot be read or does not fit."""
     try:
         return typed.parse(kind, read_json(path))
     except typed.UnfitError:
@@ -123,14 +123,14 @@ def file_system_now(folder: Path) -> float:
 
 
 def hold_alone(path: Path) -> bool:
-    """Lock a file for this process, and return whether that worked: False if another live process holds the lock. A
-    process that this one forks does not hold it. The lock ends with this process."""
+    """Lock a file for this process; return False if another live process holds the lock, else True, also if the file
+    system has no locks. The lock ends with this process. A process that this one forks does not hold it."""
     fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # else the file system has no locks: it cannot be told
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # else the file system has no locks
     return True
 
 

@@ -58,8 +58,8 @@ Number = typing.NewType("Number", float)
 
 
 def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
-    """Parse standard JSON. Raises UnfitError for NaN, Infinity, numbers too large for a float or for 64 bits, nesting
-    that exhausts the stack, and text longer than `limit`."""
+    """Parse standard JSON. Raises UnfitError for text that is no JSON, NaN, Infinity, numbers too large for a float or
+    for 64 bits, nesting that exhausts the stack, and text longer than `limit`."""
     if len(text) > limit:
         raise UnfitError(f"it is too long: {len(text)} bytes, at most {limit} are allowed")
     try:
