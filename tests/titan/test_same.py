@@ -12,14 +12,12 @@ from everstep.commands.same import same
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
-STEPS = 6
-
 
 def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(2, 4)):
     """A run of six steps; `loss` and `checksum` are those of step 4."""
     for group in (0, 1):
         events = EventLog(run_dir, group, 0, "worker")
-        for step in range(1, STEPS + 1):
+        for step in range(1, 7):
             made = {"loss": loss if step == 4 else 1 / step, "grad_norm": 2.0, "tokens": 7.0}
             events.emit("commit", step, groups=[0, 1], history=run_dir.name, parent="0", **made)
             summed = checksum if step == 4 else f"{step:x}"

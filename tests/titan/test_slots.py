@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from everstep.run.exits import TrainerEnds
-from everstep.titan import slots
+from everstep.titan import slots, work
 from everstep.titan.data.slots import SlotSource
 from everstep.titan.slots import Slots
 from everstep.titan.steps import Steps
-from everstep.titan.tally import StepSums, flat
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 
 
-def step_of(loads, gradients, held):
-    """A `Steps` with one expert layer, and with gradients for some of its parameters."""
+def step_of(loads, gradients, held, group):
+    """A `Steps` with one expert layer, and with gradients for some of its parameters. One group of three is a spare."""
     slots = Slots.__new__(Slots)
     slots._trainer = SimpleNamespace(device=torch.device("cpu"), parallel_dims=HERE)
-    slots.number = 2
+    slots.number, slots.source = 2, None
     slots._tokens, slots._rows, slots.computes_eagerly = dict.fromkeys(held, 10), {}, False
     slots._losses = {slot: torch.tensor(2.5) for slot in held}
     slots.expert_loads = [torch.tensor(loads)]
@@ -28,16 +27,17 @@ def step_of(loads, gradients, held):
     slots._reached = {at for at, has in enumerate(gradients) if held and has}
     for param, has in zip(slots.trainable, gradients, strict=True):
         param.grad = torch.ones(2) if has else None
-    steps = Steps.__new__(Steps)
-    steps._slots, steps._snapshots = slots, None
-    steps._nothing = StepSums(flat(slots.expert_loads), slots.reached(), torch.zeros(0))
-    return steps
+    trainer = MagicMock(slots=slots, model_parts=[])
+    trainer.config.fault_tolerance = SimpleNamespace(exact=False, on_poison="stop", spares=1)
+    trainer.place.snapshots = SimpleNamespace(group=group, word=lambda: 7)
+    return Steps(trainer)
 
 
-def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient():
-    computed, idle = step_of([3.0, 4.0], [True, True, False], [0]), step_of([0.0, 0.0], [False, False, False], [])
-    sums = [step.results() for step in (computed, idle)]
-    extra = sums[0].extra + sums[1].extra
+def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypatch):
+    monkeypatch.setattr(work, "Measures", MagicMock())
+    computed, idle = step_of([3.0, 4.0], [True, True, False], [0], 0), step_of([0.0, 0.0], [False] * 3, [], 2)
+    extra = computed.results().extra + idle.results().extra
+    assert idle.words(SimpleNamespace(extra=extra)) == {0: 7, 1: 0, 2: 7}, "of the spare, too"
     for step in (computed, idle):
         for param in step._slots.trainable:
             param.grad = torch.zeros(2)  # as the reducer leaves it on every group

@@ -38,8 +38,8 @@ class Steps(TrainerWork):
         """Whether to leave out slots that end groups (`on_poison = "skip"`)."""
         self._skipped: set[tuple[int, int]] = set()
         """(step, slot) pairs for which no group can compute a finite gradient."""
-        # One word a group, and a run is never scaled to more groups than it has slots.
-        words = torch.zeros(0 if self._snapshots is None else slots.number, dtype=torch.float64)
+        most_groups = slots.number + self._ft.spares  # every group but the spares has a slot (config.checks)
+        words = torch.zeros(0 if self._snapshots is None else most_groups, dtype=torch.float64)
         self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), words)
         """The extra sums of a group that has computed nothing; their lengths are those of every tally."""
 
