@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from everstep.step.attempt import Turn
 from everstep.titan.disk import DiskCheckpoints, write_aside
 from everstep.titan.names import CheckpointManager
+from everstep.titan.trainer import EverstepTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -68,12 +70,16 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     for step in (20, 25, 30, 40):
         disk.save(step, step)
     manager.maybe_wait_for_saving()
-    assert [(kind.removeprefix("checkpoint_"), step) for kind, step, _ in told] == [
-        ("failed", 10),
-        ("saved", 20),
-        ("failed", 30),
-        ("saved", 40),
-    ]
+    became = [f"{kind.removeprefix('checkpoint_')} {step}" for kind, step, _ in told]
+    assert became == ["failed 10", "saved 20", "failed 30", "saved 40"]
     assert "No space left" in told[0][2]
     assert "GiB free there" in told[0][2]
     assert "Not a directory" in told[2][2]
+
+
+def test_snapshots_outlive_a_stopped_run_that_wrote_no_checkpoint():
+    trainer = MagicMock()
+    trainer.config.checkpoint.load_only = True
+    trainer.disk, trainer.participation.run.return_value = DiskCheckpoints(trainer), Turn.OVER
+    EverstepTrainer.train(trainer)
+    trainer.place.snapshots.close.assert_called_once_with(over=False, leaves=False)

@@ -53,7 +53,6 @@ def test_a_group_that_compiles_holds_nobody_up(tmp_path):
         healed = run.wait_for("heal", after=killed, group=1)
         run.until(lambda: len(run.events("commit", healed["t"], group=1)) >= 5, "five steps of both")
         told = run.events("compiled", killed, group=1)
-        assert told, "it compiled"
         assert told[0]["took_s"] > REDUCE_S, "else this shows nothing"
         failed = [event for event in run.events("attempt", told[0]["t"], group=0) if not event["committed"]]
         assert failed == []

@@ -185,8 +185,8 @@ class EverstepTrainer(titan.Trainer):
         work.close(leaves=leaves)
         self.participation.leave()
         if place.snapshots is not None:
-            # With checkpoints, the last one on disk has the same state. `close` ignores `over` if this group leaves.
-            over = not work.goes_on() or self.config.checkpoint.enable
+            # The last checkpoint has the same state, if one is written. `close` ignores `over` if this group leaves.
+            over = not work.goes_on() or self.disk.saves_all()
             place.snapshots.close(over=over, leaves=leaves)
         why = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again) asked for it"
         logger.info(f"Left the run after step {self.step}, as {why}" if leaves else "Training completed")
