@@ -1,6 +1,6 @@
 """A worker's state that an attention check refuses is never used: not in a round, and not in a checkpoint."""
 
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,46 +22,34 @@ class Group(rounds.Rounds):
         self.sick, self.checked, self._at, self._wrong = True, [], b"", False
         self.kept = {NOW - 1: b"good4"}
         self._refused, self._steps, self._checks, self._round_s = set(), 1, object(), 0.0
-        self._settings = SimpleNamespace(overlap_steps=0)
-        self._events = SimpleNamespace(emit=lambda *said, **more: None)
-        self._files = SimpleNamespace(computes=lambda *said: None)
-        self._disk = SimpleNamespace(is_due=lambda step: False)
-        self._trainer = SimpleNamespace(step=NOW)
-        self.state = SimpleNamespace(
+        self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
+        self._events, self._files, self._weights_changed = MagicMock(), MagicMock(), MagicMock()
+        self._disk = MagicMock(**{"is_due.return_value": False})
+        self._from_checkpoint = lambda place: None
+        self.state = MagicMock(
             marks={NOW - 1: None, NOW: None},
             place=lambda worker, round_: Place(worker, round_, ""),
             enter=lambda own, round_: setattr(self, "_at", own),
             leave=lambda: b"wrong5" if self._wrong else b"good5",
-            rest=lambda: None,
         )
-        self.store = SimpleNamespace(
+        self.store = MagicMock(
             holds=lambda worker, round_: round_ in self.kept,
-            has=lambda place: True,
             read=lambda place: self.kept.get(place.round),
             hold=lambda place, own: self.kept.update({place.round: own}),
-            begin_write=lambda place, own: None,
         )
-        self._slots = SimpleNamespace(
+        self._slots = MagicMock(
             number=1,
             workers=1,
             nominal_tokens=8.0,
-            trainable=[SimpleNamespace(grad=torch.zeros(1))],
-            discard=lambda: None,
+            trainable=[MagicMock(grad=torch.zeros(1))],
             compute=self._compute,
             refused=lambda: frozenset({0}) if self._wrong else frozenset(),
             tokens_and_losses=lambda: (torch.zeros(1), torch.zeros(1)),  # every label of the step is masked
-            step=lambda *said: None,
         )
 
     def _compute(self, step, slot, *, whole):
         self.checked.append(whole)
         self._wrong = self.sick
-
-    def _from_checkpoint(self, place):
-        return None
-
-    def _weights_changed(self):
-        pass
 
 
 @pytest.fixture
@@ -80,6 +68,14 @@ def test_a_round_that_is_made_again_is_kept_only_if_no_check_refused_it(group):
     group._take_up(NOW + 1, 0, whole=True)
     assert group.checked == [True], "with every check, as the round itself"
     assert (group._at, group.kept[NOW]) == (b"good5", b"good5")
+
+
+def test_a_state_that_only_one_rank_holds_is_added_to_the_checkpoint_by_all_ranks(group, monkeypatch):
+    group.kept[NOW], group._add_missing = b"good5", MagicMock()
+    group._disk.is_due.return_value = True
+    monkeypatch.setattr(rounds, "all_in_group", MagicMock(side_effect=[False, True]))
+    group._take_up(NOW + 1, 0, whole=False)
+    group._add_missing.assert_called_once_with([0])
 
 
 def test_a_checkpoint_gets_no_state_that_a_check_refused(group):

@@ -125,7 +125,8 @@ class Rounds(TrainerWork):
 
     def _take_up(self, round_: int, worker: int, *, whole: bool) -> None:
         """Set model and optimizer to the state in which the worker begins the round. A collective of the group."""
-        begun, known = time.monotonic(), self.store.holds(worker, self.committed)
+        # Decided by all ranks: after a heal, one may hold the state and another find it in a file.
+        begun, known = time.monotonic(), all_in_group(self.store.holds(worker, self.committed))
         found, state = self._newest(worker)
         place, state = self._catch_up(found, state, whole=whole)
         if not known and worker not in self._refused:
