@@ -174,7 +174,7 @@ class WorkerStore:
         wait([done for _, done in self._writes.values()], timeout_s)
 
     def begin_write(self, place: Place, state: bytes, *, copies: bool = True) -> None:
-        """Start a thread that writes a state to this host's memory and copies it. The next `keep` checks the result."""
+        """Start a thread that writes a state to this host's memory and copies it if `copies`. `keep` checks both."""
         done: Future[None] = Future()
         if copies:
             self._writes[place.worker] = place, done

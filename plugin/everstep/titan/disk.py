@@ -43,7 +43,7 @@ DATA_BEGAN = "data_began_after"
 DATA = "data"
 PARAMETERS = "parameters"
 NAMING_S, POLL_S = 2.0, 0.02
-"""Seconds to wait for another group to rename a complete checkpoint, and between two looks."""
+"""Seconds to wait for another group to rename a complete checkpoint, and between two checks whether it has."""
 OF_RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
 """Matches the key under which a checkpoint has the data streams that a data-parallel rank knew."""
 OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
@@ -98,7 +98,7 @@ class DiskCheckpoints:
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest. Return whether there was one. Of our keys it
         loads those that the checkpoint has, as torchtitan's own checkpoints lack some. Raises TrainerEnds if training
-        cannot resume from it, for instance as it has the model only, and OSError if it is damaged."""
+        cannot resume from it (it may have the model only), ValueError for other data, and OSError if it is damaged."""
         step, folder = self._to_load()
         source: SlotSource = self._trainer.dataloader
         if folder is not None:
@@ -260,7 +260,7 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
     Args:
         life: part of the temporary folder's name, new after every start of the group. Folders that earlier starts of
             the group have left are removed.
-        parts: collects the groups' parts in a semi-synchronous run; else None.
+        parts: collects the groups' parts in a semi-synchronous run; else None. Other managers then raise TrainerEnds.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
         if parts is not None and manager.enable:

@@ -34,7 +34,7 @@ def least_in_group(*values: int) -> list[int]:
 
 
 def sum_in_group(value: int) -> int:
-    """Return the sum of an integer (a flag's count) over the group's ranks, modulo 2^62; a collective of the group."""
+    """Return the sum of an integer (or of 0/1 flags) over the group's ranks, modulo 2^62. A collective of the group."""
     if dist.get_world_size() > 1:
         total = torch.tensor([value], dtype=torch.int64, device=_device())
         dist.all_reduce(total)

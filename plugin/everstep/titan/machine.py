@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def needs_gpu(config: Any) -> Iterator[Problem]:
-    """Yield every setting of a trainer config that needs a GPU."""
+    """Yield a problem for each setting of a trainer config that needs a GPU."""
     for item in config.override.imports:
         if kernel := _kernel(item):
             yield _problem(

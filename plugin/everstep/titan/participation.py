@@ -77,8 +77,8 @@ class Participation:
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
     def run(self, work: Steps | Rounds) -> Turn:
-        """Announce this group at the lighthouse and make steps until the run is over or the group leaves: returns which
-        (see `Driver.run`). Once announced, every quorum waits for this group."""
+        """Announce this group at the lighthouse and make steps until the run is over or the group leaves. Return how it
+        ended (see `Driver.run`). Once the group is announced, every quorum waits for it."""
         ft, semi, place = self._ft, self._config.semi_sync, self._place
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")

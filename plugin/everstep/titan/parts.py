@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 WORKERS = "semi_sync"
 """Name, within a checkpoint, of what only semi-synchronous runs have."""
 FIRST = "first"
-"""Folder name of the part that the first group writes through torchtitan's manager, while it waits for the others."""
+"""Folder name of the first group's part, which torchtitan's manager writes, until all other parts are there."""
 _OWN = re.compile(rf"{WORKERS}\.worker\.(\d+)\.")
 
 
@@ -39,7 +39,7 @@ def parts_in(folder: Path) -> set[Path]:
 
 def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
     """Return name -> (folder, metadata) for each entry of a checkpoint and its parts; `folder` is the part that has it.
-    A part with a damaged `.metadata` is left out, with a warning."""
+    Parts whose `.metadata` cannot be read are left out: with a warning if it is damaged, silently if it has moved."""
     found: dict[str, tuple[Path, Any]] = {}
     for part in sorted(parts_in(folder)):
         try:

@@ -36,9 +36,9 @@ class RunPlace:
 
 
 def open_place(config: Any) -> RunPlace:
-    """Open this rank's place in the run, and change the settings of an `EverstepTrainer.Config` that groups must not
-    share, in place. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
-    machine cannot carry the groups' sums, or if the run has no group of this id."""
+    """Return this rank's `RunPlace`. Changes those settings of an `EverstepTrainer.Config`, in place, that groups must
+    not share. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this machine
+    lacks the backend `process_group` or the address `bind_host`, or if the run has no group of this id."""
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
         # Checked here too: the file may have been checked on another machine, or not at all.

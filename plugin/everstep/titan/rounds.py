@@ -168,7 +168,7 @@ class Rounds(TrainerWork):
             time.sleep(POLL_S)
 
     def _in_checkpoint(self, round_: int) -> dict[int, Path]:
-        """Return worker -> folder of its state in a checkpoint after this round, which is in the state's `marks`."""
+        """Return worker -> folder of its state in a checkpoint after this round, one of the state's `marks`."""
         return self._disk.workers(round_ * self._steps, self.state.marks[round_].history)
 
     def _from_checkpoint(self, place: Place) -> bytes | None:
@@ -361,8 +361,8 @@ class Rounds(TrainerWork):
             self._disk.require_whole(self._trainer.step, self._trainer.history)
 
     def _add_missing(self, workers: Iterable[int], *, last: bool = False) -> None:
-        """For each of these workers that the last commit's checkpoint lacks, because its group died, write its own
-        state to the checkpoint. A collective of the group."""
+        """For each of these workers that the last commit's checkpoint lacks, for instance because its group died, write
+        its own state to the checkpoint. A collective of the group."""
         written = self._in_checkpoint(self.committed)
         for worker in workers:
             if sum_in_group(worker not in written):

@@ -81,7 +81,7 @@ def checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
-    """Return how many tensors were compared, and how the first differs that does; "" if none does."""
+    """Return how many tensors were compared and, in words, the first difference or damage; "" if there is none."""
     ours, theirs = tensors_in(one), tensors_in(other)
     for folder, found in ((one, ours), (other, theirs)):
         if damaged := sorted(parts_in(folder) - {part for part, _ in found.values()}):

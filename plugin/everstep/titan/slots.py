@@ -52,9 +52,9 @@ class Slots:
             config.training.local_batch_size * config.training.seq_len * self.source.dp_size * self.number
         )
         self.nominal_tokens = self.tokens_per_step / self.workers
-        """Tokens of an optimizer step if every label were valid. Backward divides by it, and the commit corrects the
-        scale: the number of valid tokens is known only when all slots are computed. Without the division, bfloat16
-        gradients would be scaled, and so rounded, differently from torchtitan's."""
+        """Tokens of an optimizer step (of one worker) if every label were valid. Backward divides by it, and the scale
+        is corrected before the step: the number of valid tokens is known only when all slots are computed. Without the
+        division, bfloat16 gradients would be scaled, and so rounded, differently from torchtitan's."""
         self._scale = torch.tensor(self.nominal_tokens, device=trainer.device)
         self.trainable = [p for part in trainer.model_parts for p in part.parameters() if p.requires_grad]
         self.expert_loads = [
@@ -82,14 +82,14 @@ class Slots:
 
     def _opened_source(self) -> SlotSource:
         """Return the dataloader, opened to be read by slot. Raises TrainerEnds if the run's first start read other
-        data."""
+        data, and ValueError if the model's vocabulary is too small for the data."""
         trainer = self._trainer
         source = trainer.dataloader
         assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
         source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
-        # What torchtitan's dataloaders read is not known. With the others, a run may be told to switch to other data.
+        # What torchtitan's dataloaders read is not known. A run may turn to other data if it loads no position.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading
         told = not may_differ and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
         if told:
@@ -99,7 +99,7 @@ class Slots:
         return source
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
-        """Forward and backward of a slot; see `Work.compute`."""
+        """Run forward and backward of a slot; see `Work.compute`."""
         trainer, self._slot = self._trainer, slot
         self._seed(step, slot)
         begin = time.perf_counter()
@@ -247,7 +247,7 @@ class Slots:
         place = self._places[param]
         self._reached.add(place)
         if grad.numel():
-            # Reused memory has zeros from an earlier slot, and adding to them turns -0 into 0. This does so always.
+            # In memory that an earlier slot left at 0, a gradient of -0 becomes 0 + -0 = 0. In new memory it is made 0.
             self._rows[self._slot][place] = rows_of(grad if self.computes_eagerly else grad + 0.0)
 
     def _digest(self, slot: int) -> int:

@@ -141,8 +141,8 @@ class Snapshots:
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
     def close(self, *, over: bool, leaves: bool) -> None:
-        """Finish the snapshot in progress and release the segment. If this group `leaves` alone, remove its snapshots.
-        Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""
+        """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, remove its
+        snapshots. Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""
         if self._keeper is not None:
             self._keeper.end()  # a keeper that it started later would not hear that the run is over
         self._copier.close()

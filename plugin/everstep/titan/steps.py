@@ -35,7 +35,6 @@ class Steps(TrainerWork):
         )
         super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
         self._skips_poison = self._ft.on_poison == "skip"
-        """Whether to leave out slots that end groups (`on_poison = "skip"`)."""
         self._skipped: set[tuple[int, int]] = set()
         """(step, slot) pairs for which no group can compute a finite gradient."""
         most_groups = slots.number + self._ft.spares  # every group but the spares has a slot (config.checks)

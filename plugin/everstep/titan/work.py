@@ -133,8 +133,8 @@ class TrainerWork(ABC):
         return f"{sum_in_group(self.state.checksum()):016x} {exactness.layout(self._trainer.config)}"
 
     def checksum(self) -> int | None:
-        """Return the parameters' checksum if an audit is due, else None. One is due before this process's first commit,
-        then after every `audit_interval` commits, with exact sums after each, and never if `audit_interval` is 0."""
+        """Return the parameters' checksum if an audit is due, else None. One is always due before this process's first
+        commit. Later, none is due if `audit_interval` is 0, else one in so many commits, with exact sums in each."""
         interval, is_exact = self._ft.audit_interval, self._ft.exact
         if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
             return None
@@ -190,7 +190,7 @@ class TrainerWork(ABC):
             dist_utils.set_pg_timeouts(timeout=train_timeout, parallel_dims=trainer.parallel_dims)
 
     def _save(self, commit: Commit, *, first: bool) -> None:
-        """Write a checkpoint if one is due and this is the `first` group."""
+        """Write a checkpoint if one is due and this is the `first` group, but none if `save_last` follows."""
         if first and self.goes_on() and not commit.all_leave:
             self._disk.save(self._trainer.step, commit.step)
 
@@ -270,7 +270,7 @@ class TrainerWork(ABC):
                 self._events.emit("warning", text=text)
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """Load the newest state from memory or disk, or start afresh, as no group has one. Returns commit, history."""
+        """Load the newest state from memory or disk, or start afresh. Return the last commit's number and history."""
         trainer = self._trainer
         self._taken(self._from_memory() or self._from_disk())
         self._files.restored(self.committed)
@@ -279,8 +279,8 @@ class TrainerWork(ABC):
         return self.committed, trainer.history
 
     def _from_memory(self) -> str:
-        """Load the newest complete snapshot from the keepers and return "memory". Return "" if there is none, a disk
-        checkpoint is as new, or `checkpoint.load_step` is set."""
+        """Load the newest complete snapshot from the keepers and return "memory". Return "" if there is none, if a disk
+        checkpoint is not older, or if `checkpoint.load_step` is set."""
         if self._snapshots is None or self._trainer.config.checkpoint.load_step != -1:
             return ""
         state = self._snapshots.recover(self._whole(), self._disk.newest())
