@@ -65,7 +65,7 @@ class RankColumn:
         backend: backend of the gradients' sums, "gloo" or "nccl".
         column: r.
         host: address under which the other members reach this rank.
-        connect_timeout: of building the process groups.
+        connect_timeout: of each stage of building the process groups. `connect` gives up after two, with NCCL four.
         reduce_timeout: of one `gather`, unless the call has another one.
         token: the run's token, with which members prove to each other who they are and sign their notes.
         streams: streams of the gradients' device.
@@ -109,7 +109,7 @@ class RankColumn:
         """Number of connected members, this rank included; 0 if the process group is broken."""
 
     def connect(self, place: Place, timeout: timedelta | None = None) -> None:
-        """Build new process groups. Raises SumsBroken if a member did not connect in time."""
+        """Build new process groups. Raises SumsBroken if a member left meanwhile or did not connect in time."""
         self.abort()
         timeout = timeout or self._connect_timeout
         place = replace(place, key=f"everstep/{place.key}/{self._column}")

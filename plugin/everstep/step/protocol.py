@@ -9,8 +9,8 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
 3. connect: the members build a new process group if they have changed or the last one broke.
 4. rows: each group tells which slots it holds and refused, and its quorum, step and history. From equal rows each group
    makes the same plan (`ledger.plan`).
-5. compute: the group computes its share. Gradients accumulate in `param.grad`, losses as sums. Then the gradients are
-   summed over the groups (`everstep.step.holding`).
+5. compute: the group computes its share (`everstep.step.holding`). Gradients accumulate in `param.grad`, losses as
+   sums. Then the gradients are summed over the groups (`everstep.step.reduction`).
 6. tally: the groups sum how often each slot was added, tokens, losses, and requests for a new quorum. If all ranks saw
    the same tally, with every slot exactly once and none refused, they commit. Otherwise the next attempt, a retry,
    keeps what the group holds.
