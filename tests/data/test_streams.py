@@ -159,10 +159,8 @@ def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datase
             reader.saved_ranks = range(len(writers))
             assert reader.state_dict().keys() == stored.keys()
             reader.load_state_dict(stored)
-            known = decode_states(reader.known_states())
-            assert {stream: state.position for stream, state in known.items()} == dict.fromkeys(
-                range(rank, 4, ranks), 2
-            )
+            positions = {stream: state.position for stream, state in decode_states(reader.known_states()).items()}
+            assert positions == dict.fromkeys(range(rank, 4, ranks), 2)
 
 
 def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):

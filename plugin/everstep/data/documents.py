@@ -8,10 +8,6 @@ from bisect import bisect_right
 
 import numpy as np
 
-_DAMAGED = (
-    "row {} of the token file contradicts the file's footer: it is damaged. Check it with `everstep pack --verify`."
-)
-
 
 class Documents:
     """The tokens of many documents, and the start of each document.
@@ -47,26 +43,29 @@ class Documents:
 
     def row(self, index: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return inputs, labels and positions of row `index`, from 0: int64, shape [seq_len] each. Costs a binary
-        search among the documents and reading seq_len tokens.
-
-        Raises ValueError if starts or tokens are inconsistent, as in a damaged file.
-        """
+        search among the documents and reading seq_len tokens. Raises ValueError, which names the documents, if starts
+        or tokens are inconsistent, as in a damaged file."""
         begin = index * seq_len
         first = bisect_right(range(len(self)), begin, key=self._first_pair) - 1
+        if first < 0:
+            raise self._damaged(index)
         # A row of seq_len pairs overlaps at most seq_len documents that have pairs. Any number of one-token documents,
         # which have none, may be between them, so the last document has to be searched for.
         last = bisect_right(range(len(self)), begin + seq_len - 1, lo=first, key=self._first_pair) - 1
         first_pairs = self.starts[first : last + 1].astype(np.int64) - np.arange(first, last + 1)
         bounds = np.append(np.maximum(first_pairs, begin), begin + seq_len)
         lengths = np.diff(bounds)
-        if first < 0 or len(bounds) != last - first + 2 or (lengths < 0).any():
-            raise ValueError(_DAMAGED.format(index))
+        if bounds[0] != begin or (lengths < 0).any():
+            raise self._damaged(index)
         pairs = np.arange(begin, begin + seq_len)
         inputs_at = pairs + np.repeat(np.arange(first, last + 1), lengths)
-        if not 0 <= inputs_at[0] <= inputs_at[-1] <= len(self.tokens) - 2 or len(inputs_at) != seq_len:
-            raise ValueError(_DAMAGED.format(index))
+        if not 0 <= inputs_at[0] <= inputs_at[-1] <= len(self.tokens) - 2:
+            raise self._damaged(index)
         span = self.tokens[inputs_at[0] : inputs_at[-1] + 2].astype(np.int64)
         if span.max() > self.max_id:
-            raise ValueError(_DAMAGED.format(index))
+            raise self._damaged(index)
         inputs_at -= inputs_at[0]
         return span[inputs_at], span[inputs_at + 1], pairs - np.repeat(bounds[:-1], lengths)
+
+    def _damaged(self, index: int) -> ValueError:
+        return ValueError(f"{self.name} is damaged: row {index} contradicts its footer. Copy or pack it again.")
