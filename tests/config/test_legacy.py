@@ -83,6 +83,12 @@ def test_keys_of_a_method_that_is_not_used_are_named_and_change_nothing(load, me
     assert config.semi_sync.fragments == 1
 
 
+@pytest.mark.parametrize("key", ["model", "experimental"])
+def test_a_value_in_place_of_an_old_table_is_refused(load, key):
+    with pytest.raises(ConfigError, match=f"run.toml:1: there is no key '{key}'"):
+        load(f'{key} = 3\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n', base="")
+
+
 def test_keys_that_are_gone_are_named_at_once_with_line_and_successor_and_change_nothing(load):
     tables, lines, rows = {"model": {}}, BASE.splitlines(), []
     for gone in GONE:

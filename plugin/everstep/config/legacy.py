@@ -138,7 +138,7 @@ def translate(source: Source) -> str:
             _pop(source.table, path)
         elif name:
             _move(source, path, (*MOVED[name].split("."), *path[name.count(".") + 1 :]))
-        elif path in (("model",), ("experimental",)):  # an empty table, which sets nothing
+        elif path in (("model",), ("experimental",)) and source.table.get(str(path[0])) == {}:  # it sets nothing
             _pop(source.table, path)
     rows = [row for _, row in sorted(dropped)]
     head = f"{source.file}: these keys of torchtitan 0.2 have no counterpart and are not used:"
