@@ -65,7 +65,7 @@ class RankColumn:
         backend: backend of the gradients' sums, "gloo" or "nccl".
         column: r.
         host: address under which the other members reach this rank.
-        connect_timeout: of each stage of building the process groups. `connect` gives up after two, with NCCL four.
+        connect_timeout: of each stage of building the process groups; `connect` gives up after two, or four with NCCL.
         reduce_timeout: of one `gather`, unless the call has another one.
         token: the run's token, with which members prove to each other who they are and sign their notes.
         streams: streams of the gradients' device.

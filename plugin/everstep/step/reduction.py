@@ -5,9 +5,9 @@ buckets in the order in which backward reaches the parameters, last layer first.
 gradients are complete and every bucket before it has started. So all groups, also those that compute nothing in this
 attempt, start the sums in the same order.
 
-With exact sums (`everstep.step.exact`), the group holds an exact sum instead. In each slot, a gradient is added to it
-and removed from `param.grad` as soon as it is complete: it is still in the processor's cache, and its memory is free
-for the next one.
+With exact sums (`everstep.step.exact`), the group holds an exact sum instead. In each slot, a gradient is removed from
+`param.grad` as soon as it is complete. In every second slot, it is then added to the sum together with the gradient of
+the slot before: it is still in the processor's cache, and the memory of both is free for the next ones.
 
 A gradient may be added to several times in one slot: a loss in chunks runs the output layer's backward once per chunk.
 So the additions are counted in each slot. A gradient counts as complete when it was added to as often as in any slot
@@ -150,7 +150,7 @@ class _Bucket:
             self.wrong.add_(torch.nan if partly else exact.nan_beyond(self._most, self._extremes))
 
     def complete(self) -> None:
-        """Finish the memory that is to be summed, now that all gradients were taken."""
+        """With exact sums, write what is held to the memory that is summed, now that all gradients were taken."""
         if self.held is None:
             return
         self.judge()
