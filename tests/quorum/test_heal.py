@@ -233,10 +233,8 @@ def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(m
             Relay(door.address, fate if fate in FATES else "", at)
             for door, fate, at in zip(doors, fates, after, strict=True)
         ]
-        sound = "" in fates
+        sound, got, begun = "" in fates, None, time.monotonic()
         timeout = SOON if sound else timedelta(seconds=0.3)
-        begun = time.monotonic()
-        got = None
         with contextlib.suppress(HealError):
             got = fetch(state, *(relay.address for relay in relays), timeout=timeout)
         assert got is not None or not sound, (fates, after)
@@ -245,7 +243,6 @@ def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(m
             assert got.blobs["rng"] == bytes([told]) * 5056, "meta and blobs are from the same source"
             assert_same(got, HealState(state.tensors, state.meta | {"seed": told}, state.blobs | got.blobs))
         assert time.monotonic() - begun < 15
-        for each in relays:
-            each.close()
-        for door in doors:
+        for relay, door in zip(relays, doors, strict=True):
+            relay.close()
             door.shutdown()

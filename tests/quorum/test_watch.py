@@ -16,6 +16,7 @@ import pytest
 from everstep import wire
 from everstep.launch.machine import free_port
 from everstep.quorum import watch
+from everstep.quorum.reach import Reach
 from everstep.quorum.watch import PeerLost, PeerWatch
 from watched import until
 
@@ -37,13 +38,9 @@ def test_a_killed_process_is_noticed_within_the_grace_time(monkeypatch, seen_fir
     if seen_first == "in a sum":
         monkeypatch.setattr(PeerWatch, "_look", lambda self, ready: time.sleep(0.01))
     code = (
-        "import sys, time\n"
-        "from datetime import timedelta\n"
-        "from everstep.quorum.watch import PeerWatch\n"
+        "import sys; from datetime import timedelta; from everstep.quorum.watch import PeerWatch\n"
         "watch = PeerWatch('127.0.0.1', print, bytes(range(32)), timedelta(seconds=6))\n"
-        "print(watch.address, flush=True)\n"
-        "sys.stdin.readline()\n"
-        "time.sleep(60)\n"
+        "print(watch.address, flush=True); sys.stdin.readline()\n"
     )
     peer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     losses = queue.Queue()
@@ -93,10 +90,16 @@ def test_a_peer_that_is_not_there_is_named(members):
     assert lost.value.places == {7}
 
 
+def test_a_peer_that_answers_but_could_not_be_connected_for_days_is_still_tried():
+    peers = Reach(TOKEN, timedelta(seconds=1))
+    peers._failures["127.0.0.1:1"] = 2000
+    peers.failed(["127.0.0.1:1"])
+    assert peers.missing() == {"127.0.0.1:1"}
+
+
 def test_connections_of_process_groups_that_came_to_nothing_are_given_back(members):
     """Connections of members that connected and left before this rank knew of the process group."""
-    watches, _ = members
-    process = psutil.Process()
+    watches, process = members[0], psutil.Process()
     before = process.num_fds()
     for number in range(50):
         key = bytes([number]) * 32

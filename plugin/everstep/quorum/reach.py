@@ -43,7 +43,7 @@ class Reach:
                 again = self._failures[address] - FAILURES
                 if again >= 0 and address not in self._missing:
                     self._missing.add(address)
-                    wait_s = min(MOST_S, LOOK_S * 2.0**again)
+                    wait_s = min(MOST_S, LOOK_S * 2.0 ** min(again, 20))  # 2.0**1024 raises OverflowError
                     threading.Thread(target=self._ask, args=(address, wait_s), name="reach", daemon=True).start()
 
     def reached(self, addresses: Iterable[str]) -> None:
