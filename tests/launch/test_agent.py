@@ -26,8 +26,7 @@ def both_train(agent):
 def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(agent, monkeypatch):
     one = agent("--training.steps", "3", job=7, environment={"OMP_NUM_THREADS": ""})
     assert one.process.wait(DEADLINE_S) == 0
-    cores = len(os.sched_getaffinity(0))
-    assert f"trains with {max(1, cores // 2)} threads" in log_path(one.run_dir, 0, 0).read_text()
+    assert f"trains with {max(1, len(os.sched_getaffinity(0)) // 2)} threads" in log_path(one.run_dir, 0, 0).read_text()
     assert one.events("agent_ended")[0]["status"] == "done"
     assert list(one.temporary.iterdir()) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -79,7 +78,10 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     one = agent("--training.steps", "1000000", stop_grace_s=1.0, stall_timeout_s=2.0)
     until(lambda: both_train(one), "both ranks to train")
     below = psutil.Process(one.process.pid).children(recursive=True)
-    os.kill(one.events("workers_started")[0]["pids"][0], signal.SIGSTOP)
+    first = one.events("workers_started")[0]["pids"][0]
+    serving = [child.pid for child in below if any(c.status == "LISTEN" for c in child.net_connections("inet"))]
+    assert serving == [first], "no other process keeps the port of the group's store open"
+    os.kill(first, signal.SIGSTOP)
     asked = time.monotonic()
     one.process.send_signal(signal.SIGTERM)
     assert one.process.wait(DEADLINE_S) == 1
@@ -88,20 +90,15 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
 
 
-SCRIPT = "import json, os; print(json.dumps(dict(os.environ)))"
-
-
 def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     """The variables are those that this version of torchrun sets."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text("import json, os; print(json.dumps(dict(os.environ)))")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH")}
-    options = ["--standalone", "--nproc-per-node", "1"]
-    done = ran([sys.executable, "-m", "torch.distributed.run", *options, str(script)], env=environment)
+    done = ran([sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)], env=environment)
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
-    for_the_agent = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    of_its_own = {"TORCHELASTIC_ERROR_FILE"}
+    for_the_agent, of_its_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}, {"TORCHELASTIC_ERROR_FILE"}
     ours = Round("run", "127.0.0.1", 1, 0, [1], None).environment(0, "role", 0)
     assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | of_its_own
     other = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"}

@@ -29,8 +29,7 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     for a stop, or the agent failed; GAVE_UP_EXIT: the group is given up; NODE_BAD_EXIT: this node is bad;
     FENCED_EXIT: the group was started again elsewhere.
 
-    Call it in the main thread. `preload`: modules to import before anything is forked. Outside of a batch job it
-    raises LaunchError or OSError if the agent fails.
+    Call it in the main thread. `preload`: modules to import before a fork. Errors are raised if there is no `job`.
     """
     keep_on_without_output()
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:

@@ -69,6 +69,9 @@ def fork_guard(mark: str, fd: int) -> int:
 
 def _guard(launcher_pid: int, mark: str, fd: int) -> None:
     os.setsid()
+    for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, fd}:  # such as the socket of a group's store
+        with contextlib.suppress(OSError):
+            os.close(other)
     signal.set_wakeup_fd(-1)
     for signum in STOPS:
         signal.signal(signum, signal.SIG_IGN)

@@ -190,8 +190,6 @@ class Supervisor:
             entry=settings.entry,
         )
 
-    # Stops and events
-
     def _look(self) -> None:
         if self._launcher.is_stopping() and not self._stop_told:
             self._stop_told = True
