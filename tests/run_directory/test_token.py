@@ -5,16 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from everstep.run.token import run_token
+from everstep.run.files import write_json
+from everstep.run.token import HOME_FILE, own_token, run_token
 
 
 def test_everybody_gets_the_same_token_however_many_ask_at_once(tmp_path):
     with ThreadPoolExecutor(16) as pool:
-        tokens = set(pool.map(lambda _: run_token(tmp_path / "run"), range(64)))
-    assert len(tokens) == 1
-    assert len(tokens.pop()) == 32
+        (token,) = set(pool.map(lambda _: run_token(tmp_path / "run"), range(64)))
+    assert len(token) == 32
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["token"], "no drafts are left"
     assert (tmp_path / "run" / "token").stat().st_mode & 0o777 == 0o600
+    for damaged in (3, "a\0b"):
+        write_json(tmp_path / "run" / HOME_FILE, {"run_dir": damaged})
+        assert own_token(tmp_path / "run") == token
 
 
 def link(path):
