@@ -50,9 +50,11 @@ def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, pa
 
 
 def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_of_it():
-    """The keepers died too. New ones adopt what is on their hosts, and do not remove it however old it is."""
+    """The keepers died too. New ones adopt what is on their hosts, and do not remove it however old it is. That a group
+    was once on another's host must not hide that host's new keeper."""
     with Cluster(4, per_host=2, keeper_ttl_s=1800.0) as run:
         run.take(1, 2)
+        killed = peers.read_places(run.run_dir, 2)[0]
         run.kill_trainers()
         for group in (0, 2):
             run.kill_keeper(group)
@@ -62,6 +64,7 @@ def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_
         assert run.decide().source == "nothing"
         for group in (0, 2):  # 1 and 3 do not start again
             run.start_keeper(group)
+        peers.write_place(run.run_dir, peers.Place(**vars(killed) | {"group": 1}))
         run.resumes("memory", 2)
 
 

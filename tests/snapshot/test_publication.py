@@ -11,14 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everstep.snapshot.buffer import (
-    CHUNK_BYTES,
-    BufferReader,
-    BufferWriter,
-    Header,
-    chunk_digests,
-    root_of,
-)
+from everstep.snapshot.buffer import CHUNK_BYTES, BufferReader, BufferWriter, Header, chunk_digests, root_of
 
 SIZE = CHUNK_BYTES + 70_001
 

@@ -151,7 +151,8 @@ def look(
     look = LOOK
     while True:
         # Ask a keeper of several groups once, and of a killed keeper and its successor only the successor.
-        places = list({(place.host, place.segment): place for place in reversed(peers.read_places(run_dir))}.values())
+        by_age = sorted(peers.read_places(run_dir), key=lambda place: place.started_at)
+        places = list({(place.host, place.segment): place for place in by_age}.values())
         left = [place for place in places if place not in answered]
         found, silent = peers.reachable(left, token, min(look, timeout))
         look = min(2 * look, timeout)  # a host that is busy starting a run answers late
