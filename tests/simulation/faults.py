@@ -300,11 +300,7 @@ def _not_finite(world: World, life: Life, rank: Rank, size: float) -> None:
 def _stray(world: World, life: Life, rank: Rank, size: float) -> None:
     """A client that has the token, but is no group of this run, asks the lighthouse now and then for 1 to 10 s."""
     until = world.scheduler.now + 1.0 + 9.0 * size
-    said = {
-        "replica": f"{rank.number}:stray",
-        "said": STRAYS[int(size * len(STRAYS))],
-        "timeout_s": 5.0,
-    }
+    said = {"replica": f"{rank.number}:stray", "said": STRAYS[int(size * len(STRAYS))], "timeout_s": 5.0}
     process = Process(world.scheduler, "stray", "stray")
 
     def ask() -> None:

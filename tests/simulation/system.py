@@ -167,12 +167,7 @@ class Event:
 
 
 threading = SimpleNamespace(
-    Thread=Thread,
-    Timer=Timer,
-    Lock=Lock,
-    Condition=Condition,
-    Event=Event,
-    current_thread=current_thread,
+    Thread=Thread, Timer=Timer, Lock=Lock, Condition=Condition, Event=Event, current_thread=current_thread
 )
 
 

@@ -8,8 +8,7 @@ from simulation import mutants
 
 
 @pytest.mark.parametrize(
-    ("file", "old"),
-    [("quorum/gate.py", "self._counting().get("), ("wire/door.py", "not hello.startswith(MAGIC)")],
+    ("file", "old"), [("quorum/gate.py", "self._counting().get("), ("wire/door.py", "not hello.startswith(MAGIC)")]
 )
 def test_the_code_between_groups_runs_in_the_simulation_as_it_is(file: str, old: str) -> None:
     every = mutants.drawn(10**9, 0, (file.partition("/")[0],))

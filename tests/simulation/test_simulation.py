@@ -158,9 +158,7 @@ def test_a_stopped_group_is_waited_for_if_another_dies_while_the_lighthouse_is_a
     assert longest_pause_s(outcome, "0.0/0") < 6.0 + 2.0 + 2 * 2.0
 
 
-def test_a_joiner_waits_for_the_step_and_a_beat_whatever_the_wall_clock_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_joiner_waits_for_the_step_and_a_beat_whatever_the_wall_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock of the lighthouse's host, which is in torchft's answers, goes backwards. No quorum is rejected."""
     monkeypatch.setattr(World, "wall_s", lambda self: 1e9 - self.scheduler.now)
     outcome = run_of("join")
@@ -228,9 +226,7 @@ def test_a_failed_heal_has_its_reason_on_every_rank() -> None:
         assert len([text for _, _, text in told(outcome, "heal_failed", who) if "altered" in text]) > 1
 
 
-def test_groups_that_leave_cost_no_attempt_and_no_quorum_in_each_later_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_that_leave_cost_no_attempt_and_no_quorum_in_each_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three groups leave. The one that stays would otherwise ask for a quorum in every step."""
     asked, judged = list[float](), World.judge_question
 

@@ -1,8 +1,10 @@
 """When a keeper starts and ends, what it serves, and what it leaves behind."""
 
 import shutil
+import socket
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -108,6 +110,17 @@ def test_a_copy_of_a_run_has_keepers_and_snapshots_of_its_own():
         run.run_dir.rename(run.home / "moved")
         assert own_token(run.home / "moved") == token, "it is the same run in another place"
         (run.home / "moved").rename(run.run_dir)
+
+
+def test_the_end_of_a_run_does_not_wait_for_each_host_that_is_off_in_turn(tmp_path):
+    run_token(tmp_path)
+    with socket.create_server(("", 0)) as off:  # it never answers
+        for group in range(12):
+            address = f"127.0.0.{1 + group}:{off.getsockname()[1]}"
+            peers.write_place(tmp_path, peers.Place(group, "off", address, 2, "", 0.0))
+        began = time.monotonic()
+        keepers.end_keepers(tmp_path, timedelta(seconds=1))
+    assert time.monotonic() - began < 6
 
 
 def test_the_command_says_what_a_start_would_do(capsys):

@@ -29,10 +29,7 @@ def protected(run: Cluster) -> list[int]:
     return [step for group, kind, step, _ in run.events if (group, kind) == (0, "snapshot_protected")]
 
 
-@pytest.mark.parametrize(
-    ("groups", "per_host", "parity", "lost"),
-    [(2, 1, 1, [0]), (3, 1, 2, [0, 1]), (6, 2, 1, [0])],
-)
+@pytest.mark.parametrize(("groups", "per_host", "parity", "lost"), [(2, 1, 1, [0]), (3, 1, 2, [0, 1]), (6, 2, 1, [0])])
 def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, parity, lost):
     with Cluster(groups, per_host, parity=parity) as run:
         run.take(1, 2)
@@ -113,12 +110,10 @@ def test_status_says_what_is_coded_and_how_old_it_is_and_that_is_what_a_lost_hos
                 run.commit(step, settle=False)
                 run.wait()
                 run.events.append((0, "commit", step, {}))
-            assert line_of(run) == "protected: step 3, 5 steps old, survives any 1 of hosts " + " ".join(
-                f"(group {group})" for group in run.groups
-            )
-            assert [kind for _, kind, step, _ in run.events if step == 5 and kind != "commit"] == [
-                "snapshot_skipped"
-            ] * 3
+            hosts = " ".join(f"(group {group})" for group in run.groups)
+            assert line_of(run) == f"protected: step 3, 5 steps old, survives any 1 of hosts {hosts}"
+            of_step = [kind for _, kind, step, _ in run.events if step == 5 and kind != "commit"]
+            assert of_step == ["snapshot_skipped"] * 3
             run.kill_trainers()
         run.lose_host(1)
         assert run.recover().decision.step >= 3

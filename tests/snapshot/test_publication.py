@@ -20,8 +20,7 @@ def header_of(step: int, size: int = SIZE) -> Header:
     return Header(
         run="r", kind="data", group=0, rank=0, ranks=1, step=step, history=1, shared_by=((0, 0),),
         parity=0, parity_group=(0,), topology="t", state_bytes=size, part=(0, size), sequence=step,
-        last_section=size,
-        payload_bytes=size,
+        last_section=size, payload_bytes=size,
     )  # fmt: skip
 
 

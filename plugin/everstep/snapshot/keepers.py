@@ -150,12 +150,10 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
 
 
 def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> None:
-    """Tell every keeper of a run that is over to remove its segment and end. A keeper that cannot be reached ends by
-    itself after keeper_ttl_s."""
-    token = read_token(run_dir)
-    for address in {place.address for place in peers.read_places(run_dir)}:
-        with contextlib.suppress(wire.WireError):
-            peers.ask(address, token, {"op": "end"}, timeout)
+    """Tell every keeper of a run that is over to remove its segment and end. `timeout`: longest silence of a keeper. A
+    keeper that cannot be reached ends by itself after keeper_ttl_s."""
+    places = list({place.address: place for place in peers.read_places(run_dir)}.values())
+    peers.ask_all(places, read_token(run_dir), {"op": "end"}, 3 * timeout)
 
 
 ALIVE_S = 60.0
