@@ -151,6 +151,11 @@ def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
         assert there.elsewhere(name, len(state)), "though another one was looked for just now"
         assert there.fetch(name, len(state)) == state
         assert here.fetch(name, len(state)) is None, "it is no other host's"
+        stored = run.run_dir / "state" / "workers" / name
+        stored.parent.mkdir()
+        stored.symlink_to(run.segment(0).path / name)
+        assert there.fetch(name, len(state)) == state, "storage that cannot be read does not hide the copy in memory"
+        stored.unlink()
         place = peers.read_places(run.run_dir, 0)[0]
         peers.place_file(run.run_dir, 0).unlink()
         write_json(peers.places_dir(run.run_dir) / "group-0@other.json", asdict(place) | {"host": "other"})

@@ -130,19 +130,22 @@ class WorkerStates:
         with contextlib.suppress(OSError):
             if (self._storage / name).stat().st_size == size:
                 return True
+        return self._is_held(name, size)
+
+    def _is_held(self, name: str, size: int) -> bool:
         looked_for, looked_mono = self._looked
         if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
             others = list({place.address: place for place in self._others()}.values())
             answers, _ = peers.ask_all(others, self._token, {"op": "worker", "name": name}, timedelta(seconds=LOOK_S))
             found = [place.address for place, answer in answers.items() if answer.get("size") == size]
             self._holder = dict.fromkeys([name], found[0]) if found else {}
-            self._looked = name, time.monotonic()
+            self._looked = "" if found else name, time.monotonic()
         return name in self._holder
 
     def fetch(self, name: str, size: int) -> bytes | None:
         with contextlib.suppress(OSError):
             return read_regular(self._storage / name, size)
-        if not self.elsewhere(name, size):
+        if not self._is_held(name, size):
             return None
         try:
             with contextlib.closing(wire.connect(self._holder.pop(name), self._token, TIMEOUT)) as channel:
