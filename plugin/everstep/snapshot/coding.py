@@ -117,8 +117,7 @@ class Watch:
         if newest is None:  # the group may have left: mappings of its removed parity buffers would keep their memory
             for writer in self._writers:
                 writer.release()
-            return None
-        return newest if self._dealt is None or newest.sequence > self._dealt.sequence else None
+        return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None
 
     def deal(self, newest: Header, waits: Waits) -> None:
         """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""

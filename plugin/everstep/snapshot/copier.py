@@ -88,12 +88,7 @@ class Copier:
         return Word(settled=over or silent, coded=coded, able=able, waits_for=-1 if coded else waits_for)
 
     def committed(
-        self,
-        step: int,
-        history: int,
-        groups: Sequence[int],
-        words: Mapping[int, Word],
-        state: Callable[[], State],
+        self, step: int, history: int, groups: Sequence[int], words: Mapping[int, Word], state: Callable[[], State]
     ) -> bool:
         """Note a committed step, and begin a snapshot of it if one is due. Returns whether it began one. A collective.
 
