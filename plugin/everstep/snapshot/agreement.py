@@ -33,7 +33,7 @@ class Word:
     coded: bool = False
     """Whether the snapshot is verified and, if it has parity, this group's parity is published."""
     able: bool = True
-    """Whether the group can share the next snapshot; False for `copier.RETRY_S` seconds after it could not keep up."""
+    """Whether the group can share the next snapshot; False for `copier.RETRY_S` after it was left out or failed."""
     waits_for: int = -1
     """Index in the parity group of the member because of which the snapshot is not coded; -1 for none."""
     location: int = 0

@@ -9,8 +9,8 @@ The writer wipes the old header, then writes the payload, the table, and last th
 after a read, all that was read belongs to one step. This relies on checksums and not on the order in which other
 processes see the writes, so it also holds on CPUs that reorder stores.
 
-Trainers write through a memory mapping. Readers use only `pread`: if the file is truncated while they read, `pread`
-returns fewer bytes, where a mapping would raise SIGBUS.
+Trainers (and keepers, for parity) write through a memory mapping. Readers use only `pread`: if the file is truncated
+while they read, `pread` returns fewer bytes, where a mapping would raise SIGBUS.
 
 Other processes need host memory too, so a writer checks how much is free before it allocates more.
 """
@@ -48,7 +48,7 @@ def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
     """Allocate memory for a file on tmpfs up to `size`, STEP_BYTES at a time, and check before each whether the rest
     fits. So each of several processes that allocate at once takes at most STEP_BYTES too much, from the reserve.
 
-    Raises SnapshotError, with bytes needed and found, or OSError; the file then has its previous size.
+    Raises SnapshotError, with the bytes needed, or OSError; the file then has its previous size.
     """
     had, at = os.fstat(fd).st_size, 0
     try:
@@ -162,7 +162,7 @@ class BufferReader:
         os.close(self._fd)
 
     def header(self) -> Header | None:
-        """Return the header; None if nothing is published: the file is empty, being written, damaged or truncated."""
+        """Return the header; None if the file is empty, being written, damaged, truncated or of another version."""
         header = _unpack_header(os.pread(self._fd, HEADER_BYTES, 0))
         short = header is None or os.fstat(self._fd).st_size < file_bytes(header.payload_bytes)
         return None if short else header

@@ -108,7 +108,8 @@ class Watch:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
     def news(self) -> Header | None:
-        """Return the header of the newest snapshot, if it was published after the one that was last dealt with."""
+        """Return the header of the newest snapshot, if it was published after the one that was last dealt with. If the
+        rank has no snapshot here, its parity buffers are unmapped."""
         try:
             newest = self._newest()
         except OSError as error:
@@ -241,7 +242,8 @@ class _Giver:
         return giver
 
     def ask(self, first: int, length: int) -> None:
-        """Request the shard that begins at byte `first` of the payload, up to the payload's end. Raises CodingError."""
+        """Request the shard in bytes [first, first + length) of the payload, or what the payload has of it. Raises
+        CodingError."""
         count = min(length, self.header.payload_bytes - first)
         if count > 0:
             try:

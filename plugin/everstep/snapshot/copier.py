@@ -26,7 +26,7 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import KEEPER_SILENT_S, Segment
 
 RETRY_S = 30.0
-"""Seconds that a group which could not keep up stays out of snapshots before it tries again."""
+"""Seconds that a group stays out of snapshots after it could not keep up, or could not copy its part."""
 POLL_S = 0.01
 Emit = Callable[..., Any]
 """`run.events.EventLog.emit`."""

@@ -50,7 +50,7 @@ class Header:
     parity_group: tuple[int, ...]
     """The members whose parts are coded together, this one included, in ascending order."""
     topology: str
-    """Digest of the layout of the rank's state and of ranks per group."""
+    """Digest of the layout of the rank's state, of the rank and of ranks per group (`Layout.topology`)."""
     state_bytes: Count
     """Size of the rank's whole state, of which each member holds a part."""
     part: tuple[int, int]
@@ -64,7 +64,7 @@ class Header:
     root: str = ""
     """XXH3-64 of the chunk table, hexadecimal. The digests in a data table are of the bytes in the trainer's memory."""
     roots: tuple[str, ...] = ()
-    """In parity: the roots of the payloads that it covers, in the order of `parity_group`."""
+    """In parity: the roots of the payloads of all members of `parity_group`, this one included, in that order."""
     schema: int = SCHEMA_VERSION
 
     @functools.cached_property

@@ -3,10 +3,10 @@
 Each run has one keeper per host. It runs in a separate session, so that no signal to a process group reaches it, and
 holds a lock, so that it is the only one. It verifies what trainers publish, codes parity with the keepers of other
 hosts, and answers requests over TCP from processes that have the run's token. It serves every buffer of its run in its
-segment, whichever groups run on the host now. It removes its segment and ends if it is told that the run is over, if
-the run directory is gone, or if nobody has used it for `keeper_ttl_s`.
+segment, whichever groups run on the host now. It removes its segment and ends if it is told that the run is over or
+gets SIGTERM, if the run directory is gone or now has another run, or if nobody has used it for `keeper_ttl_s`.
 
-A keeper that is killed leaves its segment behind. The next keeper of the same run on this host adopts the segment.
+A keeper that gets SIGKILL leaves its segment behind. The next keeper of the same run on this host adopts the segment.
 """
 
 import argparse
@@ -47,7 +47,7 @@ log = logging.getLogger("everstep.keeper")
 
 
 class Keeper:
-    """The parts of the process: segment, server, a watch per rank, and a thread that codes what the watches find."""
+    """The keeper's state: segment, server, a `Watch` per rank, and a thread that codes what these find."""
 
     def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot) -> None:
         """`segment`: the segment of any group in the keeper's directory. `host`: the address to listen on."""

@@ -40,10 +40,8 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     """Start this host's keeper, or find the one that already runs, and have it look after a group.
 
     `rank`: a rank of the group on this host. `host`: address to listen on and advertise (fault_tolerance.bind_host).
-
-    Raises:
-        SnapshotError: the keeper did not come up; the message has the last line of its log.
-    """
+    Raises SnapshotError if the segment cannot be made or the keeper does not come up within START_TIMEOUT_S; then the
+    message has the last line of its log. Raises OSError."""
     run_dir = run_dir.resolve()
     place = find_keeper(run_dir, group, settings)
     if place is not None:

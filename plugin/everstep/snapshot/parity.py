@@ -108,7 +108,7 @@ def _double(words: np.ndarray, scratch: np.ndarray) -> None:
 
 
 def aligned_bytes(length: int) -> np.ndarray:
-    """An uninitialised uint8 array [length] whose memory is aligned to 64 bytes."""
+    """Return an uninitialised uint8 array [length] whose memory is aligned to 64 bytes."""
     raw = np.empty(length + 64, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + length]
@@ -206,7 +206,7 @@ class Code:
     """How the payloads of a parity group are coded."""
 
     members: tuple[int, ...]
-    """In ascending order."""
+    """The parity group, in ascending order."""
     parity: int
     """Parity rows of a stripe, 1 or 2; fewer than there are members."""
 

@@ -61,13 +61,13 @@ def recover(
     patience: timedelta,
     share: Share = lambda value: [value],
 ) -> Recovery:
-    """Find the newest state that this group can start from, and fetch this rank's part if it is in memory.
+    """Find the newest state that this group can start from, and fetch this rank's state if it is in memory.
 
     A collective of the group: every rank must call it, and all return the same decision.
 
     Args:
         layout: layout of this rank's state; a snapshot with other layouts is reshaped to it.
-        disk_step: newest step of the disk checkpoint; only the value of rank 0 counts.
+        disk_step: step of the newest checkpoint on disk, or None; only the value of rank 0 counts.
         timeout: longest silence of a keeper.
         patience: longest wait for keepers that have been in the run and do not answer now: they may be starting.
         share: see `Share`.
@@ -108,11 +108,7 @@ def restore_reshaped(
     decision: sources.Decision, rank: int, group: int, layout: Layout, token: bytes, timeout: timedelta
 ) -> Restored:
     """Build one rank's state from a snapshot of groups of another shape. It restores one saved rank after the other, so
-    that only one more state is in memory at a time.
-
-    Raises:
-        RestoreError, layout.ShapeError
-    """
+    that only one more state is in memory at a time. Raises RestoreError or layout.ShapeError."""
     made, saved = Reshaped(layout), sorted(decision.columns)
     fetched, own, decoded = 0, None, set()
     for number in saved:

@@ -6,6 +6,7 @@ everstep-RUN/                       everstep-RUN-group-K if snapshot.failure_dom
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
     bell                            a pipe: trainers write to it at each publication, which wakes the keeper
     group-K.rank-R.notes            what the keeper reports to the trainer about the rank's newest snapshot
+    worker-W.rank-R.round-N.HASH    a worker's own state (`worker_states`), in semi-synchronous runs only
 """
 
 import contextlib
@@ -64,7 +65,7 @@ class Notes:
 
 
 class Segment:
-    """One group's buffers on this host: their paths and headers."""
+    """One group's files in a keeper's directory, and the directory itself."""
 
     def __init__(self, directory: Path, run: str, group: int, path: Path) -> None:
         self.root, self.run, self.group, self.path = directory, run, group, path
@@ -91,11 +92,11 @@ class Segment:
             raise SnapshotError(f"{self.path} belongs to another user: remove it or set snapshot.segment_dir")
 
     def remove(self) -> None:
-        """Free all memory. Mappings that processes still have stay valid until they drop them."""
+        """Delete the directory. The memory of a file that a process has mapped is freed when that mapping ends."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def drop(self, rank: int) -> None:
-        """Delete all files of a rank, which frees their memory."""
+        """Delete all files of a rank. Their memory is freed once the trainer and the keeper end their mappings."""
         for path in self.path.glob(f"group-{self.group}.rank-{rank}.*"):
             path.unlink(missing_ok=True)
 
@@ -107,15 +108,16 @@ class Segment:
         return [self.file(kind, rank, index) for index in range(BUFFERS)]
 
     def columns(self) -> list[tuple[int, int]]:
-        """Return the (group, rank) pairs with snapshots in this directory. Raises OSError if it cannot be read."""
+        """Return the (group, rank) pairs with a data buffer in this directory, which may still be empty (`claim`).
+        Raises OSError if the directory cannot be read."""
         found = []
         with contextlib.suppress(FileNotFoundError):  # the directory was removed: there are none
             found = [match for name in os.listdir(self.path) if (match := _COLUMN.fullmatch(name))]
         return sorted((int(match.group(1)), int(match.group(2))) for match in found)
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
-        """Return the header of each of the rank's buffers; None for a buffer that holds nothing of this run and rank.
-        Raises OSError if a buffer exists and cannot be read."""
+        """Return the header of each of the rank's buffers; None for a buffer that is missing, no regular file, another
+        user's, or holds nothing of this run and rank. Raises OSError if one cannot be read for another reason."""
         return [self._header(kind, rank, path) for path in self.files(kind, rank)]
 
     def held(self, kind: Kind, rank: int) -> list[tuple[Path, Header]]:

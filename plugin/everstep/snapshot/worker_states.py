@@ -48,7 +48,8 @@ def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> Non
 
 
 def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
-    """Fetch a state that the other side of the channel serves, and keep it. Returns why it is not kept; "" if it is."""
+    """Fetch a state that the other side of the channel serves, and keep it. Returns why it is not kept; "" if it is.
+    Raises wire.WireError."""
     name, size = str(message.get("name")), message.get("size")
     _parse(name)
     if type(size) is not int or size < 0:
@@ -98,7 +99,7 @@ class WorkerStates:
         self._holder: dict[str, str] = {}
         """Name of a state -> address of the keeper that holds it."""
         self._looked = "", 0.0
-        """Name of the state that was searched for last, and time.monotonic() of that search."""
+        """Name of the state that the last search did not find, "" if it did; time.monotonic() of that search."""
 
     def write(self, name: str, *data: bytes) -> None:
         if not is_own_directory(self.folder):
@@ -133,6 +134,7 @@ class WorkerStates:
         return self._is_held(name, size)
 
     def _is_held(self, name: str, size: int) -> bool:
+        """Return whether another host's keeper holds a state. A search that found nothing counts for LOOK_S."""
         looked_for, looked_mono = self._looked
         if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
             others = list({place.address: place for place in self._others()}.values())
