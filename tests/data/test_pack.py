@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -150,8 +151,7 @@ def corpus(tmp_path):
 
 
 def begun(out):
-    (folder,) = out.parent.glob("out.tokens.*.partial")
-    return folder
+    return next(out.parent.glob("out.tokens.*.partial"))
 
 
 def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in_silence(tmp_path, corpus, out):
@@ -164,11 +164,13 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
     made = iter(range(3))
     with pytest.raises(StopIteration):
         pack(corpus, out, tell=lambda _: next(made), chunk_tokens=60000)
-    tokens = (begun(out) / "tokens").read_bytes()
-    (begun(out) / "tokens").write_bytes(tokens[:-1])
-    with pytest.raises(DataError, match="tokens is shorter than its footer says: remove"):
-        pack(corpus, out, chunk_tokens=60000)
-    (begun(out) / "tokens").write_bytes(tokens)
+    kept = shutil.copytree(begun(out), tmp_path / "kept")
+    for name, filler in (("tokens", b""), ("tokens", b"?"), ("footer", b"")):
+        data = (kept / name).read_bytes()
+        (begun(out) / name).write_bytes(data[:99] + filler * (len(data) - 99))
+        with pytest.raises(DataError, match=f"{name} is .*: remove .*partial to start again"):
+            pack(corpus, out, chunk_tokens=60000)
+        shutil.copytree(kept, begun(out), dirs_exist_ok=True)
     told = []
     pack(corpus, out, tell=told.append, chunk_tokens=60000)
     assert len(told) == len(read_footer(whole)[0].chunks) - 7, "what was there is not made again"

@@ -22,9 +22,7 @@ def _reader(path: Path) -> str | None:
 
 def input_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files of `paths`, in order. A directory stands for the text, JSONL and parquet files below it, sorted.
-
-    Raises DataError if a path does not exist or if there are no files.
-    """
+    Raises DataError if a path does not exist or if there are no files."""
     files: list[Path] = []
     for path in paths:
         if not path.exists():

@@ -5,7 +5,6 @@ input. A resumed `pack` continues after the documents of the chunks in the draft
 documents, so the finished file is byte for byte that of a run without interruption. After its checksums are verified,
 one rename puts it at OUT."""
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -62,9 +61,7 @@ def pack(
         except DataError:
             raise DataError(f"{out} is not a complete token file: choose another --out, or delete it.") from None
         if footer.source != source:
-            raise DataError(
-                f"{out} was made from other input or with another tokenizer: choose another --out, or delete it."
-            )
+            raise DataError(f"{out} was made from another input or tokenizer: choose another --out, or delete it.")
         return footer
     folder = out.with_name(f"{out.name}.{hashlib.sha256(typed.dumps(source)).hexdigest()[:12]}.partial")
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +78,10 @@ def pack(
         shutil.rmtree(folder)
         raise DataError(f"no document with text in {', '.join(map(str, inputs))}.")
     draft.finish()
-    footer = token_format.verify(draft.file)
+    try:
+        footer = token_format.verify(draft.file)
+    except DataError:
+        raise DataError(f"{draft.file} is damaged: remove {folder} to start again.") from None
     os.replace(draft.file, out)
     shutil.rmtree(folder, ignore_errors=True)  # another `pack` may be opening the lock now
     return footer
@@ -111,13 +111,16 @@ class _Draft:
 
     def __init__(self, folder: Path, vocab_size: int, source: dict[str, Any]) -> None:
         self.file, self._starts, self._footer = folder / "tokens", folder / "starts", folder / "footer"
-        nothing = Footer(
+        self.footer = Footer(
             dtype=token_format.dtype_for(vocab_size), tokens=0, documents=0, left_out=0, vocab_size=vocab_size,
             max_id=0, source=source, chunks=[], starts_sha256="",
         )  # fmt: skip
-        self.footer = nothing
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self.footer = typed.parse(Footer, typed.loads(self._footer.read_bytes(), token_format.FOOTER_LIMIT))
+        except FileNotFoundError:
+            pass  # no chunk is complete yet
+        except typed.UnfitError:
+            raise DataError(f"{self._footer} is damaged: remove {folder} to start again.") from None
         if not self.footer.tokens:
             self.file.write_bytes(HEAD)
             self._starts.write_bytes(b"")
