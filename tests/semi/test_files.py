@@ -12,6 +12,7 @@ from everstep.semi.worker_store import Place, WorkerStore
 from everstep.snapshot import worker_states
 
 TOKEN, SIZE = b"t" * 32, 5000
+STATE = bytes(range(250)) * (SIZE // 250)
 PLACE = Place(worker=1, round=7, history=0xABC)
 DEADLINE_S = 30.0
 
@@ -47,11 +48,6 @@ def write(store, place, state):
     store.settle(DEADLINE_S)
 
 
-@pytest.fixture
-def state():
-    return bytes(range(250)) * (SIZE // 250)
-
-
 @pytest.mark.parametrize(
     ("place", "reader"),
     [
@@ -59,9 +55,9 @@ def state():
         *(({}, {change: value}) for change, value in {"rank": 1, "whose": "run 2", "token": b"u" * 32}.items()),
     ],
 )
-def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, state, place, reader):
+def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, place, reader):
     store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(PLACE, **place)
-    write(store, PLACE, state)
+    write(store, PLACE, STATE)
     if reader.name(other) != store.name(PLACE):
         assert not reader.in_memory(other)
         (tmp_path / store.name(PLACE)).rename(tmp_path / reader.name(other))
@@ -77,40 +73,40 @@ def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, state, place
         (8, False),  # a later state, of a commit that this group has missed
     ],
 )
-def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, state, round_, over):
+def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, round_, over):
     store, known = files(tmp_path), replace(PLACE, round=round_)
     other = replace(known, worker=11)
     for place in (known, other):
-        write(store, place, state)
+        write(store, place, STATE)
     draft = tmp_path / f".{store.name(known)}-0123.tmp"
     draft.write_bytes(b"torn")
-    write(store, PLACE, state)
+    write(store, PLACE, STATE)
     assert store.in_memory(known) == draft.exists() == (not over)
-    assert files(tmp_path).read(PLACE) == state, "by any group"
+    assert files(tmp_path).read(PLACE) == STATE, "by any group"
     assert store.in_memory(other)
 
 
-def test_a_state_is_in_the_memory_of_another_host_when_this_one_has_it_no_more(tmp_path, state):
+def test_a_state_is_in_the_memory_of_another_host_when_this_one_has_it_no_more(tmp_path):
     (here := tmp_path / "here").mkdir()
     (other := tmp_path / "other").mkdir()
     store = files(here, other=other)
-    write(store, PLACE, state)
+    write(store, PLACE, STATE)
     shutil.rmtree(here)
     assert store.copied_bytes == SIZE
     reader = files(here, other=other)
     assert not reader.in_memory(PLACE)
     assert reader.has(PLACE)
-    assert reader.read(PLACE) == state
+    assert reader.read(PLACE) == STATE
     copy = other / store.name(PLACE)
     copy.write_bytes(copy.read_bytes()[:-1] + b"?")
     assert reader.read(PLACE) is None
 
 
-def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, state, monkeypatch):
+def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, monkeypatch):
     store, begun = files(tmp_path), threading.Event()
     monkeypatch.setattr(Hosts, "copy", lambda *_: begun.set() or threading.Event().wait())
     for round_ in (7, 8, 9):
-        store.hold(place := replace(PLACE, round=round_), state)
+        store.hold(place := replace(PLACE, round=round_), STATE)
         before = time.monotonic()
         why = store.keep(round_, DEADLINE_S)
         assert time.monotonic() - before < DEADLINE_S / 2
@@ -121,3 +117,10 @@ def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, sta
     assert "the copy takes longer than a round" in why
     assert store.has_memory
     assert sorted(int(path.name.split(".")[2].partition("-")[2]) for path in tmp_path.iterdir()) == [8, 9]
+
+
+def test_a_copy_that_fails_in_any_way_is_told_of(tmp_path):
+    store = files(tmp_path, other="no Path")
+    write(store, PLACE, STATE)
+    store.hold(replace(PLACE, round=8), STATE)
+    assert "has no copy: unsupported operand" in store.keep(8, DEADLINE_S)

@@ -11,7 +11,6 @@ from forked import ran
 from watched import environment
 
 KERNELS = [
-    # a key of the config, and its value
     ("override.imports", ["torchtitan.overrides.fused_swiglu.fused_swiglu"]),
     ("parallelism.enable_fsdp_symm_mem", True),
     ("optimizer.implementation", "fused_opt_states_bf16"),

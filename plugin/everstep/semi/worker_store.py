@@ -184,13 +184,13 @@ class WorkerStore:
 
     def _run_write(self, place: Place, state: bytes, done: "Future[None]", copies: bool) -> None:
         name, tag = self.name(place), self._tag(place, state)
-        with contextlib.suppress(OSError), room_for(self._size) as has_room:  # `in_memory` tells the result
-            if has_room:
-                self._memory.write(name, tag, state)
         try:
+            with contextlib.suppress(OSError), room_for(self._size) as has_room:  # `in_memory` tells the result
+                if has_room:
+                    self._memory.write(name, tag, state)
             if copies and self._memory.copy(name, tag, state):
                 self.copied_bytes += self._nbytes
-        except OSError as failed:
+        except Exception as failed:  # noqa: BLE001  `keep` tells it; without an outcome, no other copy would begin
             done.set_exception(failed)
         else:
             done.set_result(None)
