@@ -17,7 +17,7 @@ import torch
 from everstep.titan.names import BaseDataLoader
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""({"input", "positions"}, labels): CPU int64 tensors of shape [local_batch_size, seq_len]."""
+"""(inputs by name, such as "input" and "positions"; labels): CPU int64 tensors of shape [local_batch_size, seq_len]."""
 
 
 class SlotSource(BaseDataLoader):

@@ -200,7 +200,7 @@ class SlotStreams(SlotSource):
                     self._complained = True
 
     def _batch(self, stream: int, number: int) -> Batch:
-        """Return batch `number` of `stream`; reopen the stream if its position is beyond that batch."""
+        """Return batch `number` of `stream`; reopen it if it is beyond that batch, or a known state is nearer."""
         live, known = self._live.pop(stream, None), self._known.get(stream)
         if known and known.position > number:
             known = None
