@@ -326,9 +326,9 @@ class Group:
     def _end_poisoned(self, slot: Slot, groups: list[int], why: str) -> None:
         """End the group, and by `ended_file` all others, because every group that computes this slot dies."""
         reason = (
-            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))}, "
-            f"{len(groups)} times: {why}. Its data, or what the model computes from it, is the cause; "
-            'with [fault_tolerance] on_poison = "skip" a run goes on without the slot'
+            f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))} "
+            f"({len(groups)} deaths): {why}. Its data, or what the model computes from it, is the cause. Check it, or "
+            'set [fault_tolerance] on_poison = "skip" to go on without the slot'
         )
         write_json(ended_file(self.settings.run_dir), {"reason": reason})
         self.finish("failed", reason)

@@ -152,7 +152,7 @@ class Launcher:
                 if len(live) > 1:
                     count = f"workers of {len(live)} groups were started {sum(failures)} times"
                 last = group.deaths[-1].reason
-                why = f"{count} and failed each time before any group had committed a step; last: {last}"
+                why = f"{count} and failed each time, while no group committed a step; last: {last}"
                 group.finish("failed", f"group {group.settings.group} is given up, {why}")
 
 

@@ -143,7 +143,7 @@ class Supervisor:
             return found
         if found:
             raise Refused(found)
-        raise LaunchError(f"checking the config failed ({child.exitcode}), see {log}.")
+        raise LaunchError(f"checking the config failed (exit status {child.exitcode}), see {log}.")
 
     def _begin(self, found: Prepared) -> None:
         """Report the start of the run and the config's warnings, and start the process that kills groups, if wanted."""
