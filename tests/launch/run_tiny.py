@@ -18,17 +18,10 @@ PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
 BURST_S, PAUSE_S = 0.4, 0.8
 FAULTS = (errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
-FAIL = [
-    "open",
-    "os.fork",
-    "os.posix_spawn",
-    "os.rename",
-    "os.mkdir",
-    "os.link",
-    "os.listdir",
-    "os.scandir",
-    "socket.bind",
-]
+FAIL = (
+    "open", "os.fork", "os.posix_spawn", "os.rename", "os.mkdir", "os.link", "os.listdir", "os.scandir", "socket.bind",
+)  # fmt: skip
+MAIN = threading.main_thread()
 
 
 def run_short_of_everything(run_dir, faults):
@@ -51,9 +44,6 @@ def run_short_of_everything(run_dir, faults):
         raise OSError(code, os.strerror(code))
 
     sys.addaudithook(fail)
-
-
-MAIN = threading.main_thread()
 
 
 def main():

@@ -14,15 +14,12 @@ def no_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("host", "nodes", "verdict", "what"),
-    [
-        ("127.0.0.1", 1, "ok", "on lo"),
-        ("127.0.0.1", 8, "warning", "only processes on this machine"),
-        ("192.0.2.1", 8, "error", "this machine cannot listen on 192.0.2.1"),
-        ("no-such-host.invalid", 2, "error", "no-such-host.invalid"),
-    ],
-)
+@pytest.mark.parametrize(("host", "nodes", "verdict", "what"), [
+    ("127.0.0.1", 1, "ok", "on lo"),
+    ("127.0.0.1", 8, "warning", "only processes on this machine"),
+    ("192.0.2.1", 8, "error", "this machine cannot listen on 192.0.2.1"),
+    ("no-such-host.invalid", 2, "error", "no-such-host.invalid"),
+])  # fmt: skip
 def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdict, what):
     line = doctor.network(host, nodes)
     assert line.verdict == verdict

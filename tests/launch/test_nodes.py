@@ -108,10 +108,9 @@ def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path)
     assert waits.events("agent_ended", group=1)[0]["status"] == "killed"
 
 
-@pytest.mark.parametrize(
-    ("status", "settings", "reason"),
-    [(UNFIT_EXIT, {}, "arithmetic"), (1, {"node_failures": 2}, "died here 2 times")],
-)
+@pytest.mark.parametrize(("status", "settings", "reason"), [
+    (UNFIT_EXIT, {}, "arithmetic"), (1, {"node_failures": 2}, "died here 2 times"),
+])  # fmt: skip
 def test_a_bad_node_is_named_and_left(agent, tmp_path, status, settings, reason):
     one = agent("--tiny.exit", str(status), ranks=1, job=7, restart=1, node="n3", **settings)
     assert one.process.wait(DEADLINE_S) == NODE_BAD_EXIT

@@ -9,11 +9,13 @@ import resource
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 from everstep.commands.status import status_of
-from everstep.launch import watchdog
+from everstep.launch import supervisor, watchdog
+from everstep.launch.prepare import Order, Prepared
 from everstep.run import memory
 from launched import DEADLINE_S, until
 from timeline import Timeline, page_of
@@ -66,6 +68,16 @@ def test_a_launcher_without_descriptors_says_so_on_the_console_too(start):
     run.wait_for("commit", after=time.time(), group=0)
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(DEADLINE_S) == 0
+
+
+def test_a_shortage_at_the_start_of_a_run_is_the_reason_why_it_ends(tmp_path, monkeypatch):
+    launcher = MagicMock(stops=[], groups=[], **{"is_stopping.return_value": False})
+    launcher.serve.side_effect = OSError(24, "Too many open files")
+    launcher.children.start.return_value.alive = False
+    monkeypatch.setattr(supervisor, "Launcher", lambda *_: launcher)
+    monkeypatch.setattr(supervisor, "take_answer", lambda _: Prepared(1, 1, seed=0, steps=1, identity=""))
+    assert supervisor.Supervisor(supervisor.RunSettings(Order("")), tmp_path, list).run() == 1
+    launcher.events.emit.assert_called_with("run_ended", status="failed", reason="[Errno 24] Too many open files")
 
 
 def test_a_worker_without_descriptors_can_say_what_it_died_of(start):

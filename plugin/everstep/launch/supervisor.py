@@ -81,11 +81,11 @@ class Supervisor:
                 file(run_dir).unlink(missing_ok=True)
             launcher.import_all(self._settings.preload, run_dir / "logs" / "imports.log")
             found = self._prepare()
-            self._begin(found)
-            lighthouse = launcher.serve(HOST, found, self._settings.page)
-            launcher.jobs["groups"] = functools.partial(self._keep_groups, found, lighthouse)
-            launcher.jobs["events"] = self._look
             try:
+                self._begin(found)
+                lighthouse = launcher.serve(HOST, found, self._settings.page)
+                launcher.jobs["groups"] = functools.partial(self._keep_groups, found, lighthouse)
+                launcher.jobs["events"] = self._look
                 launcher.run(self._is_over)
             except (LaunchError, OSError) as error:
                 cannot_go_on = str(error)
