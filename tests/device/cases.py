@@ -161,14 +161,7 @@ def healed_from_early(planted: bool) -> None:
     assert planted or bytes(piece) == torch.tensor([2.0]).numpy().tobytes()
 
 
-CASES = [
-    sum_begun_early,
-    assigned_early,
-    bucket_freed,
-    optimizer_over_copy,
-    copied_before_commit,
-    healed_from_early,
-]
+CASES = [sum_begun_early, assigned_early, bucket_freed, optimizer_over_copy, copied_before_commit, healed_from_early]
 
 
 def races(case, planted: bool) -> list[str]:

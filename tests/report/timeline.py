@@ -76,10 +76,7 @@ class Timeline:
         folder = run_dir / "events"
         folder.mkdir(parents=True, exist_ok=True)
         for event in self.events:
-            names = {
-                "worker": f"group-{event['group']}.rank-{event['rank']}",
-                "agent": f"agent-{event['group']}",
-            }
+            names = {"worker": f"group-{event['group']}.rank-{event['rank']}", "agent": f"agent-{event['group']}"}
             with (folder / f"{names.get(event['role'], event['role'])}.jsonl").open("a") as file:
                 file.write(json.dumps(event, separators=(",", ":")) + "\n")
         return run_dir

@@ -53,12 +53,7 @@ BASE = {
     "metrics": {"log_freq": 10},
     "debug": {"seed": 0},
 }
-PATIENT = {
-    "stall_timeout_s": 300.0,
-    "startup_timeout_s": 900.0,
-    "reduce_timeout_s": 60.0,
-    "quorum_timeout_s": 90.0,
-}
+PATIENT = {"stall_timeout_s": 300.0, "startup_timeout_s": 900.0, "reduce_timeout_s": 60.0, "quorum_timeout_s": 90.0}
 """Long timeouts for a run in which a busy machine must not look like a fault."""
 
 

@@ -1,5 +1,6 @@
 """If a keeper cannot code a snapshot, its notes blame the group that caused this, and no other."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep import wire
+from everstep.run.files import write_json
 from everstep.run.token import run_token
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import BufferWriter, chunk_digests
@@ -102,6 +104,17 @@ def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeyp
     assert hosts[0].blames() == [3, 3]
     notes = hosts[0].notes[1]
     assert notes.reason == "group 3 took most of the coding time: host 3 was silent"
+
+
+def test_a_host_that_a_group_left_and_that_is_off_does_not_hold_up_the_coding(hosts, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as off:  # it never answers
+        place = peers.Place(1, "off", f"127.0.0.1:{off.getsockname()[1]}", 2, "", 0.0)
+        write_json(peers.places_dir(tmp_path) / "group-1@off.json", vars(place))
+        for why in ("no keeper of group 1 is known", "127.0.0.1"):
+            began = time.monotonic()
+            with pytest.raises(wire.WireError, match=why):
+                hosts[0].neighbours.open(1, 0, "of a trainer that has not published yet", began + 60)
+    assert time.monotonic() - began < 4
 
 
 def test_a_run_directory_that_hangs_is_no_reason_to_forget_the_keepers_that_are_known(hosts, monkeypatch):

@@ -25,6 +25,8 @@ ASKERS = 256
 """Keepers that are asked at the same time."""
 LOOK_S = 1.0
 """Seconds between two searches of the run directory for the keepers of a group."""
+CONNECT_S = 1.0
+"""Seconds to connect to one of several keepers of a group: it may be on a host that the group left and that is off."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,7 @@ def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta)
 
 def open_buffer(channel: wire.Channel, kind: Kind, group: int, rank: int, identity: str) -> dict[str, Any]:
     """Have a keeper serve payload and table, end to end, of its newest buffer of the snapshot `identity`, from now on.
-    Returns the header that the keeper says this buffer has.
-
-    Raises wire.RefusedError if the keeper holds no such buffer.
-    """
+    Returns the header that the keeper says this buffer has. Raises wire.RefusedError if it holds no such buffer."""
     question = {"op": "open", "kind": kind, "group": group, "rank": rank, "identity": identity}
     header = channel.ask(question).get("header")
     if not isinstance(header, dict):
@@ -119,8 +118,10 @@ class Neighbours:
         for address in addresses:
             channel = None
             try:
-                left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-                channel = wire.connect(address, self._token, left)
+                left_s = max(0.001, deadline - time.monotonic())
+                limit_s = left_s if len(addresses) == 1 else min(left_s, CONNECT_S)
+                channel = wire.connect(address, self._token, timedelta(seconds=limit_s))
+                channel.set_timeout(timedelta(seconds=left_s))
                 channel.set_deadline(deadline)
                 header = Header.from_json(open_buffer(channel, "data", group, rank, identity))
                 if (header.kind, header.group, header.rank, header.identity) != ("data", group, rank, identity):

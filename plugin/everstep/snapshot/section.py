@@ -6,8 +6,7 @@ from typing import Literal
 
 @dataclass(kw_only=True, slots=True)
 class SnapshotSection:
-    """`[snapshot]`: the state of committed steps is kept in host memory, by processes that outlive the
-    trainers."""
+    """`[snapshot]`: states of committed steps are kept in host memory, by processes that outlive the trainers."""
 
     enable: bool = False
     """Whether to take snapshots, and to resume from them after every group of the run has died."""
