@@ -231,7 +231,7 @@ class Door:
         with self._changed:
             self._changed.wait_for(lambda: self._of.step >= wanted.step or self._of.whose != wanted.whose, patience_s)
             if self._open is None or self._of != wanted:
-                over = ", and its optimizer step has begun" if self._open is None else ""
+                over = ", and its optimizer step has begun" if self._of == wanted else ""
                 raise wire.RefusedError(f"it asked for {wanted}; the last state opened here is {self._of}{over}")
             self._open[0].begin()
             return self._open
