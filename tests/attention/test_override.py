@@ -22,7 +22,7 @@ from torchtitan.trainer import Trainer
 
 from everstep.attention import compiled
 from everstep.attention.injection import Fault
-from everstep.attention.section import AttentionCheck
+from everstep.attention.section import AttentionCheck, Inject
 from everstep.titan import attention as override
 
 
@@ -101,12 +101,9 @@ def attention_of(model, x, positions, checks=None):
     outs = []
     for layer in ("0", "1"):
         attention = model.layers[layer].attention
-        kept = getattr(attention, "sinks", None)
-        if kept is not None:
+        if (kept := getattr(attention, "sinks", None)) is not None:
             torch.nn.init.normal_(kept, generator=torch.Generator().manual_seed(2))
-        mask = masks
-        if isinstance(masks, dict):
-            mask = masks[model.layers[layer].attn_mask_key]
+        mask = masks[model.layers[layer].attn_mask_key] if isinstance(masks, dict) else masks
         outs.append(attention(x, mask, positions))
     (gradient,) = torch.autograd.grad(sum(out.square().sum() for out in outs), x) if x.requires_grad else (None,)
     assert checks is None or not checks.refused()
@@ -146,9 +143,7 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
         torch.testing.assert_close(slope, slopes[0], rtol=1e-6, atol=1e-6 * slopes[0].abs().max().item())
 
 
-@pytest.mark.parametrize(
-    "checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "selective"]
-)
+@pytest.mark.parametrize("checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "some"])
 @pytest.mark.parametrize("section", ["wqkv.y", "scores", "wqkv.dw", "dq"])
 def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpointing, section):
     spec = plain_sdpa(3)
@@ -200,6 +195,11 @@ def test_a_partly_covered_model_is_refused_and_the_missing_part_is_named():
     model.layers["3"].attention.wo = torch.nn.Linear(8, 8)
     with pytest.raises(ValueError, match=r"17 of 18 .*layers\.3\.attention\.wo"):
         override.attach([model], AttentionCheck(enable=True))
+
+
+def test_a_fault_for_a_result_that_this_path_does_not_have_is_refused():
+    with pytest.raises(ValueError, match=r'inject\.section = "scores": the fused path has no such result'):
+        build(plain_sdpa(1), AttentionCheck(enable=True, inject=Inject(kind="nan", section="scores")))
 
 
 def compiled_or_not(backend, checkpointing):

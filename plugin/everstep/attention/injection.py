@@ -82,7 +82,8 @@ class Injector:
 
     def __init__(self, plan: Inject, rank: int = 0) -> None:
         self.plan, self.rank = plan, rank
-        self._sections: dict[int, list[str]] = {}
+        self.places: list[tuple[int, str]] = []
+        """Layer and name of each result that can be hit."""
         self._hit_step = 0
         self._armed: tuple[int, str, Fault] | None = None
         self.hits: list[tuple[int, int, str]] = []
@@ -90,8 +91,7 @@ class Injector:
 
     def register(self, layer: int, sections: tuple[str, ...]) -> None:
         """Add the results of `layer` that can be hit: those of `sections` that match the plan's pattern."""
-        names = self._sections.setdefault(layer, [])
-        names += [name for name in sections if fnmatch(name, self.plan.section)]
+        self.places += [(layer, name) for name in sections if fnmatch(name, self.plan.section)]
 
     @property
     def active(self) -> bool:
@@ -102,12 +102,11 @@ class Injector:
         """Choose the fault, if one is due, for a slot of `step`. A step is hit once, even if its slots are repeated."""
         plan = self.plan
         due = step >= plan.first_step and (step - plan.first_step) % plan.every == 0
-        places = [(layer, name) for layer, names in self._sections.items() for name in names]
-        if not (plan.kind and due and places) or step == self._hit_step or plan.rank not in (-1, self.rank):
+        if not (plan.kind and due and self.places) or step == self._hit_step or plan.rank not in (-1, self.rank):
             self._armed = None
             return
         draw = random.Random(f"{plan.seed} {step} {self.rank}")
-        layer, section = draw.choice(places)
+        layer, section = draw.choice(self.places)
         bit = draw.randrange(64)
         fault = Fault(plan.kind, draw.random(), bit, sign=draw.choice((-1, 1)))
         self._armed = (layer, section, fault)

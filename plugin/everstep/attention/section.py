@@ -18,7 +18,8 @@ class Inject:
     a value times 1000 (`scale`), a row or a 16 x 16 tile of values times 1000. Empty: no fault."""
 
     section: str = "*"
-    """Which results are hit: a pattern over the section names in findings, e.g. `scores`, `context`, `*.dw`, `*`."""
+    """Names of the results that are hit, as a pattern, e.g. `*`, `*.dw`, `wo.y`, `context`, `dq`; on the explicit path
+    also `scores`, `scores.backward` and `dp`."""
 
     rank: int = -1
     """The rank that is hit; -1: every rank."""

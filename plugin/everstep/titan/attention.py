@@ -336,10 +336,7 @@ def _refuse(config: Any) -> None:
             "parallelism.tensor_parallel_degree > 1 needs parallelism.spmd_backend = "
             f'"spmd_types", not "{parallelism.spmd_backend}".',
         ),
-        (
-            parallelism.spmd_backend == "full_dtensor",
-            'parallelism.spmd_backend = "full_dtensor" is not supported.',
-        ),
+        (parallelism.spmd_backend == "full_dtensor", 'parallelism.spmd_backend = "full_dtensor" is not supported.'),
         (
             config.debug.spmd_typechecking,
             "debug.spmd_typechecking = true is not supported: the sums of the checks have no SPMD type.",
@@ -405,7 +402,7 @@ def attach(
 
     Raises:
         ValueError: a part of the attention would not be checked, because `apply` was called after the model was built,
-            or because `apply` does not know this kind of attention.
+            or because `apply` does not know this kind of attention; or no result matches the fault to inject.
     """
     checks = Checks(section, rank=rank, seed=seed, step_tokens=step_tokens)
     model_parts = list(model_parts)
@@ -429,4 +426,8 @@ def attach(
                 module.guard = checks.guard(number, name, module.results(name))
                 if isinstance(module, _CheckedInner):
                     module.guard.kernel, module.guard.narrow = module.kernel, module.narrow
+    if section.inject.kind and not checks.injector.places:
+        raise ValueError(
+            f'attention_check.inject.section = "{section.inject.section}": the {section.path} path has no such result.'
+        )
     return checks

@@ -85,9 +85,8 @@ def attend(
     q_BNLH, k_BNSH, v_BNSH = (part.transpose(1, 2) for part in (q_BLNH, k_BSNH, v_BSNH))
     grouped = k_BNSH.shape[1] != q_BNLH.shape[1]
     if out_transform is None:
-        known = {"scale": scale, "enable_gqa": grouped}
         out = F.scaled_dot_product_attention(
-            q_BNLH, k_BNSH, v_BNSH, attn_mask=seen_BNLS, is_causal=seen_BNLS is None, **known
+            q_BNLH, k_BNSH, v_BNSH, seen_BNLS, is_causal=seen_BNLS is None, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2)
     if grouped:
