@@ -23,6 +23,7 @@ from everstep.titan.slots import Slots
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.steps import Steps
+from everstep.titan.trainer import EverstepTrainer
 from everstep.titan.work import TrainerWork
 
 
@@ -77,13 +78,16 @@ def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_b
 
 
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
-    """Only once, however often it is started again, as a checkpoint records its run and its data."""
-    work = MagicMock()
-    work._trainer.configure_mock(step=100, data="new", data_told="old", parameters_told="")
-    work._trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
+    """Only once, however often it is started again. In the same run and with the same data, the key alone does it."""
+    work, trainer = MagicMock(), MagicMock()
+    trainer.place.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
+    told = EverstepTrainer.data.fget(trainer)
+    trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
+    work._trainer.configure_mock(step=100, data=EverstepTrainer.data.fget(trainer), data_told=told, parameters_told="")
+    work._trainer.config = trainer.config
     assert Steps._from_disk(work) == "disk"
     assert work._source.began_after == 100
-    work._trainer.configure_mock(step=130, data_told="new")
+    work._trainer.configure_mock(step=130, data_told=work._trainer.data)
     Steps._from_disk(work)
     assert work._source.began_after == 100, "a later start goes on with the rows that come then"
 

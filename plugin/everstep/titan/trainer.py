@@ -32,6 +32,7 @@ from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints, write_aside
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
+from everstep.titan.names import DATALOADER
 from everstep.titan.participation import Participation
 from everstep.titan.place import open_place
 from everstep.titan.rounds import Rounds
@@ -143,8 +144,9 @@ class EverstepTrainer(titan.Trainer):
 
     @property
     def data(self) -> str:
-        """The run's id and its data's fingerprint: shows whether a state comes from this run and this data."""
-        return f"{run_id(self.place.token)} {self.slots.source.fingerprint()}"
+        """The run's id, its data's fingerprint, and whether loading leaves out an earlier position in the data."""
+        leaves = " left" if DATALOADER in self.config.checkpoint.exclude_from_loading else ""
+        return f"{run_id(self.place.token)} {self.slots.source.fingerprint()}{leaves}"
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
