@@ -28,7 +28,7 @@ ENOUGH = 3
 """Groups that must refuse a slot before its data or the check's bound is blamed. Two faulty groups are not enough."""
 
 SLOWER = 1.4
-"""A group is slow if a slot takes it so many times as long as the fastest group. Slots differ by less in any case."""
+"""A group is slow if a slot takes it this many times as long as the fastest group. A smaller difference is noise."""
 
 OnLoss = Literal["redistribute", "shrink"]
 

@@ -7,7 +7,7 @@ SHARES = 5
 """Number of recent shares whose median counts: a pause or a short load in one of them changes nothing."""
 
 KNOWN = 3
-"""Number of shares before a pace is told: the first ones after a start compile and fill caches."""
+"""Number of shares after which a pace is told: the first ones after a start compile and fill caches."""
 
 STEADY = 0.1
 """Relative change from which a new pace is told, so that noise does not move slots to and fro."""
