@@ -62,7 +62,7 @@ class Snapshots:
         return location_of({}, f"group {group}") if by_group else location_of(environment, host)
 
     def settle(self) -> None:
-        """After a restore, wait until its snapshot is coded or has failed, for up to `snapshot.coding_timeout_s`."""
+        """After a restore, wait until its snapshot is coded or has failed, for up to `coding_timeout_s` seconds."""
         if self._restored:
             self._restored = False
             self._copier.await_settled(self._settings.coding_timeout_s)
@@ -81,7 +81,7 @@ class Snapshots:
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all groups know alike about the snapshots, as JSON. A joiner takes it over (`agree`)."""
+        """What all groups know about the snapshots, the same in each, as JSON. A joiner takes it over (`agree`)."""
         return self._copier.agreed.to_json()
 
     def agree(self, agreed: dict[str, Any]) -> None:
