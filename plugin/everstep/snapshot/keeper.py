@@ -91,7 +91,7 @@ class Keeper:
         for group in {group for group, _ in self._watches}:
             with contextlib.suppress(OSError):  # the run directory may be gone, which may be why the keeper ends
                 peers.place_file(self.run_dir, group).unlink()
-        return why or "the run is over"
+        return why or "it was told to end"
 
     def _code(self, bell: int) -> None:
         """Verify and code what trainers publish, one rank after the other, so that memory and connections for one rank
