@@ -287,32 +287,31 @@ class TrainerWork(ABC):
         if state is None:
             return ""
         self._load(state)
-        self._require_as_committed(f"the snapshot of step {self._trainer.step} in this host's memory", UNFIT_EXIT)
+        remedy = "Start the run again with [snapshot] enable = false to go on from a checkpoint on disk"
+        self._require_as_committed(f"the snapshot of step {self._trainer.step}", UNFIT_EXIT, remedy)
         return "memory"
 
     def _from_disk(self) -> str:
         """Load a checkpoint if there is one. Return "disk", or "fresh" if the run starts at step 0."""
         trainer = self._trainer
         found = self._disk.load()
-        self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT)
+        remedy = "Remove it to go on from an older one"
+        self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
         trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
         if leaves_data and trainer.data_told != trainer.data:  # if equal, an earlier start of this run has set it
             self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
-    def _require_as_committed(self, what: str, status: int) -> None:
+    def _require_as_committed(self, what: str, status: int, remedy: str) -> None:
         """Raise TrainerEnds if the restored parameters do not have the checksum that was recorded at their commit.
         Without exact sums, a recorded checksum or the same layout over ranks there is nothing to compare."""
         trainer = self._trainer
         told, _, layout = trainer.parameters_told.partition(" ")
         now, _, mine = self.parameters().partition(" ") if told and self._ft.exact else ("", "", "")
         if now and layout == mine and now != told:
-            raise TrainerEnds(
-                status,
-                f"{what} has other parameters than those that were committed (its checksum is {now}, and was {told}): "
-                "it has been damaged. Remove it, and the run goes on from the one before",
-            )
+            why = f"{what} is damaged: its parameters have the checksum {now}, those committed had {told}. {remedy}"
+            raise TrainerEnds(status, why)
 
     def settle(self) -> None:
         if self._snapshots is not None:
