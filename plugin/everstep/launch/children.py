@@ -13,7 +13,7 @@ from everstep.launch.forking import Request, fork
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
-"""If so many seconds pass between two waits, the launcher itself was stopped: normally it waits far more often."""
+"""Seconds between two waits from which on the launcher itself must have been stopped or blocked."""
 
 
 @dataclass(eq=False)

@@ -81,8 +81,8 @@ class Launcher:
         return bool(self.stops) or stop_file(self._run_dir).exists()
 
     def serve(self, host: str, config: Prepared, page: bool) -> Lighthouse:
-        """Add the job of keeping a lighthouse up on `host`, and return it. Also start the teller, if the config asks
-        for Prometheus, a webhook, TensorBoard or W&B, or with `page` for the run's page on this machine's loopback."""
+        """Add the job of keeping a lighthouse up on `host`, and return that lighthouse. Also start the teller, if the
+        config asks for Prometheus, a webhook, TensorBoard or W&B, or `page` for a page on this machine's loopback."""
         ft, metrics = config.fault_tolerance, config.metrics
         lighthouse = Lighthouse(self._run_dir, host, ft, self.children, self.events)
         self.jobs["lighthouse"] = lighthouse.keep

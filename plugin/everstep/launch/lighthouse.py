@@ -80,7 +80,7 @@ class Lighthouse:
 
     def _start(self) -> None:
         self._port = self._port or free_port(self._host)
-        BeatFile(self._beats).close()  # make the file now: the process can beat even if the disk is full then
+        BeatFile(self._beats).close()  # no room for the file: retried here, but the process would end
         options = {
             "--bind": f"{self._host}:{self._port}",
             "--run-dir": self._run_dir,

@@ -53,7 +53,7 @@ def is_kept(process: psutil.Process) -> bool:
 
 
 def fork_guard(mark: str, fd: int) -> int:
-    """Fork a guard and return its pid. When this process dies, the guard kills all that was started below it, and ends.
+    """Fork a guard and return its pid. When this process dies, the guard kills all processes below it but KEPT.
 
     It recognizes a program that was executed below this process by `mark` in RUN_MARK, and a fork by the inherited
     descriptor `fd`. Raises OSError if the system has no room for another process."""

@@ -1,8 +1,8 @@
 """The lighthouse's address, in one small file of the run directory, which all nodes share.
 
-The lighthouse's launcher writes the file once the lighthouse listens. Agents and workers that were given no address
-read it. Workers read it before every quorum, because the lighthouse may have moved to another node. If a run has two
-lighthouses, the older one sees the other's address in the file and ends.
+The lighthouse's launcher writes the file once the lighthouse serves. Workers read it before every quorum, because the
+lighthouse may have moved to another node. An address that they were given counts only if the file has none. If a run
+has two lighthouses, the older one sees the other's address in the file and ends.
 """
 
 import re

@@ -94,7 +94,7 @@ def config_file(run_dir: Path) -> Path:
 
 def over_file(run_dir: Path, group: int) -> Path:
     """Return the file that says how a group ended for good (an `End`). As long as it is missing, a batch job starts the
-    group again, whatever the exit status of its processes."""
+    group again, unless its agent was fenced."""
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 

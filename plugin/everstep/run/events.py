@@ -1,8 +1,8 @@
 """The event logs: each process of a run appends one JSON object a line. They can be read after any crash.
 
-A run directory holds `events/group-K.rank-R.jsonl` for each worker, `events/ROLE-K.jsonl` for the other processes of a
-group (agents, keepers), and `events/ROLE.jsonl` for the rest (supervisor, lighthouse, chaos). Each line has wall time
-`t` and monotonic time `mono` (seconds), `role`, `group`, `rank`, `step`, `kind` and the fields of that kind.
+A run directory holds `events/group-K.rank-R.jsonl` for each worker, `events/agent-K.jsonl` for a group's agents, and
+`events/ROLE.jsonl` for others (supervisor, lighthouse, chaos, scale); keepers have none. Each line has wall time `t`,
+monotonic time `mono` (seconds), `role`, `group`, `rank`, `step`, `kind` and the fields of that kind.
 Everything that is shown or reported about a run is computed from these files.
 
 Each line is one `write` to a file opened for appending, so lines of several writers never mix. A killed writer leaves

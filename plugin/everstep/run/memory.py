@@ -68,7 +68,7 @@ def room_for(nbytes: int) -> Iterator[bool]:
             has_room = claim.enter_context(_claim(nbytes))
         except TimeoutError:
             has_room = False
-        except OSError:  # claims cannot be written there, so no process has any
+        except OSError:  # no claim can be written: judge by the free memory alone
             has_room = _fits(nbytes, 0)
         yield has_room
 
