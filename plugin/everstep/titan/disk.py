@@ -260,7 +260,7 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
     Args:
         life: part of the temporary folder's name, new after every start of the group. Folders that earlier starts of
             the group have left are removed.
-        parts: collects the groups' parts in a semi-synchronous run; else None. Other managers then raise TrainerEnds.
+        parts: collects the parts of a semi-synchronous run, which refuses other managers (TrainerEnds); else None.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
         if parts is not None and manager.enable:

@@ -134,7 +134,7 @@ class TrainerWork(ABC):
 
     def checksum(self) -> int | None:
         """Return the parameters' checksum if an audit is due, else None. One is always due before this process's first
-        commit. Later, none is due if `audit_interval` is 0, else one in so many commits, with exact sums in each."""
+        commit, and later after every `audit_interval` commits (exact sums: after each), unless that interval is 0."""
         interval, is_exact = self._ft.audit_interval, self._ft.exact
         if self._commits and not (interval and (is_exact or self.committed % interval == 0)):
             return None
