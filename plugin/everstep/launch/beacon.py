@@ -44,7 +44,9 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             return lighthouse.superseded or is_over(run_dir)
 
         launcher.run(ends)
-        why = "asked to stop" if launcher.stops else "another serves" if lighthouse.superseded else "the run is over"
+        why = (
+            "asked to stop" if launcher.stops else "a newer one serves" if lighthouse.superseded else "the run is over"
+        )
         stopped = f"; {stop_file(run_dir)} exists" if stop_file(run_dir).exists() else ""
         print(f"the lighthouse ends: {why}{stopped}", flush=True)
     return 0
