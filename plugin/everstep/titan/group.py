@@ -24,8 +24,7 @@ def all_in_group(flag: bool) -> bool:
 
 
 def least_in_group(*values: int) -> list[int]:
-    """Return each value's minimum over the group's ranks, as int64. A flag's minimum says whether it is true on
-    all ranks. A collective of the group."""
+    """Return each value's minimum over the group's ranks; of a flag, whether all have it. A collective of the group."""
     if dist.get_world_size() == 1:
         return list(values)
     least = torch.tensor(values, dtype=torch.int64, device=_device())
