@@ -76,7 +76,7 @@ class Checks:
         self.masks: dict[int, Any] = {}
         """The slot's masks, by the address of the tensor that identifies each."""
         self._step = self._slot = 0
-        self._between_slots = False
+        self._between_slots = True
         self._begun: Any = None
         self._timed: list[tuple[Any, Any]] = []
         self._looks: list[tuple[Any, Any]] = []
