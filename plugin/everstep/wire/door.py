@@ -115,7 +115,8 @@ class Door:
         """
         Args:
             host: name or address to listen on and advertise; "" for this machine's host name.
-            admit: called in the door's thread with each admitted channel and its subject; must not block.
+            admit: called in the door's thread with each admitted channel and its subject; must not block. An OSError or
+                RuntimeError of it closes the channel; any other error would end the door.
             timeout: the longest silence of an admitted peer.
             purpose: the service's name. A client must prove the token for this name, not for another service's.
             port: the port to listen on; 0 for a free one.
