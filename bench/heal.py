@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.multiprocessing  # noqa: F401 -- shares tensors with other processes instead of copying them
 
-from everstep.quorum.heal import Door, Fetch, HealState, Wanted, _Copy
+from everstep.quorum.heal import Fetch, HealState, StateServer, Wanted, _Copy
 from everstep.quorum.streams import Streams
 from everstep.wire import door, sealing
 
@@ -61,7 +61,7 @@ def source(pipe, tensors: dict[str, torch.Tensor], bytes_per_s: float) -> None:
     copy.join()
     copied_s = time.process_time() - began
     del copy
-    server = Door("127.0.0.1", TOKEN, TIMEOUT)
+    server = StateServer("127.0.0.1", TOKEN, TIMEOUT)
     server.serve(1, 0, state)
     rate = int(bytes_per_s) if bytes_per_s else 2**64 - 1
     server._server._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", rate))

@@ -20,7 +20,7 @@ from torchft.coordination import LighthouseClient
 from everstep import wire
 from everstep.launch.machine import free_port
 from everstep.quorum.errors import QuorumUnavailable
-from everstep.quorum.gate import Gate, Rules
+from everstep.quorum.gate import Gate, QuorumRules
 from everstep.quorum.lighthouse import main
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
@@ -43,7 +43,7 @@ def make():
     gates, members = [], []
 
     def gate(groups=0, min_groups=1, heartbeat_timeout_s=2.0):
-        rules = Rules(min_groups, JOIN_S, heartbeat_timeout_s, groups=groups)
+        rules = QuorumRules(min_groups, JOIN_S, heartbeat_timeout_s, groups=groups)
         gates.append(Gate(TOKEN, ("127.0.0.1", 0), rules, lambda count, last: None))
         return gates[-1]
 

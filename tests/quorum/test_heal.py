@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from everstep.quorum import heal
-from everstep.quorum.heal import Door, Fetch, HealState, Wanted
+from everstep.quorum.heal import Fetch, HealState, StateServer, Wanted
 from everstep.wire import parse_address
 from everstep.wire.channel import Channel
 from watched import until
@@ -63,7 +63,7 @@ def assert_same(got: HealState, sent: HealState) -> None:
 
 @pytest.fixture
 def server():
-    server = Door("127.0.0.1", TOKEN, SOON)
+    server = StateServer("127.0.0.1", TOKEN, SOON)
     yield server
     server.shutdown()
 
@@ -122,7 +122,7 @@ def test_a_host_without_memory_for_a_copy_takes_none_and_serves_nobody(server, m
 
 
 def test_a_door_that_shuts_waits_for_no_joiner_that_waits_for_a_step():
-    door, state = Door("127.0.0.1", TOKEN, SOON), a_state()
+    door, state = StateServer("127.0.0.1", TOKEN, SOON), a_state()
     begin = time.monotonic()
     joiner = Fetch([door.address], Wanted(3, 0, ""), state.tensors, TOKEN, SOON)
     until(lambda: any(thread.name == "wire-peer" for thread in threading.enumerate()), "its request to come")
@@ -205,10 +205,10 @@ STRANGE = ("history", "rank", "tensors", "nobody", "closed")
 or have closed the state."""
 
 
-def a_source(state: HealState, fate: str, number: int = 0) -> Door:
+def a_source(state: HealState, fate: str, number: int = 0) -> StateServer:
     """Open a door to `state`. Its meta and blobs, which may differ between groups, contain its number."""
     state = HealState(state.tensors, state.meta | {"seed": number}, state.blobs | {"rng": bytes([number]) * 5056})
-    door = Door("127.0.0.1", TOKEN, SOON, whose="another's" if fate == "rank" else "")
+    door = StateServer("127.0.0.1", TOKEN, SOON, whose="another's" if fate == "rank" else "")
     if fate == "tensors":
         state = HealState(state.tensors | {"big": torch.zeros(256, 1000)}, state.meta, state.blobs)
     door.serve(3, int(fate == "history"), state)

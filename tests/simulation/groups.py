@@ -203,7 +203,7 @@ class Rank:
         world.scheduler.pause(*plan.startup_s)
         self.voice = Voice(world, self, files.fenced) if self.number == 0 else None
         patience = timedelta(seconds=OPEN_PATIENCE_S)
-        self.door = real.heal.Door(life.host, TOKEN, patience, f"rank {self.number}")
+        self.door = real.heal.StateServer(life.host, TOKEN, patience, f"rank {self.number}")
         self.sums = real.process_group.RankColumn(
             "gloo",
             column=self.number,

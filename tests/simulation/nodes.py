@@ -45,7 +45,7 @@ class LighthouseNode:
     def _serve(self) -> None:
         options = self.options
         waits_s, groups = (options.join_timeout_s, options.heartbeat_timeout_s), self.world.plan.groups
-        rules = real.gate.Rules(options.min_replicas, *waits_s, groups)
+        rules = real.gate.QuorumRules(options.min_replicas, *waits_s, groups)
         real.gate.Gate(TOKEN, (self.host, PORT), rules, lambda count, last: None)
 
 

@@ -8,7 +8,7 @@ more. So the lighthouse listens on loopback, and the gate listens where the grou
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
 ID is the group's name, TEXT its request, and WORD the quorum in which it makes steps (`everstep.quorum.request`:
-`name_of`, `encode`, `Quorum.makers`). If no quorum forms, the answer is {"failed": why}; the connection stays open.
+`name_of`, `encode`, `Quorum.makers_hash`). If no quorum forms, the answer is {"failed": why} and the connection stays.
 The gate keeps the TEXTs to itself: the lighthouse lists all members in each answer, so it would copy each TEXT once for
 each pair of members. The gate keeps the heartbeats too. It tells the lighthouse which groups are alive only while a
 group asks, and leaves out a group whose connections have closed, so a death costs no timeout.
@@ -74,7 +74,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True)
-class Rules:
+class QuorumRules:
     """Settings that decide when a quorum forms.
 
     Attributes:
@@ -103,7 +103,9 @@ class Gate:
         ConnectionError: the lighthouse does not answer, or the gate cannot listen on `bind`.
     """
 
-    def __init__(self, token: bytes, bind: tuple[str, int], rules: Rules, tell: Callable[[int, str], object]) -> None:
+    def __init__(
+        self, token: bytes, bind: tuple[str, int], rules: QuorumRules, tell: Callable[[int, str], object]
+    ) -> None:
         self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
         self._groups, self._every_s = rules.groups or math.inf, max(BEATS_S, BEAT_S * rules.groups)
         self._refused, self._told = 0, -math.inf
@@ -127,13 +129,13 @@ class Gate:
         self._heard: dict[str, float] = {}
         """Replica → when it last sent a heartbeat or request, in the order in which they were first heard."""
         self._makes: dict[str, str] = {}
-        """Replica → the quorum in which it makes steps (`Quorum.makers`), empty for none, as its heartbeats say."""
+        """Replica → the quorum in which it makes steps (`Quorum.makers_hash`), empty for none, by its heartbeats."""
         self._waits: dict[str, _Waiting] = {}
         """Replica → its request, until that is answered."""
         self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
-        """`Quorum.makers` of the newest quorum; empty while none was formed here. The other groups wait for the groups
+        """`Quorum.makers_hash` of the newest quorum; empty while none was formed here. The others wait for the groups
         that make its steps. A group that made steps in an earlier quorum waits too, as it missed the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
         """Replica → the connection on which it sends heartbeats."""
@@ -354,7 +356,7 @@ class Gate:
             return {"failed": f"fewer than {self._min_groups} groups reach each other: {why}"}
         self._heard |= dict.fromkeys(found, now)  # each waits on an open connection
         self._groups = max(self._groups, len(read.groups))  # the run may have been scaled up
-        self._makers, able = read.makers(), set(read.able)
+        self._makers, able = read.makers_hash(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})

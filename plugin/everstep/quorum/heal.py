@@ -1,8 +1,8 @@
 """Transfers the state of living groups (sources) to a group that joins.
 
-A source opens its state after one committed step (`Door.serve`). When the first joiner asks, a thread copies the state.
-Joiners read the copy (`Fetch`) while the source computes on. Before its optimizer changes the state (`Door.close`), the
-source waits until the copy is complete, and admits no more joiners. No group waits for those that are still reading.
+A source opens its state after one committed step (`StateServer.serve`). When the first joiner asks, a thread copies
+it. Joiners read the copy (`Fetch`) while the source computes on. Before its optimizer changes the state, the source
+(`close`) waits until the copy is complete, and admits no more joiners. No group waits for joiners that still read.
 
 A joiner fetches the tensors, which are equal in all groups of one history, from several sources at once, piece by
 piece. A faster source gives more pieces, and pieces that a slow, silent or dead source owes are requested from another
@@ -158,7 +158,7 @@ def _described(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, list
     return [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
 
 
-class Door:
+class StateServer:
     """Serves one rank's state to joiners, in threads, and fetches another group's.
 
     A request for a step that is not open yet waits for `serve`; a request for an earlier step is refused. So it does

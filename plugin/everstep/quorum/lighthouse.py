@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.quorum.gate import Gate, Rules
+from everstep.quorum.gate import Gate, QuorumRules
 from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
@@ -40,7 +40,7 @@ def serve(options: argparse.Namespace) -> None:
     # would take more time than their work.
     sys.setswitchinterval(0.1)
     groups = number_of_groups(options.run_dir)
-    rules = Rules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, groups)
+    rules = QuorumRules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, groups)
     gate = Gate(token, place, rules, lambda count, last: events.emit("stranger_refused", count=count, reason=last))
     print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
     heart = BeatFile(lighthouse_beat_path(options.run_dir))

@@ -30,8 +30,8 @@ SPARE = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers` of the quorum in which the
-    group makes steps, empty for none. With `said`, the encoded `Request`, it asks for the next quorum."""
+    """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers_hash` of the quorum in which
+    the group makes steps, empty for none. With `said`, the encoded `Request`, it asks for the next quorum."""
 
     replica: str
     said: str = ""
@@ -39,7 +39,7 @@ class Asked:
     makes: str = ""
 
 
-class Line:
+class GateConnection:
     """One thread's connection to the lighthouse, made anew after every failure and for every new address.
 
     Args:
@@ -103,8 +103,8 @@ class Membership:
     ) -> None:
         self._replica, self._find_lighthouse, self._fenced = name_of(group, life), find_lighthouse, fenced
         self._timeout_s, self._every_s = heartbeat_timeout_s, min(HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS)
-        self._patience = timedelta(seconds=heartbeat_timeout_s / 2)
-        self._asking, self._beating = Line(token, self._patience), Line(token, self._patience)
+        self._timeout = timedelta(seconds=heartbeat_timeout_s / 2)
+        self._asking, self._beating = GateConnection(token, self._timeout), GateConnection(token, self._timeout)
         self.wanted = False
         """Whether another group waits for a quorum, or makes steps in another one, as the last heartbeat was told."""
         self._makes = ""
@@ -147,7 +147,7 @@ class Membership:
         if self._published() != address:
             # The other groups ask the new one. This quorum consists of groups that have not noticed that yet.
             raise QuorumUnavailable("the lighthouse has moved to another address")
-        self.wanted, self._makes = False, quorum.makers() if request.group in quorum.able else ""
+        self.wanted, self._makes = False, quorum.makers_hash() if request.group in quorum.able else ""
         return found
 
     def _keep_beating(self) -> None:
@@ -160,7 +160,7 @@ class Membership:
             address = self._published()
             try:
                 beat = asdict(Asked(self._replica, makes=self._makes))
-                self.wanted = self._beating.ask(address, beat, self._patience).get("wanted") is True
+                self.wanted = self._beating.ask(address, beat, self._timeout).get("wanted") is True
                 heard = time.monotonic()
             except wire.WireError:  # the next heartbeat says it again; no group waits at a lighthouse that is away
                 self.wanted = False

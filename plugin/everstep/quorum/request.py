@@ -139,7 +139,7 @@ class Quorum:
         that step and have its state; all other members follow."""
         return replace(self, state=state, able=able, sources={})
 
-    def makers(self) -> str:
+    def makers_hash(self) -> str:
         """Return a hash of the groups that make its steps, equal in every quorum in which the same ones do; empty if no
         group has a state."""
         able = set(self.able)

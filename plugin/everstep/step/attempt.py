@@ -4,7 +4,7 @@ import enum
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from everstep.quorum.heal import Door, Fetch
+from everstep.quorum.heal import Fetch, StateServer
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
@@ -35,7 +35,7 @@ class Group:
     ranks: GroupRanks
     membership: Membership | None
     sums: RankColumn
-    door: Door
+    door: StateServer
 
 
 @dataclass(frozen=True, slots=True)

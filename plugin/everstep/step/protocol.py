@@ -381,11 +381,11 @@ class StepProtocol:
     def _compute(self, attempt: Attempt) -> None:
         """Compute and hold this group's share."""
         share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
-        self._reducer.begin(self._sums, self._patience(attempt, share), attempt.step)
+        self._reducer.begin(self._sums, self._gradient_timeout(attempt, share), attempt.step)
         self._holding.compute(attempt, share)
         attempt.compute_s = self._clock.now() - begun
 
-    def _patience(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
+    def _gradient_timeout(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
         """Return the timeout of a gradient sum. A group with a smaller share than others is done earlier and so waits
         longer, but never so long that its own watchdog takes it for stalled."""
         timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.pace.slot_s
@@ -396,9 +396,9 @@ class StepProtocol:
         of_fastest = timedelta(seconds=slot_s / plan.paces[self.group])
         patience = min(timeouts.reduce + 2 * ahead * of_fastest, longest)
         known = all(row.slot_us for row in attempt.rows if plan.shares.get(row.group))
-        return min(patience, self._late(attempt) + most * of_fastest) if known else patience
+        return min(patience, self._sum_timeout(attempt) + most * of_fastest) if known else patience
 
-    def _late(self, attempt: Attempt) -> timedelta:
+    def _sum_timeout(self, attempt: Attempt) -> timedelta:
         """Return how long a sum may take once all groups have computed: more than usual, and than a busy host pauses.
         After that the attempt fails, all keep what they hold, and the next quorum leaves out a silent group. It is
         `reduce` until a wait is known, for a retry, and for a semi-synchronous round: that is computed anew."""
@@ -432,7 +432,7 @@ class StepProtocol:
         )
         tally: ledger.Tally | None = None
         reason = unsound
-        self._files.beat("reduce", step)  # `_patience` is for the gradients' sums alone
+        self._files.beat("reduce", step)  # `_gradient_timeout` is for the gradients' sums alone
         try:
             tally = self._tally(mine, attempt)
         except SumsBroken as error:
@@ -470,7 +470,7 @@ class StepProtocol:
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """Return the sum of the groups' tallies, and exchange notes if any are due. Raises SumsBroken."""
-        total = self._sums.total(mine.encode(), self._late(attempt))
+        total = self._sums.total(mine.encode(), self._sum_timeout(attempt))
         notes = self._work.notes(attempt.step)
         if notes is not None:
             self._work.noted(self._sums.gather(notes))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from everstep.config.sections import FaultTolerance
-from everstep.quorum.heal import Door
+from everstep.quorum.heal import StateServer
 from everstep.quorum.membership import Membership
 from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
@@ -51,7 +51,7 @@ class Participation:
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(self._degrees)}"
         """Describes whose state this rank has: rank, run and parallelism. Only ranks with an equal one heal from it."""
-        self.door = Door(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
+        self.door = StateServer(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,
