@@ -25,8 +25,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         host: the address that the lighthouse listens on and that the groups connect to.
         page: whether to serve the page of the live run, on this machine's loopback.
 
-    Raises:
-        LaunchError: the lighthouse does not start.
+    Raises LaunchError if the lighthouse does not start.
     """
     with Launcher(run_dir, "lighthouse", show_plainly) as launcher:
         lighthouse = launcher.serve(host, config, page)
@@ -44,9 +43,8 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             return lighthouse.superseded or is_over(run_dir)
 
         launcher.run(ends)
-        why = (
-            "asked to stop" if launcher.stops else "a newer one serves" if lighthouse.superseded else "the run is over"
-        )
+        over = "a newer one serves" if lighthouse.superseded else "the run is over"
+        why = "asked to stop" if launcher.stops else over
         stopped = f"; {stop_file(run_dir)} exists" if stop_file(run_dir).exists() else ""
         print(f"the lighthouse ends: {why}{stopped}", flush=True)
     return 0
