@@ -90,6 +90,12 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
 
 
+def test_a_worker_that_has_finished_and_does_not_end_is_stalled(agent):
+    one = agent("--training.steps", "2", "--tiny.linger", ranks=1, stall_timeout_s=2.0)
+    assert one.process.wait(DEADLINE_S) == 0
+    assert one.events("workers_stalled")[0]["phase"] == "done"
+
+
 def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     """The variables are those that this version of torchrun sets."""
     script = tmp_path / "script.py"

@@ -10,6 +10,7 @@ It has no model and needs no torch, so that these tests are about processes only
     --tiny.exhaust                   open descriptors until there are no more
     --tiny.vanish R                  rank R exits at once, with status 0
     --tiny.litter                    start child processes and report their pids
+    --tiny.linger                    never end after the last step, the first time
 
 SIGUSR1 raises an exception, as the death of a peer does in a trainer.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.prepare import Prepared, leave_answer
-from everstep.run.beats import BeatFile, beat_path
+from everstep.run.beats import DONE, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.poison import poisoned
 
@@ -77,6 +78,9 @@ def main(argv):
             events.emit("left", step)
             return
     events.emit("training_done", steps)
+    if "--tiny.linger" in argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        heart.beat(DONE)
+        time.sleep(1000)
 
 
 def fail(*_):

@@ -100,13 +100,13 @@ class Incarnation:
             self.kill()
         if self.stalled is not None or not ft.enable:
             return
-        for rank, child in self.workers.items():
+        for child in self.running:
             beat = self._beat_of(child)
             phase, since = (STARTUP, self.started_mono) if beat is None else (beat.phase, beat.mono)
             starts = phase == STARTUP or (phase in COMPILING and not self.committed)
             patience_s = ft.startup_timeout_s if starts else ft.stall_timeout_s
-            if phase != DONE and now_mono - max(since, awake_mono) > patience_s:
-                stalls.append((now_mono - since, rank, phase))
+            if now_mono - max(since, awake_mono) > patience_s:
+                stalls.append((now_mono - since, child.rank, phase))
         if stalls:
             idle_s, rank, phase = max(stalls)
             self.stalled, self.stall = self.workers[rank], f"rank {rank} stalled in {phase} for {idle_s:.1f} s"
