@@ -61,8 +61,7 @@ def test_a_node_that_is_done_starts_again_with_one_whose_rank_is_killed_late(age
 def test_an_agent_that_takes_anothers_place_on_its_node_goes_on_with_the_group(agent):
     first, second = (node(agent, rank) for rank in (0, 1))
     until(lambda: ranks_that_train(first) == {0, 1}, "both ranks to train")
-    twice = node(agent, 1)
-    assert twice.process.wait(DEADLINE_S) == FENCED_EXIT, "its place is taken"
+    assert node(agent, 1).process.wait(DEADLINE_S) == FENCED_EXIT, "its place is taken"
     for rank, gone in ((1, second), (0, first)):
         killed = time.time()
         gone.process.kill()

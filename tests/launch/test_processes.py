@@ -76,8 +76,7 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     others = run.workers(1)
     killed = time.time()
     os.kill(second, signal.SIGKILL)
-    died = run.wait_for("workers_died", after=killed, group=0)
-    assert "rank 1 was killed by SIGKILL" in died["reason"]
+    assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
     up = run.wait_for("worker_up", after=killed, group=0)
     assert up["cpu_s"] < 0.5, "a worker that imports torch alone computes for longer"
     assert not alive(first)
@@ -105,8 +104,7 @@ def test_a_lighthouse_that_hangs_is_replaced(run):
     stopped = time.time()
     os.kill(before["pid"], signal.SIGSTOP)
     assert run.wait_for("lighthouse_died", after=stopped)["reason"] == "did not answer"
-    again = run.wait_for("lighthouse_started", after=stopped)
-    assert again["address"] == before["address"]
+    assert run.wait_for("lighthouse_started", after=stopped)["address"] == before["address"]
     assert not alive(before["pid"])
 
 

@@ -73,8 +73,7 @@ def test_a_config_is_written_and_a_submission_shown_away_from_the_tree(venv, tmp
     assert "everstep run demo.toml" in (tmp_path / "demo.toml").read_text()
     shown = everstep(venv, tmp_path, "submit", "demo.toml", "--groups", "4", "--partition", "gpu", "--dry-run")
     assert shown.returncode == 0, shown.stderr
-    words = shown.stdout.split()
-    scripts = [Path(word) for word in words if word.endswith(".sbatch")]
+    scripts = [Path(word) for word in shown.stdout.split() if word.endswith(".sbatch")]
     assert len(scripts) == 2
     assert all(script.is_file() and script.is_relative_to(venv.parent) for script in scripts)
     assert f"EVERSTEP={venv}/everstep" in shown.stdout

@@ -102,8 +102,7 @@ def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeyp
 
     monkeypatch.setattr(hosts[0].neighbours, "open", opened)
     assert hosts[0].blames() == [3, 3]
-    notes = hosts[0].notes[1]
-    assert notes.reason == "group 3 took most of the coding time: host 3 was silent"
+    assert hosts[0].notes[1].reason == "group 3 took most of the coding time: host 3 was silent"
 
 
 def test_a_host_that_a_group_left_and_that_is_off_does_not_hold_up_the_coding(hosts, tmp_path):

@@ -1,11 +1,13 @@
 """When a keeper starts and ends, what it serves, and what it leaves behind."""
 
+import os
 import shutil
 import socket
 import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from unittest.mock import Mock
 
 import pytest
@@ -88,6 +90,15 @@ def test_a_killed_keeper_is_replaced_and_a_removed_segment_made_anew(monkeypatch
         run.all_settled()  # the last step may have found the keeper at work, and have no snapshot
         run.take(step + 1, coded=False)
         assert_is_step(run.restore(run.decide()), step + 1)
+
+
+def test_a_keeper_starts_after_another_one_that_was_still_ending(tmp_path):
+    settings = Snapshot(segment_dir=str(tmp_path))
+    it = Segment.of(settings, run_id(run_token(tmp_path)), 3)
+    it.create()
+    Timer(5.0, lambda held: (it.remove(), os.close(held)), [keepers.take_lock(it.path)]).start()
+    assert keepers.start_keeper(tmp_path, 3, "127.0.0.1", settings).segment == str(it.path)
+    keepers.end_keepers(tmp_path)
 
 
 def test_a_copy_of_a_run_has_keepers_and_snapshots_of_its_own():

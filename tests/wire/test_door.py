@@ -43,8 +43,7 @@ def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
     before, threads = process.num_fds(), threading.active_count()
     crowd = [socket.create_connection(wire.parse_address(server.address), 5) for _ in range(1000)]
     assert answers(server.address)
-    ours = process.num_fds() - before - len(crowd)
-    assert ours <= 133
+    assert process.num_fds() - before - len(crowd) <= 133
     assert threading.active_count() <= threads + 1
     for one in crowd:
         one.close()
@@ -91,8 +90,7 @@ def test_a_listener_that_drips_does_not_hold_a_member_and_is_not_said_to_refuse(
             while not over.wait(0.1):
                 peer.send(door.MAGIC[:1])
 
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
+    threading.Thread(target=drip, daemon=True).start()
     begin = time.monotonic()
     with pytest.raises(wire.WireError, match="took too long"):  # a busy keeper must not seem to refuse the token
         wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, 6 * SOON)

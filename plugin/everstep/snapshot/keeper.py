@@ -63,8 +63,8 @@ class Keeper:
         self._server = wire.Server(host, self.token, self._talk, timeout)
 
     def place(self, group: int) -> Place:
-        address, path = self._server.address, str(self.segment.path)
-        return Place(group, socket.gethostname(), address, os.getpid(), path, self.started_at)
+        host, address, path = socket.gethostname(), self._server.address, str(self.segment.path)
+        return Place(group, host, address, os.getpid(), path, self.started_at)
 
     def spoken(self) -> None:
         """Note that the keeper is in use: the time until it ends (keeper_ttl_s) starts again."""
@@ -159,7 +159,7 @@ class Keeper:
             if operation == "inventory":
                 channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
-                groups = sorted({group for group, _ in self._watches})
+                groups = sorted({group for group, _ in list(self._watches)})  # another thread adds to it
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
             elif operation == "keep":
                 channel.send_frame({"why": take(self.segment.path, message, channel)})
@@ -243,15 +243,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         segment.create()
         take_lock(segment.path)
-    except BlockingIOError:
-        log.info("another keeper holds the lock of %s", segment.path)
-        return LOCKED_EXIT
-    except (SnapshotError, OSError) as error:
-        log.error("%s", error)
-        return 1
-    try:
         keeper = Keeper(run_dir, segment, order["host"], settings)
-    except wire.WireError as error:
+    except BlockingIOError:
+        log.info("another process holds the lock of %s", segment.path)
+        return LOCKED_EXIT
+    except (SnapshotError, OSError, wire.WireError) as error:
         log.error("%s", error)
         return 1
     for line in sweep(segment.root, settings.keeper_ttl_s, spare=segment.run):

@@ -33,7 +33,7 @@ from everstep.snapshot.segment import KEEPER_SILENT_S, Segment, run_id
 
 START_TIMEOUT_S = 30.0
 LOCKED_EXIT = 3
-"""Exit status of a keeper that found another keeper of its segment."""
+"""Exit status of a keeper whose segment is locked: by another keeper, which may be ending, or by a sweep."""
 
 
 def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> Place:
@@ -43,20 +43,36 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     Raises SnapshotError if the segment cannot be made or the keeper does not come up within START_TIMEOUT_S; then the
     message has the last line of its log. Raises OSError."""
     run_dir = run_dir.resolve()
-    place = find_keeper(run_dir, group, settings)
-    if place is not None:
-        return place
-    segment = Segment.of(settings, run_id(read_token(run_dir)), group)
-    segment.create()
-    if not any(watched == group for watched, _ in segment.columns()):
-        segment.claim(rank)
     log_file = run_dir / "logs" / f"keeper-{group}.log"
+    place, process = find_keeper(run_dir, group, settings), None
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while place is None and time.monotonic() < deadline:
+        # Again each time: a keeper that is ending may have removed the segment, and the claim in it.
+        segment = Segment.of(settings, run_id(read_token(run_dir)), group)
+        segment.create()
+        if not any(watched == group for watched, _ in segment.columns()):
+            segment.claim(rank)
+        if process is None or process.poll() == LOCKED_EXIT:
+            process = _launch_keeper(run_dir, group, host, settings, log_file)
+        elif process.poll() is not None:
+            break
+        time.sleep(0.1)
+        place = find_keeper(run_dir, group, settings)
+    if place is None:
+        last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
+        raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
+    return place
+
+
+def _launch_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, log_file: Path) -> subprocess.Popen[bytes]:
+    """Start a keeper process. If it ends before this process, `subprocess` reaps it when it starts the next one;
+    otherwise init does."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
     # The keeper must find this package even if this process imported it from the working directory.
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log_file.open("ab") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "everstep.snapshot.keeper", order],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -65,17 +81,6 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
         )
-    # If the keeper ends before this process, `subprocess` reaps it when it starts the next one; otherwise init does.
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        place = find_keeper(run_dir, group, settings)
-        if place is not None:
-            return place
-        if process.poll() not in (None, LOCKED_EXIT):
-            break
-        time.sleep(0.02)
-    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
-    raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
 
 
 class KeeperWatch(threading.Thread):
