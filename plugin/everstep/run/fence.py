@@ -18,7 +18,6 @@ from everstep.run.files import hold_alone, locked, read_typed, write_json
 
 LEASE_S = 10.0
 """Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
-
 POLL_S = 0.2
 ENVIRONMENT = "EVERSTEP_FENCE"
 
@@ -45,6 +44,8 @@ class Claim:
     @classmethod
     def parse(cls, text: str) -> "Claim":
         job, _, restart = text.partition(".")
+        if not (job.isdecimal() and restart.isdecimal()):
+            raise ValueError(f'{ENVIRONMENT} is "{text}"; it must be JOB.RESTART, for example 7.0')
         return cls(int(job), int(restart))
 
 
@@ -59,8 +60,7 @@ def holder(run_dir: Path, group: int) -> Claim | None:
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
     """Return whether no other start of the group has a higher claim."""
-    other = holder(run_dir, group)
-    return other is None or other <= claim
+    return (other := holder(run_dir, group)) is None or other <= claim
 
 
 def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
