@@ -49,4 +49,8 @@ def _fault(table: dict[str, Any], where: str) -> Fault:
     fault = typed.parse(Fault, table, where)
     if (fault.at_step is None) == (fault.at_s is None):
         raise LaunchError(f"{where}: give either at_step or at_s.")
+    if fault.rank is not None and fault.rank < 0:
+        raise LaunchError(f"{where}: rank should be at least 0, is {fault.rank}.")
+    if fault.group is not None and fault.count > 1:
+        raise LaunchError(f"{where}: give either group or count, as several groups are drawn.")
     return fault

@@ -7,9 +7,10 @@ The runner first writes the `fault` event and then acts, so every death has an e
 import random
 from dataclasses import dataclass, field
 from signal import SIGKILL, Signals
-from typing import Any
+from typing import Annotated, Any
 
 from everstep.chaos.view import Proc, View
+from everstep.run.typed import Within
 from everstep.snapshot.segment import Segment
 
 
@@ -40,7 +41,7 @@ class Fault:
     """The group to hit. None: one of those that take part is drawn."""
     rank: int | None = None
     """kill-worker, stop-worker: the rank to hit. None: it is drawn."""
-    count: int = 1
+    count: Annotated[int, Within(1)] = 1
     """kill-group: number of groups to hit at once. If there are several, they are drawn."""
     duration_s: float = 4.0
     """stop-worker: seconds until the worker is continued; 0: never."""

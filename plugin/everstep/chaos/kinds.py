@@ -18,7 +18,7 @@ from everstep.run.token import read_token
 from everstep.snapshot.peers import Place
 from everstep.snapshot.segment import Segment, run_id
 
-OF_SOME = frozenset(("rank", "count"))
+OF_SOME = frozenset(("group", "rank", "count", "duration_s"))
 """Fields of a fault that only some kinds have."""
 
 
@@ -38,7 +38,7 @@ class Kind:
     """Returns why the run's settings never allow it, or None if it can be done at times."""
     on: frozenset[str] = frozenset({"local", "slurm"})
     """Values of `Target.kind` that it can be done to."""
-    has: frozenset[str] = frozenset()
+    has: frozenset[str] = frozenset({"group"})
     """The fields of OF_SOME that it has."""
 
 
@@ -121,19 +121,20 @@ FAULTS = {
         "SIGKILL to one worker of a group.",
         functools.partial(_hit_worker, signum=SIGKILL),
         _why_no_worker,
-        has=frozenset({"rank"}),
+        has=frozenset({"group", "rank"}),
     ),
     "kill-group": Kind(
         "SIGKILL to all workers of a group, or of `count` groups at once.",
         _kill_groups,
         lambda fault, run: fault.why_no_group(run, fault.count),
         _never_groups,
-        has=frozenset({"count"}),
+        has=frozenset({"group", "count"}),
     ),
     "kill-all": Kind(
         "SIGKILL to all workers of all groups at once. No process holds the state any more.",
         _kill_all,
         lambda fault, run: None if run.taking_part else "no group takes part",
+        has=frozenset(),
     ),
     "kill-host": Kind(
         "A host dies: workers and keeper of a group are killed, and the memory of its snapshots is removed.",
@@ -149,12 +150,13 @@ FAULTS = {
         "SIGKILL to the lighthouse.",
         _kill_lighthouse,
         lambda fault, run: None if run.lighthouse else "no lighthouse runs now",
+        has=frozenset(),
     ),
     "stop-worker": Kind(
         "SIGSTOP to one worker for duration_s seconds, or with 0 for ever, like a hang.",
         functools.partial(_hit_worker, signum=SIGSTOP),
         _why_no_worker,
-        has=frozenset({"rank"}),
+        has=frozenset({"group", "rank", "duration_s"}),
     ),
 }
 

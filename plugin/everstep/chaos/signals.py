@@ -24,8 +24,6 @@ SLACK_S = 1.0
 Known = tuple[Annotated[int, typed.Within(2, 1 << 31)], float]
 """A pid, and the wall time at which the run announced it. The bounds exclude init, and the numbers below 1 that stand
 for many processes."""
-
-
 Order = tuple[list[Known], Annotated[int, typed.Within(1, 64)]]
 """The argument of `main`: processes, and the number of the signal."""
 

@@ -11,14 +11,9 @@ from everstep.run.directory import number_of_groups
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import Place, read_places
 
-HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died", "agent_up"} | {
-    "agent_ended",
-    "workers_started",
-    "workers_died",
-    "workers_stalled",
-}
+HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died"}
+HISTORY |= {"agent_up", "agent_ended", "workers_started", "workers_died", "workers_stalled"}
 """Kinds of events that say which processes the groups have."""
-
 SETTLED_S = 1.0
 """Seconds after a hit before a commit shows that the group is there. Earlier commits may have been under way."""
 
@@ -135,8 +130,6 @@ class View:
         for group in groups:
             self.taking_part.discard(group)
             self._hit[group] = self._now()
-
-    # What faults ask
 
     @property
     def groups(self) -> int:
