@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from everstep.chaos import signals
 from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import FAULTS, own_segments
+from everstep.chaos.runner import Runner
+from everstep.chaos.schedule import Schedule
 from everstep.chaos.target import LocalTarget
 from everstep.chaos.view import Proc, View
 from everstep.run.directory import LaunchError, groups_file, holder_of
@@ -64,11 +67,7 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
 
 @pytest.mark.parametrize(
     ("groups", "there", "hit", "candidates"),
-    [
-        (3, (0, 2), [], [0, 2]),
-        (3, (0, 2), [0], []),  # group 2 is the last group that holds the state
-        (1, (0,), [], [0]),  # a run of one group
-    ],
+    [(3, (0, 2), [], [0, 2]), (3, (0, 2), [0], []), (1, (0,), [], [0])],
 )
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
     view = View(tmp_path)
@@ -83,18 +82,22 @@ def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_pa
         assert "no rank 5" in FAULTS["kill-worker"].why_not(Fault(name="kill-worker", rank=5), view)
 
 
+def test_a_fault_of_a_campaign_that_the_batch_system_refuses_is_not_done(tmp_path):
+    view = View(tmp_path)
+    view.apply(Timeline().add(1, "lighthouse_started", address="h:1", pid=7).commit(2, 1, (0,)).events)
+    target, schedule = LocalTarget(view), Schedule([Fault(name="kill-lighthouse", at_step=1)])
+    target.signal = Mock(side_effect=LaunchError("Slurm is busy."))
+    Runner(target, schedule).tick(time.monotonic())
+    assert schedule.unmet() == ["kill-lighthouse at step 1 could not be done: Slurm is busy."]
+
+
 def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
     """A process that has the file open, or holds another lock, is not the launcher."""
     assert holder_of(tmp_path) is None
     (tmp_path / ".lock").touch()
     assert holder_of(tmp_path) is None
-    code = (
-        "import pathlib, subprocess, sys\n"
-        "from everstep.run.directory import take\n"
-        "take(pathlib.Path(sys.argv[1]))\n"
-        "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
+    code = "import pathlib, subprocess, sys; from everstep.run.directory import take; take(pathlib.Path(sys.argv[1]))\n"
+    code += "print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes, env=environment())
     worker = int(run.stdout.readline())

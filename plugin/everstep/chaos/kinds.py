@@ -85,11 +85,9 @@ def _kill_keeper(fault: Fault, target: Target, choose: random.Random) -> Injecti
 
 def _kill_host(fault: Fault, target: Target, choose: random.Random) -> Injection:
     group = fault.victim(target.run, choose)
-    return Injection(
-        procs=[*target.run.workers(group), *target.keepers(group)],
-        groups=[group],
-        segments=own_segments(target.run_dir, target.run.keepers(group)),
-    )
+    procs = [*target.run.workers(group), *target.keepers(group)]
+    segments = own_segments(target.run_dir, target.run.keepers(group))
+    return Injection(procs=procs, groups=[group], segments=segments)
 
 
 def _kill_lighthouse(fault: Fault, target: Target, choose: random.Random) -> Injection:

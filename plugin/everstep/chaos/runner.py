@@ -37,6 +37,7 @@ class Runner:
                 self._inject(*due)
             except (LaunchError, OSError) as error:
                 # The batch system refused, or a file is gone. The next fault may succeed.
+                self.schedule.give_up(due[0], f": {error}")
                 self._events.emit("fault_failed", fault=due[0].name, reason=str(error))
 
     def _inject(self, fault: Fault, choose: random.Random) -> None:

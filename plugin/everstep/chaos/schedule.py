@@ -43,23 +43,23 @@ class Schedule:
                 return entry
             if now - since > fault.patience_s:
                 self._left.remove(entry)
-                self._given_up.append(
-                    f"{fault.name} at {fault.when} could not be done within {fault.patience_s:g} s: {reason}."
-                )
+                self.give_up(fault, f" within {fault.patience_s:g} s: {reason}")
         return self._every_so_often(target, now, self._every_s) if self._every_s is not None else None
 
     def _every_so_often(self, target: Target, now: float, every_s: float) -> Due | None:
-        if self._next is None:
-            if target.run.taking_part:
-                self._next = now + every_s
-            return None
-        if now < self._next:
-            return None
-        possible = [fault for fault in self._faults if why_not(fault, target) is None]
+        if self._next is None and target.run.taking_part:
+            self._next = now + every_s
+        is_due = self._next is not None and now >= self._next
+        possible = [fault for fault in self._faults if why_not(fault, target) is None] if is_due else []
         if not possible:
             return None
         self._next = now + every_s
         return self._random.choice(possible), self._random
+
+    def give_up(self, fault: Fault, why: str) -> None:
+        """Note that a fault of the campaign is not done. A periodic fault is not noted, as another one follows."""
+        if fault.at_step is not None or fault.at_s is not None:
+            self._given_up.append(f"{fault.name} at {fault.when} could not be done{why.rstrip('.')}.")
 
     def finished(self) -> bool:
         """Whether no fault will become due any more."""
