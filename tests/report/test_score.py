@@ -42,11 +42,12 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
         ({"attempts_thrown_away": 1}, "In 1 attempt work of a surviving group was thrown away."),
         ({"samples_lost": 8}, "8 samples of the committed steps did not enter the model."),
         ({"samples_repeated": 4}, "4 samples entered the model more than once."),
-        ({"replicas_diverged": 2}, "2 audits found a group whose parameters differ from the others'."),
+        ({"replicas_diverged": 2}, "Audits found 2 groups whose parameters differ (counted once in each audit)."),
         ({"status": "failed", "reason": "no group left"}, "The run is not done: failed, no group left."),
         ({"last_step": 7}, "The run ended at step 7 of 8."),
         ({"steps_unseen": 3}, "The log has no commit of 3 steps between the first and the last."),
-        ({"loss_delta_undefined": 1}, "In 1 step the loss is finite in one run only."),
+        ({"loss_delta_steps": 0}, "No step is in both runs, so no loss was compared."),
+        ({"loss_delta_undefined": 1}, "In 1 step the losses differ, and at least one is not finite."),
     ],
 )
 def test_the_verdict_names_what_broke_the_promise(changes, sentence):
@@ -122,3 +123,4 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     assert json.loads(said)["loss_delta_max"] == pytest.approx(0.25)
     assert complaints.startswith("The loss differs by up to")
     assert check(broken, json=True)[2] == ""
+    assert check(kept, Timeline().write(tmp_path / "empty"))[0] == 1

@@ -80,7 +80,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         **checks(account),
         "snapshots": account.protection.line() or None,
         **exchanged(account.rounds),
-        **loss_delta(loss_by_step(final), {} if other is None else loss_by_step(other.lineage.final())),
+        **loss_delta(loss_by_step(final), None if other is None else loss_by_step(other.lineage.final())),
     }
 
 
@@ -162,9 +162,12 @@ def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
     return {commit.step: float(commit.loss) for commit in commits}
 
 
-def loss_delta(mine: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
+def loss_delta(mine: dict[int, float], theirs: dict[int, float] | None) -> dict[str, Any]:
     """Compare two curves, each step -> loss. `loss_delta_max`: largest difference over the `loss_delta_steps` that both
-    have. `loss_delta_undefined`: in how many of these only one loss is finite, or both are not and differ."""
+    have. `loss_delta_undefined`: in how many of these only one loss is finite, or both are not and differ. `theirs` is
+    None, and so are the largest difference and the number of steps, if there is no other run."""
+    if theirs is None:
+        return {"loss_delta_max": None, "loss_delta_steps": None, "loss_delta_undefined": 0}
     pairs = [(mine[step], theirs[step]) for step in mine.keys() & theirs.keys()]
     finite = [abs(a - b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     alike = [a for a, b in pairs if repr(a) == repr(b) and not math.isfinite(a)]
@@ -217,12 +220,11 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
     may_stop: Whether a run that was stopped cleanly may end before its last step.
     """
-    f = figures
+    f, diverged = figures, figures["replicas_diverged"]
     ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
     done, asked, reached = f["status"] == "done", f["steps_asked"], f["last_step"] or 0
     unseen, delta, undefined = f["steps_unseen"], f["loss_delta_max"] or 0.0, f["loss_delta_undefined"]
     thrown, lost, repeated = f["attempts_thrown_away"], f["samples_lost"], f["samples_repeated"]
-    diverged = f["replicas_diverged"]
     broken = {
         f"The run is not done: {ending}.": not done and not (may_stop and f["status"] == "stopped"),
         "No step was committed.": f["steps"] == 0,
@@ -231,9 +233,10 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
         f"In {counted(thrown, 'attempt')} work of a surviving group was thrown away.": thrown,
         f"{counted(lost, 'sample')} of the committed steps did not enter the model.": lost,
         f"{counted(repeated, 'sample')} entered the model more than once.": repeated,
-        f"{counted(diverged, 'audit')} found a group whose parameters differ from the others'.": diverged,
+        f"Audits found {counted(diverged, 'group')} whose parameters differ (counted once in each audit).": diverged,
+        "No step is in both runs, so no loss was compared.": f["loss_delta_steps"] == 0,
         f"The loss differs by up to {delta:.3g} from the other run's.": delta > LOSS_TOLERANCE,
-        f"In {counted(undefined, 'step')} the loss is finite in one run only.": undefined,
+        f"In {counted(undefined, 'step')} the losses differ, and at least one is not finite.": undefined,
     }
     return [sentence for sentence, holds in broken.items() if holds]
 
