@@ -220,8 +220,10 @@ def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():
     line.add(12, "quorum_failed", 1, 3, waited_s=2.6, reason="nobody else asks")
     (found,) = read(line.logged).troubles.sentences
     assert found.startswith("Group 1 got no quorum in 5 s: nobody else asks.")
-    line.commit(13, 4, (0, 1)).add(14, "quorum_failed", 1, 5, waited_s=2.6, reason="nobody else asks")
-    assert read(line.logged).troubles.sentences == []
+    for t, kind in ((13, "commit"), (15, "workers_started")):
+        line.commit(t, t, (0, 1)) if kind == "commit" else line.add(t, kind, 1, role="agent", pids=[2])
+        line.add(t + 1, "quorum_failed", 1, 5, waited_s=2.6, reason="nobody else asks")
+        assert read(line.logged).troubles.sentences == []
 
 
 NO_QUORUM = "a lighthouse that cannot be reached"

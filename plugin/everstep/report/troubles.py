@@ -19,7 +19,6 @@ GUARANTEES = (
     "finite", "data", "pace", "clock",
 )  # fmt: skip
 """The guarantees that may not hold; docs/monitoring.md says what each means."""
-
 MOST = 50
 """Largest number of troubles held at once. If there are more, the oldest are forgotten."""
 GRACE_S = 5.0
@@ -32,7 +31,6 @@ CLOCKS_S = 60.0
 """Seconds by which the groups' dates of one commit may differ."""
 LONGEST = 600
 """Largest number of characters in a sentence: a reason may quote a long message of another program."""
-
 AWAY = ("workers_died", "workers_started", "agent_ended")
 """Kinds of events after which the processes of the group that reported a trouble are gone."""
 NO_MEMORY = (
@@ -322,6 +320,8 @@ class Troubles:
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Remember what later events need of this one. Return the fields that earlier events add to it."""
+        if event["kind"] in AWAY:
+            self._waited_s.pop(event["group"], None)
         match event["kind"]:
             case "workers_died" if event.get("error"):
                 self._death = event
