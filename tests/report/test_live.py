@@ -95,9 +95,11 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
 
 
 KILLED_AT_THE_LAST_PAGE = """
-import os, sys
+import os, sys, threading
 from pathlib import Path
-from everstep.report import live, page
+from everstep.report import live, notify, page
+both, close = threading.Barrier(2), notify.Outlet.close
+notify.Outlet.close = lambda outlet: (both.wait(30), close(outlet))
 page.report_of = lambda run_dir, **_: os._exit(9)
 live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3})
 """

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def tell(
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
     from everstep.report.metrics import text
-    from everstep.report.notify import Webhook
+    from everstep.report.notify import Outlet, Webhook
     from everstep.report.page import report_of, write_pages
     from everstep.report.troubles import shortage
     from everstep.run.directory import LaunchError
@@ -171,10 +172,10 @@ def tell(
             write(now)
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
-    # The last page comes last, because after a long run it can take longer than CLOSE_S.
-    if hook is not None:
-        hook.close()
-    curves.close()
+    # The last page comes last, because after a long run it can take longer than CLOSE_S. Webhook and curves are closed
+    # at the same time, as each may take notify.CLOSE_S.
+    with ThreadPoolExecutor() as closing:
+        list(closing.map(Outlet.close, filter(None, (hook, curves))))
     write(None)
 
 
