@@ -77,13 +77,8 @@ def submit(
         words = shlex.split(lighthouse_flags)
     except ValueError as error:
         raise LaunchError(f"--lighthouse-flags: {error}.") from None
-    order = Order(
-        config=str(config),
-        flags=titan_flags,
-        groups=groups,
-        ranks=ranks_per_node * nodes_per_group,
-        here=False,
-    )
+    ranks = ranks_per_node * nodes_per_group
+    order = Order(config=str(config), flags=titan_flags, groups=groups, ranks=ranks, here=False)
     run_dir = (run_dir or default_run_dir(config, time.localtime())).resolve()
     found = prepared(order) if dry_run else _settle(order, run_dir, nodes_per_group)
     submission = slurm.Submission(

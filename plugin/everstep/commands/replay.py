@@ -59,6 +59,8 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
     now = _told(run_dir / FOLDER)
     if step not in now:
         raise LaunchError(f"step {step} was not computed; see {run_dir / FOLDER}.log")
+    if slot is not None and slot not in {number for number, _ in now[step].bits}:
+        raise LaunchError(f"step {step} has no slot {slot} whose gradient could be compared.")
     took_s = time.monotonic() - begin
     source = f"checkpoint/step-{start}" if start else "the beginning"
     print(f"replayed   step {step} from {source}, {step - start} steps, {took_s:.0f} s")
