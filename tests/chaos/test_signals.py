@@ -55,13 +55,9 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
     link = Segment.of(replace(apart, segment_dir=str(tmp_path / "links")), run_id(token), 2)
     link.root.mkdir()
     link.path.symlink_to(other)
-    places = [
-        Place(0, "h", "h:1", 77, str(mine.path), 0.0),
-        Place(1, "h", "h:1", 77, str(other), 0.0),
-        Place(1, "h", "h:1", 77, str(mine.path), 0.0),
-        Place(0, "h", "h:1", 77, str(tmp_path / "x" / ".." / mine.path.name), 0.0),
-        Place(2, "h", "h:1", 77, str(link.path), 0.0),
-    ]
+    around = tmp_path / "x" / ".." / mine.path.name
+    named = ((0, mine.path), (1, other), (1, mine.path), (0, around), (2, link.path))
+    places = [Place(group, "h", "h:1", 77, str(path), 0.0) for group, path in named]
     assert [segment.path for segment in own_segments(tmp_path, places)] == [mine.path]
 
 
@@ -117,10 +113,8 @@ def test_what_is_signalled_on_a_cluster_is_told_by_type_only(monkeypatch):
     assert signals.send_on("3", "n1", [(7, 0.0)], signal.SIGKILL) == [7]
     assert words[0][-1] == "[[[7,0.0]],9]"
     assert "--nodelist=n1" in words[0]
-    for wrong in ("x; touch y", "-x"):
-        with pytest.raises(LaunchError, match="is no node"):
-            signals.send_on("3", wrong, [(7, 0.0)], signal.SIGKILL)
-    for wrong in ((1, 0.0), (-1, 0.0), ("7", 0.0), (True, 0.0)):
-        with pytest.raises(LaunchError, match="no processes of a run"):
-            signals.send_on("3", "n1", [wrong], signal.SIGKILL)
+    wrong = [("x; touch y", 7, "is no node"), ("-x", 7, "is no node")]
+    for node, pid, says in [*wrong, *(("n1", pid, "no processes of a run") for pid in (1, -1, "7", True))]:
+        with pytest.raises(LaunchError, match=says):
+            signals.send_on("3", node, [(pid, 0.0)], signal.SIGKILL)
     assert len(words) == 1

@@ -101,8 +101,7 @@ def life(*story):
         if what == "up":
             run.add(t, "workers_started", group, role="agent", incarnation=0, pids=[1])
         elif what in ("died", "well"):
-            codes = {"0": 0, "1": -9 * (what == "died")}
-            run.add(t, "workers_died", group, role="agent", reason="", exitcodes=codes)
+            run.add(t, "workers_died", group, role="agent", reason="", exitcodes={"0": 0, "1": -9 * (what == "died")})
         else:
             run.fault(t, what, group)
     return run
