@@ -76,8 +76,8 @@ def chaos(
 def _plan(
     campaign: Campaign, every_s: float | None, seed: int | None, names: list[str]
 ) -> tuple[Schedule, list[Fault]]:
-    """Return the schedule, and those of its faults that were asked for by name, which the run has to allow. Raises
-    LaunchError for arguments that make no sense."""
+    """Return the schedule, and the faults that the run has to allow: the campaign's, and those given by name. Of "all",
+    those that it does not allow are left out later. Raises LaunchError for arguments that make no sense."""
     if every_s is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
     if every_s is not None and every_s <= 0:

@@ -38,7 +38,7 @@ class Fault:
     name: str
     """The name of its kind, a key of `kinds.FAULTS`."""
     group: int | None = None
-    """The group to hit. None: one of those that take part is drawn."""
+    """The group to hit, unless `count` is above 1. None: one of those that take part is drawn."""
     rank: int | None = None
     """kill-worker, stop-worker: the rank to hit. None: it is drawn."""
     count: Annotated[int, Within(1)] = 1
@@ -71,5 +71,5 @@ class Fault:
         return None
 
     def victim(self, run: View, choose: random.Random) -> int:
-        """The group to hit."""
+        """Return `group`, or draw one of the groups that may be hit."""
         return choose.choice(run.candidates()) if self.group is None else self.group

@@ -150,7 +150,7 @@ class View:
         return sorted(self.taking_part)
 
     def workers(self, group: int) -> list[Proc]:
-        """Return the group's newest workers by rank; [] while it is being restarted."""
+        """Return the group's newest workers by rank, of several nodes those of the first; [] during its restart."""
         return self._workers.get(group, [])
 
     def keepers(self, group: int) -> list[Place]:

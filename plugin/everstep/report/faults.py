@@ -56,7 +56,7 @@ class Faults:
     """Collects injected faults, and deaths of workers that none of them explains.
 
     A fault explains the deaths of processes of the groups it hit, if they ran when it struck; a fault without a target
-    explains the deaths of all groups. Processes that ended with exit code 0 did not die.
+    explains the deaths of all groups. A death in which all exit codes are 0 needs no explanation.
     """
 
     def __init__(self) -> None:

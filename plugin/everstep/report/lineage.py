@@ -58,8 +58,8 @@ class Commit:
 
     def count(self, owners: tuple[int, ...], coverage_ok: bool) -> None:
         """Add the slots that one group's event shows to be missing or repeated. A slot is repeated if this event and
-        the first one name different owners. If the group's coverage check failed and no slot is missing, all slots
-        count as repeated, as the event cannot say which are."""
+        the first one name different owners. All slots count as repeated if the two name different numbers of slots, or
+        if the group's coverage check failed and no slot is missing, as the event cannot say which are."""
         is_whole = min(owners, default=0) >= 0  # skips a loop that took half of a report's time at 64 groups, 512 slots
         missing = set() if is_whole else {slot for slot, owner in enumerate(owners) if owner < 0}
         self.lost |= missing
@@ -92,8 +92,8 @@ class Lineage:
     def add(self, event: dict[str, Any], state: str | None) -> Commit:
         """Return the commit that a group's event reports. A step that is made again is another commit.
 
-        state: History of the state that the group said it held. If the commit names another parent, all its slots count
-        as repeated.
+        state: History of the state that the group said it held, if known. All slots of the commit count as repeated if
+        it names another parent, or if an earlier event gives the same history another step.
         """
         step, history, parent = event["step"], event["history"], event["parent"]
         owners = tuple(event.get("owners") or ())

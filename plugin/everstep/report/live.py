@@ -93,6 +93,7 @@ class Teller:
                 self._process = self._start()
 
     def close(self) -> None:
+        """Let the process write its last page and end. Kills it if that takes longer than CLOSE_S."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -109,9 +110,9 @@ def tell(
 ) -> None:
     """Show a run, as its config asks, until stdin ends.
 
-    Events are read once. Curves begin with the run's newest start, as those of earlier starts are drawn already; on
-    Slurm with its first step, as the run goes on while this process is away. The last page is made from the logs read
-    anew in order of time, as events of other nodes may have been seen late.
+    Events are read once. Curves begin with the run's newest start, as those of earlier starts are drawn already. On
+    Slurm they begin with the run's first step, as the run goes on while this process is away. The last page is made
+    from the logs read anew in order of time, as events of other nodes may have been seen late.
 
     Args:
         fds: "page" and "metrics" -> file descriptor of the listening socket, if it is wanted.
@@ -172,8 +173,7 @@ def tell(
             write(now)
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
-    # The last page comes last, because after a long run it can take longer than CLOSE_S. Webhook and curves are closed
-    # at the same time, as each may take notify.CLOSE_S.
+    # At the same time, as each may take notify.CLOSE_S. The last page can take longer than CLOSE_S after a long run.
     with ThreadPoolExecutor() as closing:
         list(closing.map(Outlet.close, filter(None, (hook, curves))))
     write(None)

@@ -145,10 +145,11 @@ def _share(part: float | None, whole: float) -> float | None:
 
 
 def exchanged(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute what semi-synchronous training sends, from its commits: the `inner_steps` of a round; `payload_bytes`,
-    what one rank gives into sums over the groups per inner step, the median over the rounds; `payload_share`, that over
-    one sum of its gradients, as each step of synchronous training makes; and `kept_bytes`, what all ranks together copy
-    of workers' own states per inner step. All are None for synchronous training."""
+    """Compute what semi-synchronous training sends, from `Account.rounds`. All are None for synchronous training.
+
+    `inner_steps`: steps of a round. The others are per inner step. `payload_bytes`: bytes that one rank puts into sums
+    over the groups (median). `payload_share`: these bytes over those of a rank's gradients, which synchronous training
+    would sum in each step. `kept_bytes`: bytes of workers' own states that all ranks together copy."""
     if not rounds:
         return dict.fromkeys(("inner_steps", "payload_bytes", "payload_share", "kept_bytes"))
     payload = median(one["payload_bytes"] / one["inner_steps"] for one in rounds)

@@ -75,10 +75,10 @@ class Trouble:
     """The group, or what else it concerns; "" for the whole run."""
     sentence: str
     event: Mapping[str, Any]
-    """The event that began it."""
+    """The newest event that reported it."""
 
     def is_ended_by(self, event: Mapping[str, Any]) -> bool:
-        """Whether a later event ends it. A shortage ends as well if its retry is over and has reported no new one."""
+        """Whether a later event ends it. A shortage ends as well if no new one came by GRACE_S after its retry."""
         begin = self.event
         if begin["kind"] == "resource_shortage" and event["t"] > begin["t"] + begin["again_s"] + GRACE_S:
             return True
