@@ -130,7 +130,7 @@ def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, death
 
 def test_a_run_started_again_with_other_groups_is_one_account():
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).start(0, 0, 1)
-    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).add(2.5, "scaled", role="scale", count=3)
+    run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).fault(2.3, "kill-group", 0).add(2.5, "scaled", role="scale", count=3)
     assert figures_of(read(run.events))["groups"] == 3
     run.add(3, "run_ended", role="supervisor", status="stopped", reason="signal")
     run.add(1000, "run_started", role="supervisor", groups=1, steps=4).start(1001, 0, step=3, source="disk")
@@ -140,7 +140,8 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     figures = figures_of(read(run.events))
     assert (figures["sessions"], figures["wall_s"], figures["training_s"]) == (2, 6, 5)
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
-    assert figures["stalls_unmeasured"] == 1, "nothing had been committed in the session that it hit"
+    assert figures["stalls_unmeasured"] == 2, "nothing had been committed in the session that it hit, or was after it"
+    assert (figures["rejoin_s_max"], figures["rejoins_open"]) == (0.5, 1), "not from one session to the next"
     assert figures["groups_mean"] == pytest.approx(1.5)
 
 

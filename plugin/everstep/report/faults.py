@@ -29,7 +29,7 @@ class Fault:
     after: list[Commit] = field(default_factory=list)
     """The first FOLLOWING commits of its session after it."""
     back: dict[int, float] = field(default_factory=dict)
-    """Killed group -> wall time of the first commit in which it took part again, possibly after further kills."""
+    """Killed group -> wall time of the first commit in which it took part again, in the same session."""
 
     @property
     def kills(self) -> bool:
@@ -105,7 +105,9 @@ class Faults:
             if fault.t >= session.begin and len(fault.after) < FOLLOWING:
                 commit.struck = commit.struck or not fault.after
                 fault.after.append(commit)
-            for group in commit.taking_part.intersection(fault.groups) if fault.kills else ():
+            for group in (
+                commit.taking_part.intersection(fault.groups) if fault.kills and fault.t >= session.begin else ()
+            ):
                 if group in session.groups and session.groups[group].ready_t > fault.t:
                     fault.back.setdefault(group, commit.t)
         self._open = [one for one in self._open if len(one.after) < FOLLOWING or len(one.back) < len(one.groups)]
