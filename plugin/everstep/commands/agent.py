@@ -46,7 +46,7 @@ def agent(
     if group is None:
         place = allocation()
     if not place:
-        raise LaunchError("--group is missing. Only in a Slurm array job it can be left out.")
+        raise LaunchError("--group is missing. It can be left out only in a Slurm array job.")
     if ranks < 1 or place["group"] < 0 or not 0 <= place["node_rank"] < place["nodes"]:
         raise LaunchError("--ranks and --nodes must be at least 1, --group at least 0, --node-rank below --nodes.")
     prepared = settled(config, run_dir, flags, ranks * place["nodes"])
