@@ -59,6 +59,7 @@ MISTAKES = {
     "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "chaos folder": "give --every SECONDS",
+    "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
 }
 
 

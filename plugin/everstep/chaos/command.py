@@ -51,6 +51,8 @@ def chaos(
     if list:
         print(listing())
         return 0
+    if faults and every is None:
+        raise LaunchError("--faults needs --every SECONDS, as a campaign file names its own faults.")
     planned = read_campaign(campaign) if campaign else Campaign([])
     schedule, asked = _plan(planned, every, seed, faults.split(",") if faults else DEFAULT_FAULTS)
     for_s = seconds(for_) if for_ else None
