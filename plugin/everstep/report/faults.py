@@ -101,13 +101,11 @@ class Faults:
 
     def committed(self, commit: Commit, session: Session) -> None:
         """Process a new commit of a session."""
-        for fault in self._open:
-            if fault.t >= session.begin and len(fault.after) < FOLLOWING:
+        for fault in [one for one in self._open if one.t >= session.begin]:
+            if len(fault.after) < FOLLOWING:
                 commit.struck = commit.struck or not fault.after
                 fault.after.append(commit)
-            for group in (
-                commit.taking_part.intersection(fault.groups) if fault.kills and fault.t >= session.begin else ()
-            ):
+            for group in commit.taking_part.intersection(fault.groups) if fault.kills else ():
                 if group in session.groups and session.groups[group].ready_t > fault.t:
                     fault.back.setdefault(group, commit.t)
         self._open = [one for one in self._open if len(one.after) < FOLLOWING or len(one.back) < len(one.groups)]

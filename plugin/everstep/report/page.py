@@ -21,7 +21,6 @@ RELOAD_MS = 2500
 """Milliseconds between two reloads of a live run's page. It is not reloaded while the pointer is on a curve."""
 MOST_POINTS = 1500
 """Largest number of points in a curve, few enough for a browser."""
-
 Points = list[tuple[int, float | None]]
 """(step, value) pairs; the value is None if it is not finite."""
 
