@@ -68,7 +68,7 @@ CAUSES = {
                       "Group 1 failed 3 times. It restarts in 4 s. See logs/group-1/rank-0.log.", COMMIT),
     "no date": ("group", [("group_failing", {"count": 3, "reason": "x", "again_s": None})], "restarts in ? s", COMMIT),
     "given up": ("group", [("agent_ended", {"status": "failed", "reason": "group 1 is given up"})],
-                 "Group 1 is given up. The remaining groups go on without it. See logs/group-1/.", COMMIT),
+                 "Group 1 is given up. Other groups, if any are left, go on without it. See logs/group-1/.", COMMIT),
     "hung in a sum": ("group", [("workers_stalled", {"stalled_rank": 1, "phase": "reduce", "idle_s": 9.0})],
                       "Group 1 hung: rank 1 made no progress in reduce for 9 s. The group is killed and", COMMIT),
     "a device's memory": ("machine", [died("rank 0 exited with status 1", OOM)],

@@ -152,7 +152,7 @@ ROWS: dict[str, Row] = {
     ),
     "agent_ended": Row(
         "group",
-        "{Cause}. The remaining groups go on without it. See logs/group-{group}/.",
+        "{Cause}. Other groups, if any are left, go on without it. See logs/group-{group}/.",
         ends=("commit",),
         who="{group}",
         when=lambda event: event.get("status") == "failed",
