@@ -16,7 +16,6 @@ from torchtitan.tools.utils import device_type
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
 from everstep.config.checks import check_config
-from everstep.config.errors import ConfigError
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
 from everstep.run.beats import STARTUP
@@ -71,20 +70,20 @@ class EverstepTrainer(titan.Trainer):
 
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
-        try:
+        ft = config.fault_tolerance
+        try:  # checked here too: it may have been checked on another machine, or not at all
             check_config(config)
-        except ConfigError as error:  # checked here too: it may have been checked on another machine, or not at all
-            raise TrainerEnds(USAGE_EXIT, str(error)) from None
-        bind_data(config)
+            bind_data(config)
+            if ft.enable and ft.exact:
+                exactness.prepare(config)
+            choose_attention(config)
+        except ValueError as error:
+            raise TrainerEnds(USAGE_EXIT, str(error)) from error
         on_cpu = not cpu.has_accelerator()
         if on_cpu and device_type != "cpu":
             raise TrainerEnds(USAGE_EXIT, "PyTorch sees no accelerator; -m everstep.train trains on the CPU")
         if on_cpu:
             cpu.keep_freed_memory()
-        ft = config.fault_tolerance
-        if ft.enable and ft.exact:
-            exactness.prepare(config)
-        choose_attention(config)
         if ft.enable:
             self.place = open_place(config)
         super().__init__(config)
