@@ -21,7 +21,6 @@ def never():
 
 
 def beat_elsewhere(path, phase, step=0):
-    """Write a beat as a process on another host does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beats, "this_boot", lambda: b"another machine.")
         file = BeatFile(path)

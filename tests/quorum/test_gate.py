@@ -69,7 +69,6 @@ def a_request(group, number=1, state=FRESH):
 
 
 def quorum(group, number=1):
-    """Return a request for a quorum as it is sent."""
     return {"replica": name_of(group, LIFE), "said": encode(a_request(group, number)), "timeout_s": 8.0}
 
 

@@ -26,7 +26,6 @@ class HealError(Exception): ...
 
 
 def fetch(like, *addresses, step=3, timeout=SOON):
-    """Fetch the state after `step` and return it. Raises HealError."""
     found = Fetch(addresses, Wanted(step, 0, ""), like.tensors, TOKEN, timeout)
     while found.state is None and not found.error:
         time.sleep(0.001)

@@ -42,7 +42,6 @@ def crosses():
 
 
 def place(board, key, members, rank=0):
-    """Return the place of member number `rank`."""
     return Place(key, f"{HOST}:{board.port}", 0, rank, tuple(member.address for member in members))
 
 
@@ -104,6 +103,13 @@ def test_a_column_that_gives_up_ends_the_sums_of_all_and_frees_what_they_ran_on(
     until(lambda: all(one.ended for one in pending), "the sums that can never complete to end")
     assert time.monotonic() - begin < LONG.total_seconds()
     assert_they_add(board, "again", *columns)
+
+
+def test_a_flipped_bit_in_a_notes_length_damages_that_note_only(board, crosses, monkeypatch):
+    column, flips = crosses(), torch.tensor([1 << 46, *[0] * 63])
+    column.connect(place(board, "flip", [column]))
+    monkeypatch.setattr(column, "total", lambda values, timeout: values ^ flips)
+    assert column.gather(b"note") == [b""]
 
 
 class Works:

@@ -18,8 +18,7 @@ def row(group, step=4, computes=True, checksum=None, held=frozenset(), proven=Fa
 
 def tally(coverage, refused=0):
     zeros, ones = torch.zeros(len(coverage), dtype=torch.float64), torch.ones(len(coverage), dtype=torch.float64)
-    sums = SlotSums(zeros.clone(), zeros, ones, frozenset())
-    return ledger.Tally(tuple(coverage), sums, 0, 0, refused)
+    return ledger.Tally(tuple(coverage), SlotSums(zeros.clone(), zeros, ones, frozenset()), 0, 0, refused)
 
 
 @st.composite
@@ -248,5 +247,4 @@ def test_a_tally_brings_the_bits_of_owner_and_auditor_together():
     assert total.sums.extra.tolist() == [2.0] * 8
     assert ledger.differing_bits(total, plan) == {1}
     assert ledger.differing_bits(total, replace(plan, accepted=frozenset({1}))) == frozenset()
-    alone = ledger.Tally.decode(parts[0].encode(), 8, len(audited))
-    assert ledger.differing_bits(alone, plan) == frozenset()
+    assert ledger.differing_bits(ledger.Tally.decode(parts[0].encode(), 8, len(audited)), plan) == frozenset()

@@ -48,8 +48,7 @@ def test_a_rank_killed_in_any_phase_stops_no_surviving_group(run, phase):
     stay = [first, third]
     if phase == "heal":  # only a joiner enters this phase
         stay, victim = [first, victim, third], run.ranks(3, 2, **SHORT)
-    number = 3 if len(stay) == 3 else 1
-    run.order(number, 0, phase, "kill")
+    run.order(3 if len(stay) == 3 else 1, 0, phase, "kill")
     time.sleep(0.05)  # as its agent does
     victim[1].kill()
     assert_goes_on(stay)

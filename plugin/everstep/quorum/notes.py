@@ -9,24 +9,25 @@ import logging
 from collections.abc import Callable
 
 CODE_BYTES = 16
-LENGTH, SHORT = 8, 512
-"""Bytes of the length in front of a string, and of the first collective, the length included. If a string is longer, a
-second collective follows."""
+LENGTH, SHORT = 16, 512
+"""Bytes of the length in front of a string, which is there twice, and of the first collective, the length included. If
+a string is longer, a second collective follows."""
 
 logger = logging.getLogger(__name__)
 
 
 def gather(mine: bytes, exchange: Callable[[bytes, int], list[bytes]]) -> list[bytes]:
-    """Return what each member gave as `mine`, of any length.
+    """Return what each member gave as `mine`, of any length; something else if it was damaged on the way.
 
     Args:
         exchange: a collective that returns each member's bytes, padded to at least the given size.
     """
-    mine = len(mine).to_bytes(LENGTH, "little") + mine
+    mine = 2 * len(mine).to_bytes(8, "little") + mine
     said = exchange(mine[:SHORT], SHORT)
-    sizes = [LENGTH + int.from_bytes(each[:LENGTH], "little") for each in said]
-    if max(sizes) > SHORT:
-        said = exchange(mine, max(sizes))
+    # A damaged length must not decide how much memory is allocated.
+    sizes = [LENGTH + int.from_bytes(each[:8], "little") if each[:8] == each[8:16] else SHORT for each in said]
+    if (longest := max(sizes)) > SHORT:
+        said = exchange(mine[:longest], longest)
     return [each[LENGTH:size] for each, size in zip(said, sizes, strict=True)]
 
 
@@ -46,9 +47,6 @@ def open_note(token: bytes, place: bytes, sealed: bytes) -> bytes:
     code, note = sealed[:CODE_BYTES], sealed[CODE_BYTES:]
     if not sealed or hmac.compare_digest(_code(token, place, note), code):
         return note
-    logger.warning(
-        "a note of %d bytes was not written by the group that it came from: look for strangers on the network that "
-        "carries the sums",
-        len(sealed),
-    )
+    text = "a note of %d bytes was damaged or written by a stranger: look at the network that carries the sums"
+    logger.warning(text, len(sealed))
     return b""

@@ -187,7 +187,7 @@ class RankColumn:
         return total
 
     def gather(self, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
-        """Return every member's note, by place; empty if a stranger wrote it. Raises SumsBroken."""
+        """Return every member's note, by place; empty if it was damaged or a stranger wrote it. Raises SumsBroken."""
         self._gathered += 1
         members, place = self.size, self._place + self._gathered.to_bytes(8, "little")
         places = [place + rank.to_bytes(8, "little") for rank in range(members)]
@@ -219,8 +219,7 @@ class RankColumn:
         """Create the column's lines, which are not connected yet."""
 
         def line(backend: str, streams: Streams) -> Line:
-            made = self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout)
-            return Line(made, streams)
+            return Line(self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout), streams)
 
         if self._backend == "gloo":
             return [line("gloo", self._streams)]

@@ -134,8 +134,7 @@ class Holding:
         """Compute the slots that this group audits and has no bits of, or is asked for again. Return whether there was
         data for all of them."""
         for slot, auditor in attempt.plan.auditors.items():
-            again = slot in attempt.plan.doubted
-            if auditor == self._group and (again or slot not in self.held.bits):
+            if auditor == self._group and (slot in attempt.plan.doubted or slot not in self.held.bits):
                 self._files.beat("compute", attempt.step)
                 self._reducer.begin_audit()
                 try:
@@ -232,8 +231,9 @@ class Holding:
         mine = Judged(error == "", finite, own_finite, computed == held.slots, sorted(found))
         ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
         refused = {slot for rank in ranks for slot in rank.found}
-        if not all(rank.whole for rank in ranks):
-            raise GroupBroken(f"the trainer holds slots {sorted(computed)}, the ledger {sorted(held.slots)}")
+        if other := [number for number, rank in enumerate(ranks) if not rank.whole]:
+            here = f"it says {sorted(held.slots)}, and this rank's trainer holds {sorted(computed)}"
+            raise GroupBroken(f"the trainers of ranks {other} hold other slots than the ledger says: {here}")
         if not all(rank.own_finite for rank in ranks):
             self._refuse(attempt, held.slots, NOT_FINITE)
         elif refused:
