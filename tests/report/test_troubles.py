@@ -135,7 +135,7 @@ CAUSES = {
         "The run failed: given up; last: KeyError: 'c4'. See logs/group-1/rank-3.log.", None),
     "words that forge a line": (
         "group", [("agent_ended", {"status": "failed", "reason": "lost\r\x1b[1mrun done\nfine"})],
-                                "Lost\\r\\x1b[1mrun done\\nfine. The remaining groups", COMMIT),
+                                "Lost\\r\\x1b[1mrun done\\nfine. Other groups", COMMIT),
     "words that are markup": ("snapshots", [("snapshot_failed", {"reason": "<script>alert(1)</script>"})],
                               "not taken: <script>alert(1)</script>.", CODED),
     "words that are a format": ("snapshots", [("snapshot_failed", {"reason": "{group} {0} {nothing!r:>9}"})],
