@@ -1,5 +1,4 @@
-"""torchtitan's own recipes survive a kill in mid-step with torchtitan's own losses, or are refused, as docs/recipes.md
-says."""
+"""torchtitan's own recipes keep its losses under a kill in mid-step, or are refused, as docs/recipes.md says."""
 
 import re
 from pathlib import Path
@@ -35,7 +34,8 @@ def test_a_recipe_does_what_the_docs_say(tmp_path, monkeypatch, name):
     (tmp_path / name).mkdir()
     (suite,) = (suite for suite, other in catalog.names() if other == name)
     found = campaign.compare(catalog.load(suite, name), tmp_path / name)
-    print(found)
+    if not TOLD[name].startswith("refused") and re.search("No module named|is not installed", found["why"]):
+        pytest.skip(found["why"])
     if TOLD[name].startswith("passes"):
         assert (found["result"], found["why"]) == ("passes", "")
     else:
