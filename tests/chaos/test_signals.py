@@ -62,8 +62,7 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("groups", "there", "hit", "candidates"),
-    [(3, (0, 2), [], [0, 2]), (3, (0, 2), [0], []), (1, (0,), [], [0])],
+    ("groups", "there", "hit", "candidates"), [(3, (0, 2), [], [0, 2]), (3, (0, 2), [0], []), (1, (0,), [], [0])]
 )
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
     view = View(tmp_path)

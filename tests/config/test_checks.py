@@ -52,18 +52,12 @@ WRONG = {
         '[training]\n"\\u001b[2Jsteps" = 1\n',
         "run.toml:5: [training] has no key '?[2Jsteps'; the nearest is 'steps' (an integer)",
     ),
-    "not TOML": (
-        "[training]\nsteps = \n",
-        "run.toml:5: not valid TOML: Invalid value (column 9)",
-    ),
+    "not TOML": ("[training]\nsteps = \n", "run.toml:5: not valid TOML: Invalid value (column 9)"),
 }
 
 
 BASES = {
-    "nothing": (
-        "",
-        'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"',
-    ),
+    "nothing": ("", 'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"'),
     "a section's key above all sections": (
         'lr = 3e-4\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
         "run.toml:1: there is no key 'lr' above the first section; [optimizer] has it",
@@ -108,10 +102,7 @@ REFUSED = {
         OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
         "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'",
     ),
-    "one beta": (
-        OPTIMIZER + "{betas = 0.9}\n",
-        "run.toml:12: [optimizer] betas must be two numbers, got 0.9",
-    ),
+    "one beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers, got 0.9"),
     "a port that nothing can listen on": (
         GOOD + 'lighthouse = "http://h:0"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"',

@@ -92,10 +92,7 @@ def prepare(order):
     run_dir, flags = order["run_dir"], ["--fault_tolerance.groups", str(order["groups"]), *order["flags"]]
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
     ft = FaultTolerance(
-        enable=True,
-        stall_timeout_s=5.0,
-        startup_timeout_s=60.0,
-        on_poison="skip" if "--tiny.skip" in flags else "stop",
+        enable=True, stall_timeout_s=5.0, startup_timeout_s=60.0, on_poison="skip" if "--tiny.skip" in flags else "stop"
     )
     steps = int(flag(flags, "--training.steps", "1000000"))
     found = Prepared(order["groups"], order["ranks"], seed=0, steps=steps, identity="tiny", fault_tolerance=ft)

@@ -85,11 +85,7 @@ def _host(number: int) -> tuple[int, int]:
             _call("unshare", CLONE_NEWNET)
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH14x", b"eth0", IFF_TUN | IFF_NO_PI))
-            for words in (
-                "link set lo up",
-                f"addr add {address(number)}/24 dev eth0",
-                f"link set eth0 mtu {MTU} up",
-            ):
+            for words in ("link set lo up", f"addr add {address(number)}/24 dev eth0", f"link set eth0 mtu {MTU} up"):
                 subprocess.run(["ip", *words.split()], check=True, capture_output=True)
             found.append((os.open("/proc/thread-self/ns/net", os.O_RDONLY), device))
         except (OSError, subprocess.SubprocessError) as error:
