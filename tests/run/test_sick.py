@@ -57,7 +57,7 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
     assert wrong.events("commit", step=FIRST)[0]["owners"][SLOT] == 1
     (unfit,) = wrong.events("unfit")
     assert (unfit["group"], unfit["step"], unfit["slot"]) == (0, FIRST, SLOT)
-    assert "group 1 computed it" in unfit["reason"]
+    assert "group 1 could compute it" in unfit["reason"]
     assert [set(event["exitcodes"].values()) for event in wrong.events("workers_died")] == [{UNFIT_EXIT}]
     assert not wrong.events("slot_accepted")
     (last,) = wrong.events("commit", step=STEPS)
