@@ -522,7 +522,7 @@ CAUSES = {
         "arithmetic", "rank 0 .*refused|group 1 computed", orders("multiply-wrongly", "group-0.always"), CHECKED,
         waits=ASKED_TWICE),
     "NaN in one slot, wherever it is computed": Cause(
-        "finite", "Slot 3 of step", orders("no-gradient", SLOT), waits=ASKED_TWICE),
+        "finite", "Slot 3 of step", orders("no-gradient", SLOT), waits=ASKED_TWICE, silent=FIGURES),
     "NaN in all parameters": diverges(orders("nan", *EVERYBODY), "the loss is nan"),
     "Inf in all parameters": diverges(orders("inf", *EVERYBODY)),
     "parameters that became huge": diverges(orders("huge", *EVERYBODY)),

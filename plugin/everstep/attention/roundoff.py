@@ -2,8 +2,8 @@
 
 Let y = a @ b be a product of inner length K, accumulated in a dtype of unit roundoff u. Its element (i, j) is off by at
 most `growth(K) · Σ_k |a_ik| |b_kj|`. The classical growth is K·u. But the rounding errors of the steps do not all have
-one sign, and λ√K·u with λ = 8 is exceeded with probability below 1e-13 (Higham and Mary, SIAM J. Sci. Comput. 41(5),
-2019). `growth` is the smaller of the two, plus 64 u for the sums themselves.
+one sign, and λ√K·u with λ = 8 is exceeded with probability below 3e-14·K (Higham and Mary, SIAM J. Sci. Comput.
+41(5), 2019). `growth` is the smaller of the two, plus 64 u for the sums themselves.
 
 Partial sums can reach Σ|a||b|, but usually do not. If the signs of their terms vary, they reach the root of the sum of
 squares of the terms. If the signs do not vary, they reach the result, and if terms repeat, the errors of a whole tile
@@ -36,7 +36,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def growth(inner: int, dtype: torch.dtype) -> float:
-    """Return the error, as a share of Σ|a||b|, of a product of inner length `inner` in `accumulator(dtype)`."""
+    """Return a likely bound on error / Σ|a||b| of a product of inner length `inner` in `accumulator(dtype)`."""
     return unit_roundoff(accumulator(dtype)) * (64 + min(inner, 8 * math.sqrt(inner)))
 
 
@@ -119,6 +119,6 @@ def vanishing(dtype: torch.dtype) -> float:
 
 
 def norms(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return Euclidean norms along `dim`, -1 or -2, in the accumulator dtype. They are not below the true norms."""
+    """Return Euclidean norms along `dim`, -1 or -2, in the accumulator dtype. Underflow cannot lower them."""
     acc = accumulator(x.dtype)
     return torch.linalg.vector_norm(x, dim=dim, dtype=acc) + underflow(x.shape[dim], x.dtype)

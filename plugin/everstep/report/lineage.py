@@ -44,7 +44,7 @@ class Commit:
     repeated: set[int] = field(default_factory=set)
     """Slots that entered the step, or the parameters of one group, more than once."""
     dates: dict[int, float] = field(default_factory=dict)
-    """Group -> time of its event by its own clock. Emptied once all groups of the commit have reported."""
+    """Group -> time of its event by its own clock. Emptied once all groups, two or more, have reported."""
 
     @property
     def taking_part(self) -> set[int]:
@@ -90,7 +90,7 @@ class Lineage:
         """Valid tokens in all commits."""
 
     def add(self, event: dict[str, Any], state: str | None) -> Commit:
-        """Return the commit that a group's event reports. A step that is made again is another commit.
+        """Record a group's event; return its commit. A step that is made again is another commit.
 
         state: History of the state that the group said it held, if known. All slots of the commit count as repeated if
         it names another parent, or if an earlier event gives the same history another step.

@@ -66,12 +66,12 @@ class Measures(BaseLogger):
         return {name: float(value) for name, value in self._logged.items()}
 
     def validation_loss(self) -> float | None:
-        """Return the loss of the last validation; None on a rank that does not know it."""
+        """Return the loss of a validation just made; None on a rank without it."""
         return self._logged[VALIDATION_LOSS] if self._knows_loss else None
 
 
 class TrainerWork(ABC):
-    """What `Steps` and `Rounds` have in common; see `everstep.step.interfaces.Work`.
+    """Common to `Steps` and `Rounds`. Undocumented methods: see `everstep.step.interfaces.Work`.
 
     Args:
         trainer: an `EverstepTrainer` that has set all its attributes but `work`.
@@ -100,10 +100,10 @@ class TrainerWork(ABC):
 
     @abstractmethod
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
-        """Change the parameters. Return the norm of the summed gradients or changes, and more fields for the event."""
+        """Change the parameters. Return the norm, before clipping, of the mean gradient or change, and event fields."""
 
     def words(self, commit: Commit) -> dict[int, int]:
-        """Return group id -> its encoded `Word` about snapshots. Empty here: semi-synchronous runs take none."""
+        """Return group id -> what it says of its last snapshot (`Word.encode`). Empty here: rounds take none."""
         return {}
 
     def bits(self, slot: int) -> int:
@@ -119,7 +119,7 @@ class TrainerWork(ABC):
         self._leave_out(step, slots)
 
     def _leave_out(self, step: int, slots: Collection[int]) -> None:
-        """Train without slots that no group can compute. Here: raise TrainerEnds, as they cannot be left out."""
+        """Handle slots that no group can compute. Here: raise TrainerEnds. `Steps` can train without them."""
         self._events.emit("diverged", step, reason="a gradient is not finite")
         why = f"the gradients of slots {list(slots)} of step {step} are not finite on any group: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -249,7 +249,7 @@ class TrainerWork(ABC):
         raise TrainerEnds(UNFIT_EXIT, reason)
 
     def save_last(self) -> None:
-        """Write the last checkpoint: of the run, or of this start of it if steps are left."""
+        """Called on one group: write the last checkpoint of the run, or of this start."""
         self._disk.save_last(self._trainer.step, self.committed, goes_on=self.goes_on())
 
     def close(self, *, leaves: bool) -> None:
@@ -299,13 +299,13 @@ class TrainerWork(ABC):
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
         trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        if leaves_data and trainer.data_told != trainer.data:  # if equal, an earlier start of this run has set it
+        if leaves_data and trainer.data_told != trainer.data:  # if equal, the checkpoint already has it
             self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
     def _require_as_committed(self, what: str, status: int, remedy: str) -> None:
         """Raise TrainerEnds if the restored parameters do not have the checksum that was recorded at their commit.
-        Without exact sums, a recorded checksum or the same layout over ranks there is nothing to compare."""
+        Compares nothing if sums are not exact, no checksum is recorded, or the layout differs."""
         trainer = self._trainer
         told, _, layout = trainer.parameters_told.partition(" ")
         now, _, mine = self.parameters().partition(" ") if told and self._ft.exact else ("", "", "")
