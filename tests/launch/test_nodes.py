@@ -95,7 +95,7 @@ def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path)
         for group, node in enumerate(("n3", ""))
     )
     for group, (one, signum) in enumerate(((away, signal.SIGSTOP), (waits, signal.SIGKILL))):
-        until(lambda one=one, group=group: len(one.events("training_started", group=group)) == 2, "both to train")
+        until(lambda one=one, group=group: len(one.events("commit", group=group)) > 9, "both to make steps")
         for pid in one.events("workers_started", group=group)[0]["pids"][: 2 - group]:
             os.kill(pid, signum)
     assert away.process.wait(DEADLINE_S) == NODE_BAD_EXIT
