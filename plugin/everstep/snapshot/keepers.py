@@ -45,10 +45,9 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     run_dir = run_dir.resolve()
     log_file = run_dir / "logs" / f"keeper-{group}.log"
     place, process = find_keeper(run_dir, group, settings), None
-    deadline = time.monotonic() + START_TIMEOUT_S
+    segment, deadline = Segment.of(settings, run_id(read_token(run_dir)), group), time.monotonic() + START_TIMEOUT_S
     while place is None and time.monotonic() < deadline:
         # Again each time: a keeper that is ending may have removed the segment, and the claim in it.
-        segment = Segment.of(settings, run_id(read_token(run_dir)), group)
         segment.create()
         if not any(watched == group for watched, _ in segment.columns()):
             segment.claim(rank)
@@ -56,7 +55,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
             process = _launch_keeper(run_dir, group, host, settings, log_file)
         elif process.poll() is not None:
             break
-        time.sleep(0.1)
+        time.sleep(0.02)
         place = find_keeper(run_dir, group, settings)
     if place is None:
         last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
