@@ -83,10 +83,11 @@ def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
     trainer.place.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
     told = EverstepTrainer.data.fget(trainer)
     trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
-    work._trainer.configure_mock(step=100, data=EverstepTrainer.data.fget(trainer), data_told=told, parameters_told="")
-    work._trainer.config = trainer.config
-    assert Steps._from_disk(work) == "disk"
-    assert work._source.began_after == 100
+    work._trainer.configure_mock(data=EverstepTrainer.data.fget(trainer), parameters_told="", config=trainer.config)
+    for step, before in ((90, "of other data"), (100, told)):
+        work._trainer.configure_mock(step=step, data_told=before)
+        assert Steps._from_disk(work) == "disk"
+        assert work._source.began_after == step
     work._trainer.configure_mock(step=130, data_told=work._trainer.data)
     Steps._from_disk(work)
     assert work._source.began_after == 100, "a later start goes on with the rows that come then"
