@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from everstep.quorum.errors import GroupBroken
 from everstep.quorum.request import Request
 from everstep.step.attempt import Group as OwnGroup
-from everstep.step.attempt import Host, Rules, Turn
+from everstep.step.attempt import Host, Outcome, Rules
 from everstep.step.driver import Driver
 from everstep.step.ledger import Dealing
 from everstep.step.protocol import StepProtocol
@@ -105,7 +105,7 @@ class Life:
         """Time from which on its beats said that it has a state."""
         self.heals_in_vain = (0, 0)
         """Heals in a row after which it computed nothing, and the number of faults before the last of them."""
-        self.endings: list[Turn] = []
+        self.endings: list[Outcome] = []
         self.decisions = Collectives(world, self, "decision")
         self.work = Collectives(world, self, "call of the trainer")
         self.chosen: list[State] | None = None
@@ -164,14 +164,14 @@ class Life:
         if self.group.life is self:
             self.group.start()
 
-    def rank_finished(self, end: Turn) -> None:
+    def rank_finished(self, end: Outcome) -> None:
         self.endings.append(end)
         if len(self.endings) == self.size:
             self.ended = True
             self.world.note(self.name, "is done", None, {"end": end.name})
             if len(set(self.endings)) > 1:
                 self.world.judge.violate("ranks end differently", f"{self.name}: {self.endings}")
-            if end is Turn.LEFT and min(rank.leave_at for rank in self.ranks) > self.world.scheduler.now:
+            if end is Outcome.LEFT and min(rank.leave_at for rank in self.ranks) > self.world.scheduler.now:
                 self.world.judge.violate("leaves unasked", self.name)
             self.world.scheduler.call_in(0.5, self.world.life_ended)
 
@@ -241,7 +241,7 @@ class Rank:
             world.judge.violate("crash", text)
             world.scheduler.call_in(0.0, self.process.kill)
             return
-        if end is not Turn.FENCED:  # a fenced start's files belong to the newer start
+        if end is not Outcome.FENCED:  # a fenced start's files belong to the newer start
             files.beat(DONE, self.work.state.step)
         if self.voice is not None:
             self.voice.leave()

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from everstep.quorum.errors import GroupBroken
 from everstep.quorum.request import Request, name_of, read_quorum
-from everstep.step.attempt import Turn
+from everstep.step.attempt import Outcome
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
@@ -26,7 +26,7 @@ from simulation.nodes import LighthouseNode
 from simulation.scheduler import Process, Scheduler, Signal
 from simulation.trainer import SimWork
 
-COMPLETE = {Turn.OVER, Turn.TOO_LATE}
+COMPLETE = {Outcome.OVER, Outcome.TOO_LATE}
 LOOK_S = 5.0
 HEARTBEAT_S, LONG_S = 2.0, 30.0
 """Seconds of the usual heartbeat timeout, and of one that must lengthen no pause: then all faults are CLOSING ones."""

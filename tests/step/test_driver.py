@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.quorum.errors import GroupBroken
-from everstep.step.attempt import Host, Turn
+from everstep.step.attempt import Host, Outcome
 from everstep.step.decisions import Decisions
 from everstep.step.driver import LONGEST_PAUSE_S, Driver
 
@@ -24,9 +24,9 @@ def test_a_rank_at_another_decision_ends_the_group():
 
 
 def test_attempts_that_fail_at_once_are_not_repeated_in_a_busy_loop():
-    slept, turns = [], [Turn.RETRY] * 30 + [Turn.CAUGHT_UP] + [Turn.RETRY] * 4 + [Turn.LEFT]
+    slept, outcomes = [], [Outcome.RETRY] * 30 + [Outcome.CAUGHT_UP] + [Outcome.RETRY] * 4 + [Outcome.LEFT]
     clock = SimpleNamespace(now=lambda: sum(slept), sleep=slept.append)
-    protocol = SimpleNamespace(attempt=lambda: turns.pop(0), leaving=False, decisions=None)
+    protocol = SimpleNamespace(attempt=lambda: outcomes.pop(0), leaving=False, decisions=None)
     Driver(protocol, SimpleNamespace(goes_on=lambda: True), Host(clock, None, None), timedelta(seconds=1)).run()
     assert slept[:30] == sorted(slept[:30])
     assert slept[29] == LONGEST_PAUSE_S

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from everstep.step.attempt import Turn
+from everstep.step.attempt import Outcome
 from everstep.titan.disk import DiskCheckpoints, write_aside
 from everstep.titan.names import CheckpointManager
 from everstep.titan.trainer import EverstepTrainer
@@ -80,6 +80,6 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
 def test_snapshots_outlive_a_stopped_run_that_wrote_no_checkpoint():
     trainer = MagicMock()
     trainer.config.checkpoint.load_only = True
-    trainer.disk, trainer.participation.run.return_value = DiskCheckpoints(trainer), Turn.OVER
+    trainer.disk, trainer.participation.run.return_value = DiskCheckpoints(trainer), Outcome.OVER
     EverstepTrainer.train(trainer)
     trainer.place.snapshots.close.assert_called_once_with(over=False, leaves=False)

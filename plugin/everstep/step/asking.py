@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.request import Quorum, Request, State, decode, differing_settings, encode, read_quorum
-from everstep.step.attempt import Group, Host, Rules, Turn
+from everstep.step.attempt import Group, Host, Outcome, Rules
 from everstep.step.decisions import Decisions
 
 
@@ -31,7 +31,7 @@ class Asker:
         self._left_out: tuple[int, ...] = ()
         self._asked = 0
 
-    def ask(self, state: State, follows: State, *, finishing: bool, connected: str) -> Quorum | Turn | None:
+    def ask(self, state: State, follows: State, *, finishing: bool, connected: str) -> Quorum | Outcome | None:
         """Return the next quorum, the same on all ranks of the group; None if there is none now; FENCED or TOO_LATE if
         this start of the group must not go on. Takes decisions of the group.
 
@@ -64,7 +64,7 @@ class Asker:
             waited_s = round(self._host.clock.now() - begun, 3)
             events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
         if answer.over:
-            return Turn[answer.over]
+            return Outcome[answer.over]
         if answer.reason:
             return None
         self._met = tuple(map(decode, answer.members))
@@ -88,8 +88,8 @@ class Asker:
         return Answer(self.over(request.state.step), reason, quorum_id, members)
 
     def over(self, step: int) -> str:
-        """Return the name of the turn that ends this start of the group, which has the state after `step`; empty if it
-        goes on. Only rank 0 decides; the other ranks return an empty name.
+        """Return the name of the outcome that ends this start of the group, which has the state after `step`; empty if
+        it goes on. Only rank 0 decides; the other ranks return an empty name.
 
         TOO_LATE: the other groups ended the run with a later state while this group was busy. If they ended only
         because they were asked to leave, that holds only for a group that was asked to leave as well.
@@ -98,11 +98,11 @@ class Asker:
         if self._decisions.rank:
             return ""
         if files.fenced():
-            return Turn.FENCED.name
+            return Outcome.FENCED.name
         finished = files.finished_step()
         if finished == self._finished_before or step >= finished:
             return ""
-        return Turn.TOO_LATE.name if files.asked_to_leave() or files.ended_for_all() else ""
+        return Outcome.TOO_LATE.name if files.asked_to_leave() or files.ended_for_all() else ""
 
     def _tell_left_out(self, quorum: Quorum) -> None:
         """Emit an event if other groups are left out than before, on rank 0 of the first group that is not."""

@@ -75,7 +75,7 @@ class Rules:
         return (*(f"{name} = {value}" for name, value in named.items()), *self.more)
 
 
-class Turn(enum.Enum):
+class Outcome(enum.Enum):
     """Outcome of an attempt without a commit to apply, or of a run; the same on all ranks of the group."""
 
     RETRY = "the step is tried again"

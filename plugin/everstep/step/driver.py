@@ -8,7 +8,7 @@ decision of the whole group.
 from datetime import timedelta
 
 from everstep.quorum.request import NO_STATE, Quorum
-from everstep.step.attempt import Host, Turn
+from everstep.step.attempt import Host, Outcome
 from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
 
@@ -27,51 +27,51 @@ class Driver:
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self._decisions = protocol.decisions
 
-    def run(self) -> Turn:
+    def run(self) -> Outcome:
         """Make steps until the run is over or this group leaves; return OVER, TOO_LATE, LEFT or FENCED.
 
         Raises:
             GroupBroken, GaveUp: this group has to restart.
             TimeoutError: the other groups neither finished the last step nor left.
         """
-        turn: Commit | Turn | Quorum | None = None
+        outcome: Commit | Outcome | Quorum | None = None
         pause_s = SHORTEST_PAUSE_S
         while self._work.goes_on():
-            turn = self._protocol.attempt()
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if turn is Turn.RETRY else SHORTEST_PAUSE_S
-            match turn:
+            outcome = self._protocol.attempt()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if outcome is Outcome.RETRY else SHORTEST_PAUSE_S
+            match outcome:
                 case Commit():
-                    self._protocol.apply(turn)
-                    if turn.all_leave:
+                    self._protocol.apply(outcome)
+                    if outcome.all_leave:
                         break
                     if self._protocol.leaving:
-                        return Turn.LEFT
-                case Turn.FOLLOWED:
+                        return Outcome.LEFT
+                case Outcome.FOLLOWED:
                     if self._protocol.leaving:
-                        return Turn.LEFT
+                        return Outcome.LEFT
                 case Quorum():
-                    if end := self._find_state(turn):
+                    if end := self._find_state(outcome):
                         return end
-                case Turn.LEFT | Turn.FENCED | Turn.TOO_LATE:
-                    return turn
-                case Turn.OUT_OF_DATA | Turn.OVER:
+                case Outcome.LEFT | Outcome.FENCED | Outcome.TOO_LATE:
+                    return outcome
+                case Outcome.OUT_OF_DATA | Outcome.OVER:
                     break
-                case Turn.RETRY:
+                case Outcome.RETRY:
                     self._clock.sleep(pause_s)
         unsaved = self._decisions.all_true("unsaved", self._protocol.state.step > self._files.finished_step())
-        met = turn is Turn.OVER
-        return self._finish(met) if unsaved or met else Turn.OVER
+        met = outcome is Outcome.OVER
+        return self._finish(met) if unsaved or met else Outcome.OVER
 
-    def _find_state(self, quorum: Quorum) -> Turn | None:
+    def _find_state(self, quorum: Quorum) -> Outcome | None:
         """Restore a state, as no group of the quorum has one. If a group outside of it may have one, wait instead: it
-        hangs or is busy, its watchdog decides about it, and restoring now would undo its steps. Return a turn if this
-        group's run ends here."""
+        hangs or is busy, its watchdog decides about it, and restoring now would undo its steps. Return an outcome if
+        this group's run ends here."""
         others = sorted(self._files.groups_with_state())
         said = self._decisions.gather("blank", [self._files.is_over(), not others])
         if all(over for over, _ in said):
-            return Turn.OVER
+            return Outcome.OVER
         if self._protocol.leaving:
-            return Turn.LEFT
+            return Outcome.LEFT
         if all(alone for _, alone in said):
             self._files.beat("restore", NO_STATE)
             self._protocol.restored(*self._work.restore(quorum))
@@ -80,7 +80,7 @@ class Driver:
             self._clock.sleep(STATE_POLL_S)
         return None
 
-    def _finish(self, met: bool) -> Turn:
+    def _finish(self, met: bool) -> Outcome:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep asking for quorums. The first group of a quorum that has the newest state saves it. If it dies
@@ -98,16 +98,16 @@ class Driver:
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
             quorum = self._protocol.meet(finishing=True)
-            if isinstance(quorum, Turn):
+            if isinstance(quorum, Outcome):
                 return quorum
             # If another group writes the marker just now, one rank may see it and another one not.
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):
-                return Turn.OVER
+                return Outcome.OVER
             if quorum is None or not quorum.able:
                 continue
             if self._protocol.group not in quorum.able:
-                return Turn.OVER  # other groups have a newer state and save that
+                return Outcome.OVER  # other groups have a newer state and save that
             met = True
             if quorum.able[0] == self._protocol.group and not saved:
                 self._files.beat("checkpoint", step)

@@ -245,11 +245,11 @@ def _who_is_asked(slot: int, able: Sequence[Row], load: Mapping[int, int]) -> in
     the fewest slots, then the one with the smallest share."""
     same_group_again, passes = not any(slot in row.disputed for row in able), _passes(slot, able)
 
-    def turn(row: Row) -> tuple[bool, bool, int, int, int]:
+    def preference(row: Row) -> tuple[bool, bool, int, int, int]:
         disfavoured = slot in row.not_finite if passes else (slot in row.refused) != same_group_again
         return disfavoured, slot in row.disputed, len(row.refused), load[row.group], row.group
 
-    return min(able, key=turn).group
+    return min(able, key=preference).group
 
 
 def at_fault(group: int, rows: Sequence[Row], asked: Mapping[int, int], owners: Sequence[int]) -> frozenset[int]:

@@ -29,7 +29,7 @@ from everstep.quorum.request import NOTHING, Quorum, State
 from everstep.run.typed import UnfitError
 from everstep.step import ledger
 from everstep.step.asking import Asker
-from everstep.step.attempt import Attempt, Beginning, Group, Healing, Host, Rules, Turn
+from everstep.step.attempt import Attempt, Beginning, Group, Healing, Host, Outcome, Rules
 from everstep.step.decisions import Decisions
 from everstep.step.holding import OTHER_BITS, Holding
 from everstep.step.interfaces import Commit, Work
@@ -129,33 +129,33 @@ class StepProtocol:
 
     # An attempt
 
-    def attempt(self) -> Commit | Turn | Quorum:
+    def attempt(self) -> Commit | Outcome | Quorum:
         """Make one attempt at the next step.
 
         Returns:
             a commit, which the caller has to `apply` before the next attempt; or a quorum in which no group has a
-            state, so that each member has to restore one (`restored`); else a turn.
+            state, so that each member has to restore one (`restored`); else an outcome.
 
         Raises:
             GroupBroken: this group has to restart.
             GaveUp: see `Timeouts.give_up`.
         """
         self._tries += 1
-        if turn := self._begin():
-            return turn
+        if outcome := self._begin():
+            return outcome
         begun = self._clock.now()
         met = self._next or self.meet()
         self._next = None
-        if isinstance(met, Turn):
+        if isinstance(met, Outcome):
             return met
         if met is None:
-            return Turn.LEFT if self.leaving else Turn.RETRY
+            return Outcome.LEFT if self.leaving else Outcome.RETRY
         if met.is_finishing():
-            return Turn.OVER if self.group in met.able else Turn.RETRY
+            return Outcome.OVER if self.group in met.able else Outcome.RETRY
         if self.group in met.left_out:
             self._disconnect()
             self._progress = self._clock.now()  # no reason to give up: the others go on, and report this group
-            return Turn.LEFT if self.leaving else Turn.RETRY
+            return Outcome.LEFT if self.leaving else Outcome.RETRY
         if met.state == NOTHING:
             return met
         computes = self.state == met.state
@@ -179,10 +179,10 @@ class StepProtocol:
         held.recomputed.clear()
         if isinstance(outcome, Commit) and self.group not in attempt.plan.shares:
             self._follow(outcome)
-            return Turn.FOLLOWED
+            return Outcome.FOLLOWED
         return outcome
 
-    def _carry_out(self, attempt: Attempt) -> tuple[Commit | Turn, str]:
+    def _carry_out(self, attempt: Attempt) -> tuple[Commit | Outcome, str]:
         """Make the attempt; return its outcome and, if it failed, the reason."""
         try:
             self._connect(attempt.quorum)
@@ -190,13 +190,13 @@ class StepProtocol:
             self._compute(attempt)
             tally = self._sum(attempt)
         except AttemptFailed as failed:
-            return Turn.RETRY, str(failed)
+            return Outcome.RETRY, str(failed)
         if tally.exhausted:
             has_state = self.group in attempt.plan.shares
-            return Turn.OUT_OF_DATA if has_state else Turn.TOO_LATE, "the data ended"
+            return Outcome.OUT_OF_DATA if has_state else Outcome.TOO_LATE, "the data ended"
         return self._commit(attempt, tally), ""
 
-    def _begin(self) -> Turn | None:
+    def _begin(self) -> Outcome | None:
         """Let the ranks agree on what each of them knows. Return the outcome if the attempt ends here, else None.
 
         Raises:
@@ -223,21 +223,21 @@ class StepProtocol:
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
         if over := ranks[0].over:
-            return Turn[over]
+            return Outcome[over]
         self.leaving = any(rank.asked_to_leave for rank in ranks)
         self._slot_us = max(rank.slot_us for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
             self._disconnect()
         if healing is not None and all(rank.state_is_here for rank in ranks):
             self._take_over(healing)
-            return Turn.CAUGHT_UP
+            return Outcome.CAUGHT_UP
         if healing is not None and (reason := next(filter(None, (rank.heal_failed for rank in ranks)), "")):
             step = healing.state.step + 1
             self._events.emit("heal_failed", step, source_groups=healing.sources, reason=reason)
             self._give_up_healing()
         return None
 
-    def meet(self, *, finishing: bool = False) -> Quorum | Turn | None:
+    def meet(self, *, finishing: bool = False) -> Quorum | Outcome | None:
         """Ask for a new quorum; see `Asker.ask`. `finishing`: whether this group makes no more steps."""
         if self._next is not None and len(self._next.able) < len(self._next.members):
             self._disconnect()  # joiners do not know that this was the last step: this ends their wait for rows

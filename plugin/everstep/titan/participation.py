@@ -15,7 +15,7 @@ from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.run.address import published_address
 from everstep.snapshot.segment import run_id
-from everstep.step.attempt import Group, Host, Rules, Turn
+from everstep.step.attempt import Group, Host, Outcome, Rules
 from everstep.step.decisions import Decisions
 from everstep.step.driver import Driver
 from everstep.step.interfaces import Timeouts
@@ -76,7 +76,7 @@ class Participation:
         """Load what the sums over groups need (NCCL's kernels, for instance), before other groups wait for this one."""
         self.column.warm(self._store, timedelta(seconds=self._ft.startup_timeout_s))
 
-    def run(self, work: Steps | Rounds) -> Turn:
+    def run(self, work: Steps | Rounds) -> Outcome:
         """Announce this group at the lighthouse and make steps until the run is over or the group leaves. Return how it
         ended (see `Driver.run`). Once the group is announced, every quorum waits for it."""
         ft, semi, place = self._ft, self._config.semi_sync, self._place

@@ -24,7 +24,7 @@ from everstep.run.exits import FENCED_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.section import SemiSync
 from everstep.snapshot.section import SnapshotSection
 from everstep.snapshot.segment import run_id
-from everstep.step.attempt import Turn
+from everstep.step.attempt import Outcome
 from everstep.step.interfaces import OutOfData
 from everstep.titan import attention, cpu, exactness
 from everstep.titan.data.binding import bind_data
@@ -179,10 +179,10 @@ class EverstepTrainer(titan.Trainer):
             global_step=self.step, base_folder=self.config.dump_folder, leaf_folder=f"group-{group}"
         ) as self.profiler:
             end = self.participation.run(work)
-        if end is Turn.FENCED:
+        if end is Outcome.FENCED:
             place.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
             os._exit(FENCED_EXIT)
-        leaves = end is Turn.LEFT
+        leaves = end is Outcome.LEFT
         work.close(leaves=leaves)
         self.participation.leave()
         if place.snapshots is not None:
