@@ -56,7 +56,7 @@ def test_a_killed_process_is_noticed_within_the_grace_time(monkeypatch, seen_fir
         else:
             assert losses.get(timeout=SOON_S) == KEY
             assert time.monotonic() - killed < watch.GRACE_S + 10.0
-        assert mine.ended == {address}
+        assert mine.died == {address}
     finally:
         peer.kill()
         peer.wait()
@@ -74,12 +74,12 @@ def test_who_gives_up_has_left_already_or_is_cut_off_has_not_died(members):
         mine.begin(KEY, {0: peer.address}, timedelta(seconds=60))
     watches[0].end(KEY)
     assert losses[1].get(timeout=SOON_S) == KEY
-    assert not watches[1].ended
+    assert not watches[1].died
     for key, address in ((KEY[1:] + b"0", watches[0].address), (KEY[1:] + b"1", between.address)):
         watches[0].end(key)
         watches[1].begin(key, {0: address}, timedelta(seconds=60))
         assert losses[1].get(timeout=SOON_S) == key
-        assert not watches[1].ended
+        assert not watches[1].died
     between.close()
 
 

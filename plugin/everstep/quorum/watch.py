@@ -69,7 +69,7 @@ class PeerWatch:
         """Key of a process group → connections to and from its other members."""
         self._watched: set[bytes] = set()
         """Process groups that this rank has connected and that have lost no member."""
-        self.ended: frozenset[str] = frozenset()
+        self.died: frozenset[str] = frozenset()
         """Addresses of the members of the last process group that are known to have died."""
         self._over: deque[bytes] = deque(maxlen=REMEMBERED)
         self._selector = selectors.DefaultSelector()
@@ -107,7 +107,7 @@ class PeerWatch:
                     connection.close()
                 raise PeerLost("; ".join(lost.values()) or "the process group was broken meanwhile", lost)
             self._watched.add(key)
-            self.ended = frozenset()
+            self.died = frozenset()
             for place, connection in connections.items():
                 connection.setblocking(False)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -135,7 +135,7 @@ class PeerWatch:
         _, address = self._selector.get_key(connection).data
         with contextlib.suppress(OSError):  # still open, or broken by the network or a silent host: no known death
             if address and connection.recv(1) != FAREWELL:
-                self.ended |= {address}
+                self.died |= {address}
 
     def _drop(self, connections: Iterable[socket.socket]) -> None:
         for connection in connections:

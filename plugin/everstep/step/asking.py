@@ -41,7 +41,7 @@ class Asker:
         self._asked += 1
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reach.missing()
         unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
-        ended = group.sums.watch.ended
+        died = group.sums.watch.died
         said = self._decisions.gather("ask", [group.door.address, group.sums.address, unreached])
         request = Request(
             group=group.id,
@@ -55,7 +55,7 @@ class Asker:
             doors=tuple(door for door, _, _ in said),
             watches=tuple(watch for _, watch, _ in said),
             unreached=tuple(sorted({name for _, _, names in said for name in names})),
-            makers=sum(ended.isdisjoint(member.watches) for member in self._makers),
+            makers=sum(died.isdisjoint(member.watches) for member in self._makers),
             settings=(f"ranks = {len(said)}", *self._rules.settings),
         )
         answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
