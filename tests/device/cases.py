@@ -14,7 +14,7 @@ import torch
 
 import late
 from everstep.quorum.heal import HealState, _Copy
-from everstep.quorum.in_flight import Line
+from everstep.quorum.in_flight import SumQueue
 from everstep.quorum.streams import DeviceStreams
 from everstep.snapshot.layout import Plan, State
 from everstep.step.reduction import GradientReducer
@@ -71,14 +71,14 @@ class Sums:
     """Sums as those of a `RankColumn`."""
 
     def __init__(self, streams: DeviceStreams, waits: bool = True) -> None:
-        self.line, self._waits = Line(Doubling(), streams), waits
+        self.queue, self._waits = SumQueue(Doubling(), streams), waits
 
     def start(self, tensor, timeout):
-        return self.line.start(tensor, timeout)
+        return self.queue.start(tensor, timeout)
 
     def finish(self, one):
         if self._waits:
-            one.line.finish(one)
+            one.queue.finish(one)
 
 
 def backward(reducer: GradientReducer, params: list[torch.nn.Parameter], *, last: bool, on=None) -> None:
@@ -120,13 +120,13 @@ def assigned_early(planted: bool) -> None:
 def bucket_freed(planted: bool) -> None:
     """A sum is given up, and its bucket gets other memory."""
     own = DeviceStreams(DEVICE)
-    line = Line(Doubling(), own)
+    queue = SumQueue(Doubling(), own)
     bucket = ones()
     own.record().synchronize()
     with unwaited(planted):
-        one = line.start(bucket, MINUTE)
+        one = queue.start(bucket, MINUTE)
         if not planted:
-            one.line.finish(one)
+            one.queue.finish(one)
         del bucket
         ones()
 

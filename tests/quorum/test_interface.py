@@ -47,7 +47,7 @@ def test_gloo_listens_there(address):
         "store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)\n"
         "column = RankColumn('gloo', column=0, host=host, connect_timeout=wait, reduce_timeout=wait, token=bytes(32))\n"
         "column.connect(Place('a', f'{host}:{store.port}', 0, 0, (column.address,)))\n"
-        "print(column.address.rpartition(':')[0], column._lines[0].communicator._listens[0])\n"
+        "print(column.address.rpartition(':')[0], column._queues[0].communicator._listens[0])\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=60, env=env)

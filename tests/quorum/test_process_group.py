@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
-from everstep.quorum.in_flight import Line
+from everstep.quorum.in_flight import SumQueue
 from everstep.quorum.process_group import Place, RankColumn, reach
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerWatch
@@ -129,10 +129,10 @@ class Works:
 
 
 def test_a_sum_that_is_begun_while_the_group_is_broken_ends():
-    line = Line(Works(lambda: line.end()), Streams())
-    one = line.start(torch.ones(1), LONG)
+    queue = SumQueue(Works(lambda: queue.end()), Streams())
+    one = queue.start(torch.ones(1), LONG)
     with pytest.raises(SumsBroken, match="lost"):
-        line.finish(one)
+        queue.finish(one)
     until(lambda: one.ended, "the sum to end, or its memory would be kept for as long as the process lives")
 
 
@@ -140,7 +140,7 @@ def test_a_backend_that_cannot_say_whether_it_failed_has_failed():
     def error():
         raise RuntimeError("no such communicator")
 
-    line = Line(Works(error=error), Streams())
+    queue = SumQueue(Works(error=error), Streams())
     for _ in range(2):
         with pytest.raises(SumsBroken, match="no such communicator"):
-            line.finish(line.start(torch.ones(1), LONG))
+            queue.finish(queue.start(torch.ones(1), LONG))

@@ -28,15 +28,15 @@ LATE_S = 0.5
 class Sum:
     """One sum that is under way. `ended`: whether it is over, so that nothing accesses its tensor for it any more."""
 
-    def __init__(self, line: "Line", work: Any, event: Event | None, timeout: timedelta) -> None:
-        self.line, self.work, self.event = line, work, event
+    def __init__(self, queue: "SumQueue", work: Any, event: Event | None, timeout: timedelta) -> None:
+        self.queue, self.work, self.event = queue, work, event
         self.began, self.timeout_s = time.monotonic(), timeout.total_seconds()
         self.ended = False
         self.error = ""
 
 
-class Line:
-    """The sums of one communicator. `streams`: streams of the device that the sums run on."""
+class SumQueue:
+    """The sums of one communicator, in order. `streams`: streams of the device that the sums run on."""
 
     def __init__(self, communicator: Communicator, streams: Streams) -> None:
         self.communicator, self._streams = communicator, streams

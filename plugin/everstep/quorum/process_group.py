@@ -21,7 +21,7 @@ import torch.distributed as dist
 from everstep.quorum import notes
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
-from everstep.quorum.in_flight import Line, Sum, first_line
+from everstep.quorum.in_flight import Sum, SumQueue, first_line
 from everstep.quorum.reach import Reach
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerLost, PeerWatch
@@ -31,7 +31,7 @@ UNHEARD = 3
 """Connect timeouts after which a member whose host is silent is lost."""
 STORES_KEPT = 4
 PROTOCOL, GRADIENTS = 0, -1
-"""Indices into a column's lines."""
+"""Indices into a column's queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class RankColumn:
         self._backend, self._column = backend, column
         self._streams, self._make = streams or Streams(), make
         self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
-        self._lines: list[Line] = []
-        """The line of the protocol's exchanges, then that of the gradients; one line if both use Gloo."""
+        self._queues: list[SumQueue] = []
+        """The queue of the protocol's exchanges, then that of the gradients; one queue if both use Gloo."""
         self._stores: dict[str, dist.TCPStore] = {}
         """`host:port` → open connection to that member's store. For a new one, both ends look up the name of an
         address, and the store answers nobody meanwhile: with a slow name server, for longer than a quorum takes."""
@@ -115,26 +115,26 @@ class RankColumn:
         place = replace(place, key=f"everstep/{place.key}/{self._column}")
         # Removed from `_stores`: if the thread is abandoned, its connection must not be used again.
         reached = self._stores.pop(place.store, None)
-        building = _Building(place, self._new_lines, self.watch, timeout, reached)
+        building = _Building(place, self._new_queues, self.watch, timeout, reached)
         self._key = building.key
         building.start()
-        # The timeout may pass once until all members have come, once for each line, and once for a device's first sum.
+        # The timeout may pass once until all members have come, once for each queue, and once for a device's first sum.
         count = 1 if self._backend == "gloo" else 2
         give_up = time.monotonic() + 2 * count * timeout.total_seconds()
         while building.is_alive() and self._key and time.monotonic() < give_up:
             building.join(CONNECT_POLL_S)
-        lines, error = building.take()
-        if lines:
+        queues, error = building.take()
+        if queues:
             if building.reached is not None:
                 self._stores[place.store] = building.reached
             if len(self._stores) > STORES_KEPT:
                 del self._stores[next(iter(self._stores))]  # the least recently used one
             self.reach.reached(place.others.values())
             with self._lock:
-                self._lines, self._rank, self.size = lines, place.rank, len(place.peers)
+                self._queues, self._rank, self.size = queues, place.rank, len(place.peers)
             self._place, self._gathered = building.key, 0
         lost = not self._key
-        if lost or not lines:
+        if lost or not queues:
             self.abort()
             if not lost:  # that a member left says nothing about which ones can be reached
                 self.reach.failed(place.peers[peer] for peer in building.unreached)
@@ -158,15 +158,15 @@ class RankColumn:
             self._stores.clear()  # its connection has this long timeout, which must not be used in quorums
 
     def start(self, tensor: torch.Tensor, timeout: timedelta, which: int = GRADIENTS) -> Sum:
-        """Begin to sum `tensor` in place, after the work that is on the current stream so far. `which`: the line to
+        """Begin to sum `tensor` in place, after the work that is on the current stream so far. `which`: the queue to
         use, PROTOCOL or GRADIENTS. Raises SumsBroken."""
         with self._lock:
-            lines = self._lines
-        if not lines:
+            queues = self._queues
+        if not queues:
             raise SumsBroken("not connected to the other groups")
         self.payload_bytes += tensor.nbytes
         try:
-            return lines[which].start(tensor, timeout)
+            return queues[which].start(tensor, timeout)
         except Exception as error:
             self.abort()
             raise SumsBroken(first_line(error)) from error
@@ -175,7 +175,7 @@ class RankColumn:
         """Wait for a started sum. If it raises SumsBroken, the process groups are broken, and the tensors of sums that
         have not `ended` must not be used again."""
         try:
-            one.line.finish(one)
+            one.queue.finish(one)
         except SumsBroken:
             self.abort()
             raise
@@ -211,19 +211,19 @@ class RankColumn:
         if key:
             self.watch.end(key)
         with self._lock:
-            broken, self._lines = self._lines, []
-        for line in broken:  # its communicator lives until its sums have ended, in the thread that waits for them
-            line.end()
+            broken, self._queues = self._queues, []
+        for queue in broken:  # its communicator lives until its sums have ended, in the thread that waits for them
+            queue.end()
 
-    def _new_lines(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Line]:
-        """Create the column's lines, which are not connected yet."""
+    def _new_queues(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[SumQueue]:
+        """Create the column's queues, whose communicators are not connected yet."""
 
-        def line(backend: str, streams: Streams) -> Line:
-            return Line(self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout), streams)
+        def queue(backend: str, streams: Streams) -> SumQueue:
+            return SumQueue(self._make(backend, dist.PrefixStore(backend, store), rank, size, timeout), streams)
 
         if self._backend == "gloo":
-            return [line("gloo", self._streams)]
-        return [line("gloo", Streams()), line(self._backend, self._streams)]
+            return [queue("gloo", self._streams)]
+        return [queue("gloo", Streams()), queue(self._backend, self._streams)]
 
     def _on_loss(self, key: bytes) -> None:
         if key == self._key:
@@ -237,12 +237,12 @@ def reach(store: str, timeout: timedelta) -> dist.TCPStore:
 
 
 class _Building(threading.Thread):
-    """Connects lines, in a thread that its caller may abandon (`take`). Then it breaks what it has connected."""
+    """Connects communicators, in a thread that its caller may abandon (`take`). Then it breaks what it connected."""
 
     def __init__(
         self,
         place: Place,
-        make: Callable[[dist.Store, int, int, timedelta], list[Line]],
+        make: Callable[[dist.Store, int, int, timedelta], list[SumQueue]],
         watch: PeerWatch,
         timeout: timedelta,
         reached: dist.TCPStore | None,
@@ -255,7 +255,7 @@ class _Building(threading.Thread):
         """Places of the members that could not be reached, or have not been so far."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
         self._lock = threading.Lock()
-        self._lines: list[Line] = []
+        self._queues: list[SumQueue] = []
         self._left_behind = False
         self._built = False
         self._error = "no answer in time"
@@ -271,8 +271,8 @@ class _Building(threading.Thread):
         with self._lock:
             self._built = True
             if self._left_behind:
-                for line in self._lines:
-                    line.end()
+                for queue in self._queues:
+                    queue.end()
 
     def _connect(self) -> None:
         place = self._place
@@ -287,21 +287,21 @@ class _Building(threading.Thread):
             self.reached = reach(place.store, self._timeout)
             self.unreached = frozenset()
         board = dist.PrefixStore(place.key, self.reached)
-        self._lines = self._make(board, place.rank, len(place.peers), self._timeout)
-        for number, line in enumerate(self._lines):
+        self._queues = self._make(board, place.rank, len(place.peers), self._timeout)
+        for number, queue in enumerate(self._queues):
             try:
-                line.communicator.connect(self.key + bytes([number]))
-                if line.communicator.on_device:  # or the first gradient's hook would wait for the slowest group
-                    line.warm(self._timeout)
+                queue.communicator.connect(self.key + bytes([number]))
+                if queue.communicator.on_device:  # or the first gradient's hook would wait for the slowest group
+                    queue.warm(self._timeout)
             except Exception:
-                self.unreached = line.communicator.unreached() - {place.rank}
+                self.unreached = queue.communicator.unreached() - {place.rank}
                 raise
 
-    def take(self) -> tuple[list[Line], str]:
-        """Return the connected lines, or none and the reason. A thread that is not done by now is abandoned."""
+    def take(self) -> tuple[list[SumQueue], str]:
+        """Return the queues, connected, or none and the reason. A thread that is not done by now is abandoned."""
         with self._lock:
             self._left_behind = True
             if not self._built:
-                for line in self._lines:
-                    line.end()  # ends what still waits for a peer that is gone
-            return (self._lines if self._built else []), self._error
+                for queue in self._queues:
+                    queue.end()  # ends what still waits for a peer that is gone
+            return (self._queues if self._built else []), self._error
