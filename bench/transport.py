@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.quorum.errors import SumsBroken
-from everstep.quorum.process_group import Place, RankColumn, reach
+from everstep.quorum.process_group import Place, RankColumn, connect_store
 
 TIMEOUT, CONNECT = timedelta(seconds=5), timedelta(seconds=1)
 TOKEN = bytes(range(32))
@@ -50,8 +50,8 @@ def member(store: str, pipe: Connection) -> None:
         "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN
     )
     # Done here, outside the measured time, because it looks up an address's name at the name server.
-    column._stores[store] = reach(store, CONNECT)
-    board = reach(store, CONNECT)
+    column._stores[store] = connect_store(store, CONNECT)
+    board = connect_store(store, CONNECT)
     me, under_way = psutil.Process(), []
     while True:
         try:

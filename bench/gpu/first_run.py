@@ -145,11 +145,11 @@ def _member(rank: int, store: str, pipe: Any) -> None:
     import torch
 
     from everstep.quorum.errors import SumsBroken
-    from everstep.quorum.process_group import Place, reach
+    from everstep.quorum.process_group import Place, connect_store
 
     mine, on = column(rank)
     mine.warm(store, WAIT)
-    board = reach(store, WAIT)
+    board = connect_store(store, WAIT)
     pipe.send("ready")
     while True:
         what, *given = pipe.recv()

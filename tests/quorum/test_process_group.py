@@ -13,7 +13,7 @@ import torch.distributed as dist
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.in_flight import SumQueue
-from everstep.quorum.process_group import Place, RankColumn, reach
+from everstep.quorum.process_group import Place, RankColumn, connect_store
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerWatch
 from watched import until
@@ -60,7 +60,7 @@ def assert_they_add(board, key, *members):
 def test_a_connection_that_never_ends_is_left_behind_and_broken_if_it_ends(board, crosses, monkeypatch):
     cross, go_on, broken = crosses(timedelta(seconds=2)), threading.Event(), []
     # Connected beforehand, as that may take longer than the column's timeout.
-    cross._stores[f"{HOST}:{board.port}"] = reach(f"{HOST}:{board.port}", LONG)
+    cross._stores[f"{HOST}:{board.port}"] = connect_store(f"{HOST}:{board.port}", LONG)
 
     class Stuck(Communicator):
         def connect(self, key):

@@ -114,8 +114,8 @@ class RankColumn:
         timeout = timeout or self._connect_timeout
         place = replace(place, key=f"everstep/{place.key}/{self._column}")
         # Removed from `_stores`: if the thread is abandoned, its connection must not be used again.
-        reached = self._stores.pop(place.store, None)
-        building = _Building(place, self._new_queues, self.watch, timeout, reached)
+        store = self._stores.pop(place.store, None)
+        building = _Building(place, self._new_queues, self.watch, timeout, store)
         self._key = building.key
         building.start()
         # The timeout may pass once until all members have come, once for each queue, and once for a device's first sum.
@@ -125,8 +125,8 @@ class RankColumn:
             building.join(CONNECT_POLL_S)
         queues, error = building.take()
         if queues:
-            if building.reached is not None:
-                self._stores[place.store] = building.reached
+            if building.store is not None:
+                self._stores[place.store] = building.store
             if len(self._stores) > STORES_KEPT:
                 del self._stores[next(iter(self._stores))]  # the least recently used one
             self.reach.reached(place.others.values())
@@ -230,9 +230,9 @@ class RankColumn:
             self.abort()
 
 
-def reach(store: str, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the store at `host:port`. Raises RuntimeError."""
-    host, _, port = store.rpartition(":")
+def connect_store(address: str, timeout: timedelta) -> dist.TCPStore:
+    """Connect to the store at `address`, `host:port`. Raises RuntimeError."""
+    host, _, port = address.rpartition(":")
     return dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -245,12 +245,12 @@ class _Building(threading.Thread):
         make: Callable[[dist.Store, int, int, timedelta], list[SumQueue]],
         watch: PeerWatch,
         timeout: timedelta,
-        reached: dist.TCPStore | None,
+        store: dist.TCPStore | None,
     ) -> None:
         super().__init__(name="connect", daemon=True)
         self._place, self._make, self._watch, self._timeout = place, make, watch, timeout
         self.key = hashlib.blake2b(place.key.encode(), digest_size=32).digest()
-        self.reached = reached
+        self.store = store
         self.unreached: frozenset[int] = frozenset()
         """Places of the members that could not be reached, or have not been so far."""
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
@@ -281,12 +281,12 @@ class _Building(threading.Thread):
         except PeerLost as lost:
             self.unreached = lost.places
             raise
-        if self.reached is None:
+        if self.store is None:
             # Set beforehand, as torch's client may try for longer than the timeout and be abandoned.
             self.unreached = frozenset({place.host} - {place.rank})
-            self.reached = reach(place.store, self._timeout)
+            self.store = connect_store(place.store, self._timeout)
             self.unreached = frozenset()
-        board = dist.PrefixStore(place.key, self.reached)
+        board = dist.PrefixStore(place.key, self.store)
         self._queues = self._make(board, place.rank, len(place.peers), self._timeout)
         for number, queue in enumerate(self._queues):
             try:
