@@ -16,7 +16,7 @@ import pytest
 from everstep import wire
 from everstep.launch.machine import free_port
 from everstep.quorum import watch
-from everstep.quorum.reach import Reach
+from everstep.quorum.reachability import Reachability
 from everstep.quorum.watch import PeerLost, PeerWatch
 from watched import until
 
@@ -91,7 +91,7 @@ def test_a_peer_that_is_not_there_is_named(members):
 
 
 def test_a_peer_that_answers_but_could_not_be_connected_for_days_is_still_tried():
-    peers = Reach(TOKEN, timedelta(seconds=1))
+    peers = Reachability(TOKEN, timedelta(seconds=1))
     peers._failures["127.0.0.1:1"] = 2000
     peers.failed(["127.0.0.1:1"])
     assert peers.missing() == {"127.0.0.1:1"}

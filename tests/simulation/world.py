@@ -454,7 +454,7 @@ class World:
 
     def judge_healing(self, rank: Rank) -> None:
         """Judge that a group which heals while nothing breaks then computes. Behind a slow link a group is let in again
-        in vain after 0.2 s, 0.4 s and so on (`quorum.reach`), seven times during the longest such fault."""
+        in vain after 0.2 s, 0.4 s and so on (`quorum.reachability`), seven times during the longest such fault."""
         count, faults = rank.life.heals_in_vain
         so_far = self.fell.total()
         rank.life.heals_in_vain = (count + 1 if faults == so_far else 1), so_far

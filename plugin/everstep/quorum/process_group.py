@@ -22,7 +22,7 @@ from everstep.quorum import notes
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.in_flight import Sum, SumQueue, first_line
-from everstep.quorum.reach import Reach
+from everstep.quorum.reachability import Reachability
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerLost, PeerWatch
 
@@ -97,7 +97,7 @@ class RankColumn:
         """Knows which ranks of the column have died."""
         self.address = self.watch.address
         """`host:port` under which the other members of the column reach this rank."""
-        self.reach = Reach(token, connect_timeout)
+        self.reachability = Reachability(token, connect_timeout)
         """Knows which ranks of the column lately could not be connected to."""
         self._key = b""
         self._rank = 0
@@ -129,7 +129,7 @@ class RankColumn:
                 self._stores[place.store] = building.store
             if len(self._stores) > STORES_KEPT:
                 del self._stores[next(iter(self._stores))]  # the least recently used one
-            self.reach.reached(place.others.values())
+            self.reachability.reached(place.others.values())
             with self._lock:
                 self._queues, self._rank, self.size = queues, place.rank, len(place.peers)
             self._place, self._gathered = building.key, 0
@@ -137,7 +137,7 @@ class RankColumn:
         if lost or not queues:
             self.abort()
             if not lost:  # that a member left says nothing about which ones can be reached
-                self.reach.failed(place.peers[peer] for peer in building.unreached)
+                self.reachability.failed(place.peers[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 

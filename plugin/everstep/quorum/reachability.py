@@ -19,7 +19,7 @@ FORGOTTEN_S = 600.0
 """Seconds without an answer after which a peer is not missing any more. If it still exists, quorums try it again."""
 
 
-class Reach:
+class Reachability:
     """The peers that one rank cannot connect to, by the addresses of their watches.
 
     Args:
@@ -44,7 +44,7 @@ class Reach:
                 if again >= 0 and address not in self._missing:
                     self._missing.add(address)
                     wait_s = min(MOST_S, LOOK_S * 2.0 ** min(again, 20))  # 2.0**1024 raises OverflowError
-                    threading.Thread(target=self._ask, args=(address, wait_s), name="reach", daemon=True).start()
+                    threading.Thread(target=self._ask, args=(address, wait_s), name="reachability", daemon=True).start()
 
     def reached(self, addresses: Iterable[str]) -> None:
         """Note that these peers were connected."""
