@@ -79,7 +79,7 @@ class StepProtocol:
         """Quorum of the process group that this rank is connected in."""
         self._next: Quorum | None = None
         """The last attempt's quorum, moved on by its commit, if the next attempt reuses it instead of asking."""
-        self._most = rules.dealing.groups
+        self._groups_in_run = rules.dealing.groups
         """How many groups the run has: as many as at its start or in the largest quorum since, less those that left."""
         self._tries = 0
         self._slot_us = 0
@@ -159,7 +159,7 @@ class StepProtocol:
         if met.state == NOTHING:
             return met
         computes = self.state == met.state
-        self._most = max(self._most, len(met.members))
+        self._groups_in_run = max(self._groups_in_run, len(met.members))
         attempt = Attempt(self._tries, begun, met, computes, self._clock.now() - begun)
         self._take_sides(attempt)
         held = self._holding.held
@@ -466,7 +466,7 @@ class StepProtocol:
         healing, told = self._healing, self._membership is not None and self._membership.wanted
         heals = healing is not None and not healing.error
         stays = self.group in attempt.quorum.able if attempt.computes else heals
-        return told or not stays or 2 * len(attempt.quorum.members) <= self._most
+        return told or not stays or 2 * len(attempt.quorum.members) <= self._groups_in_run
 
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """Return the sum of the groups' tallies, and exchange notes if any are due. Raises SumsBroken."""
@@ -479,7 +479,7 @@ class StepProtocol:
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:
         quorum, held, planned = attempt.quorum, self._holding.held, attempt.plan.owners
         self._waits.take(attempt.reduce_s, 1)
-        self._most -= tally.leaving
+        self._groups_in_run -= tally.leaving
         owners = tuple(planned[slot] if count else -1 for slot, count in enumerate(tally.coverage))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         able, parent = tuple(sorted(attempt.plan.shares)), quorum.state.history
