@@ -20,7 +20,7 @@ from everstep.step import ledger
 from everstep.step.attempt import Attempt, Host
 from everstep.step.decisions import Decisions
 from everstep.step.interfaces import OutOfData, Work
-from everstep.step.pace import Pace
+from everstep.step.median_time import MedianTime
 from everstep.step.reduction import GradientReducer
 
 FINDINGS = "a check found wrong results and could not repair them"
@@ -77,7 +77,7 @@ class Holding:
         self._work, self._reducer, self._decisions, self._group = work, reducer, decisions, group
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.held = Held()
-        self.pace = Pace()
+        self.slot_time = MedianTime()
 
     def start(self) -> None:
         """Begin another step, of which nothing is held."""
@@ -128,7 +128,7 @@ class Holding:
             if doubted:
                 self._judge_slot(attempt, slot)
         if share and not attempt.exhausted and not attempt.plan.doubted:  # with every check a slot takes longer
-            self.pace.take(self._clock.now() - begun, len(share))
+            self.slot_time.take(self._clock.now() - begun, len(share))
 
     def _audit(self, attempt: Attempt) -> bool:
         """Compute the slots that this group audits and has no bits of, or is asked for again. Return whether there was

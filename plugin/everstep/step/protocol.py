@@ -33,7 +33,7 @@ from everstep.step.attempt import Attempt, Beginning, Group, Healing, Host, Outc
 from everstep.step.decisions import Decisions
 from everstep.step.holding import OTHER_BITS, Holding
 from everstep.step.interfaces import Commit, Work
-from everstep.step.pace import Pace
+from everstep.step.median_time import MedianTime
 from everstep.step.reduction import GradientReducer
 
 USUAL = 3
@@ -85,7 +85,7 @@ class StepProtocol:
         self._slot_us = 0
         """Microseconds per slot on the slowest rank of this group (`ledger.Row.slot_us`)."""
         self._is_slow = False
-        self._waits = Pace()
+        self._waits = MedianTime()
         """How long this rank usually waits for sums after it has computed its share."""
         self._progress = host.clock.now()
 
@@ -215,7 +215,7 @@ class StepProtocol:
             lost_peers=self._connected is not None and not self._sums.size,
             state_is_here=healing is not None and not healing.error and healing.fetch.state is not None,
             heal_failed=healing.error if healing is not None else "",
-            slot_us=self._holding.pace.slot_us,
+            slot_us=self._holding.slot_time.steady_us,
         )
         ranks = [Beginning(*said) for said in self.decisions.gather("begin", mine)]
         if len({(rank.step, rank.history) for rank in ranks}) > 1:
@@ -388,7 +388,7 @@ class StepProtocol:
     def _gradient_timeout(self, attempt: Attempt, share: Sequence[int]) -> timedelta:
         """Return the timeout of a gradient sum. A group with a smaller share than others is done earlier and so waits
         longer, but never so long that its own watchdog takes it for stalled."""
-        timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.pace.slot_s
+        timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.slot_time.latest_s
         most = max(plan.loads.values(), default=0)
         ahead, longest = most - plan.loads.get(self.group, 0), max(timeouts.compute, timeouts.reduce)
         if not share or slot_s is None:
@@ -402,7 +402,7 @@ class StepProtocol:
         """Return how long a sum may take once all groups have computed: more than usual, and than a busy host pauses.
         After that the attempt fails, all keep what they hold, and the next quorum leaves out a silent group. It is
         `reduce` until a wait is known, for a retry, and for a semi-synchronous round: that is computed anew."""
-        timeouts, usual = self._rules.timeouts, timedelta(microseconds=self._waits.slot_us)
+        timeouts, usual = self._rules.timeouts, timedelta(microseconds=self._waits.steady_us)
         first = attempt.number == 1 and usual and not self._rules.dealing.homes
         return min(timeouts.reduce, timeouts.pause + USUAL * usual) if first else timeouts.reduce
 
