@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.beacon import LINGER_S, is_over
+from everstep.launch.lighthouse_job import LINGER_S, is_over
 from everstep.launch.prepare import Prepared, leave_answer
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path

@@ -13,7 +13,7 @@ import tyro
 
 from everstep.commands.doctor import broken, examine, show
 from everstep.config.grammar import ROOT_KEYS, is_flag
-from everstep.launch import beacon, slurm
+from everstep.launch import lighthouse_job, slurm
 from everstep.launch.prepare import Order, Prepared, prepared, settled
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
 from everstep.run.token import own_token, require_own, require_run
@@ -38,7 +38,7 @@ def lighthouse(
     """
     run_dir = run_dir.resolve()
     found = settled(config, run_dir, flags, 0)
-    return beacon.keep_up(run_dir, host or socket.gethostname(), found, page)
+    return lighthouse_job.keep_up(run_dir, host or socket.gethostname(), found, page)
 
 
 def submit(

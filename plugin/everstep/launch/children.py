@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from everstep.launch import offspring
+from everstep.launch import orphans
 from everstep.launch.forking import Request, fork
 
 KILL_GRACE_S = 10.0
@@ -39,11 +39,11 @@ class Child:
 
 
 class Children:
-    """The processes that a launcher forks, and a guard (`offspring.fork_guard`). If the launcher is killed, the guard
+    """The processes that a launcher forks, and a guard (`orphans.fork_guard`). If the launcher is killed, the guard
     kills the processes that workers had started themselves."""
 
     def __init__(self) -> None:
-        os.environ[offspring.RUN_MARK] = self._mark = secrets.token_hex(8)
+        os.environ[orphans.RUN_MARK] = self._mark = secrets.token_hex(8)
         self._guard = Child(0, exitcode=0)  # a dead one: the first `start` forks the guard
         self._alive: dict[int, Child] = {}
         self.awake_mono = self.looked_mono = time.monotonic()
@@ -57,14 +57,14 @@ class Children:
 
     def kill_left_behind(self) -> bool:
         """Kill the processes that dead workers left behind, and return whether there were any."""
-        left = offspring.left_behind(self._alive)
-        offspring.kill(left)
+        left = orphans.left_behind(self._alive)
+        orphans.kill(left)
         return bool(left)
 
     def start(self, request: Request, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if the system has no room for another."""
         if not self._guard.alive:
-            self._guard = self._known(offspring.fork_guard(self._mark, self._wake_r))
+            self._guard = self._known(orphans.fork_guard(self._mark, self._wake_r))
         return self._known(fork(request), rank)
 
     def _known(self, pid: int, rank: int = 0) -> Child:

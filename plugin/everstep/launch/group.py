@@ -18,8 +18,8 @@ from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.meeting import Meeting
-from everstep.launch.scarce import backoff_s
 from everstep.launch.settings import GroupSettings
+from everstep.launch.shortages import backoff_s
 from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_row
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence

@@ -21,8 +21,8 @@ from everstep.launch.forking import preload, redirect_output
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.scarce import LONGEST_S, backoff_s, is_scarce
 from everstep.launch.settings import GroupSettings
+from everstep.launch.shortages import LONGEST_PAUSE_S, backoff_s, is_shortage
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
 from everstep.run.directory import LaunchError, stop_file
@@ -132,9 +132,9 @@ class Launcher:
             job()
             self._shortages.pop(name, None)
         except OSError as error:
-            if not (is_scarce(error) or isinstance(error, TimeoutError)):  # another process holds a lock
+            if not (is_shortage(error) or isinstance(error, TimeoutError)):  # another process holds a lock
                 raise
-            again_s = backoff_s(failures + 1, LONGEST_S)
+            again_s = backoff_s(failures + 1, LONGEST_PAUSE_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # this job would have shown the event

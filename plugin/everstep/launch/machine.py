@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.launch.scarce import is_scarce
+from everstep.launch.shortages import is_shortage
 from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
@@ -82,7 +82,7 @@ def _cannot_bind(host: str, error: OSError) -> Exception:
     """Return `error` if it is a shortage, else a LaunchError that says what to do."""
     advice = "Give an address of this machine with --host or [fault_tolerance] bind_host."
     said = f"this machine cannot listen on {host}: {error.strerror}. {advice}"
-    return error if is_scarce(error) else LaunchError(said)
+    return error if is_shortage(error) else LaunchError(said)
 
 
 def storage_complaint(run_dir: Path) -> str:
@@ -93,7 +93,7 @@ def storage_complaint(run_dir: Path) -> str:
         try:
             _write(folder)
         except OSError as error:
-            if folder.is_relative_to(run_dir) and is_scarce(error):
+            if folder.is_relative_to(run_dir) and is_shortage(error):
                 raise
             return f"{folder} cannot be written: {error.strerror}"
     if SHARED_MEMORY.exists():

@@ -5,12 +5,12 @@ import errno
 ERRNOS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ESTALE)
 )
-LONGEST_S = 5.0
+LONGEST_PAUSE_S = 5.0
 """Longest backoff in seconds after shortages. It is short, because a group is not watched during its backoff."""
 LONGEST_BACKOFF_S = 30.0
 
 
-def is_scarce(error: OSError) -> bool:
+def is_shortage(error: OSError) -> bool:
     """Return whether `error` is a shortage, so that a later retry may succeed."""
     return error.errno in ERRNOS
 
