@@ -14,7 +14,7 @@ from everstep.launch.settings import GroupSettings
 from everstep.launch.view import show_plainly
 from everstep.run.address import address_file, await_address, published_address
 from everstep.run.beats import DONE
-from everstep.run.directory import End, LaunchError, bad_node_file, is_spare, over_file, stop_file
+from everstep.run.directory import End, LaunchError, bad_node_file, is_surplus, over_file, stop_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
@@ -72,7 +72,7 @@ def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
         bad = {"node": settings.node, "host": settings.host, "reason": end.reason}
         events.emit("node_bad", **bad)
         write_json(bad_node_file(run_dir, settings.group), bad | {"claim": str(settings.claim)})
-    unwanted = stop_file(run_dir).exists() or is_spare(run_dir, settings.group)
+    unwanted = stop_file(run_dir).exists() or is_surplus(run_dir, settings.group)
     final = first_node and (end.status == "done" or (end.status == "stopped" and unwanted))
     if settings.job and (final or end.status == "failed"):  # what fails on one node would fail on the others too
         write_json(over_file(run_dir, settings.group), asdict(end))

@@ -24,7 +24,7 @@ from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_r
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
-from everstep.run.directory import End, ended_file, is_spare, starts_file
+from everstep.run.directory import End, ended_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
@@ -147,7 +147,7 @@ class Group:
         # A stopping agent does not judge the other nodes. It goes on beating, for those that are asked to stop later.
         elif not self._stopping() and (lost := meeting.lost(self._children.looked_mono, self._children.awake_mono)):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
-        self.leaves |= is_spare(settings.run_dir, settings.group)
+        self.leaves |= is_surplus(settings.run_dir, settings.group)
         if self.end is not None or now is None or now.ending_mono:
             return
         if not now.committed and now.note_commit():

@@ -139,7 +139,7 @@ def _groups_in(path: Path) -> int:
     return said if isinstance(said, int) and said > 0 else 0
 
 
-def is_spare(run_dir: Path, group: int) -> bool:
+def is_surplus(run_dir: Path, group: int) -> bool:
     """Return whether the run should go on without this group, because `everstep scale` set a lower number of groups."""
     return 0 < _groups_in(groups_file(run_dir)) <= group
 
