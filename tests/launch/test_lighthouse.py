@@ -9,7 +9,7 @@ import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.lighthouse_job import LINGER_S, is_over
-from everstep.launch.prepare import Prepared, leave_answer
+from everstep.launch.prepare import Prepared, write_answer
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path
 from everstep.run.directory import End, groups_file, over_file, stop_file
@@ -24,7 +24,7 @@ def start(tmp_path):
     config.parent.mkdir()
     config.write_text("")
     settled = Prepared(2, 1, seed=0, steps=1, identity="", fault_tolerance=FaultTolerance(enable=True))
-    leave_answer(config.parent, asdict(settled))
+    write_answer(config.parent, asdict(settled))
     command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
 
     def _start():

@@ -36,7 +36,7 @@ def settled(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     order = Order(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
     assert prepare.main(vars(order)) == 0
-    found = prepare.take_answer(tmp_path / "run")
+    found = prepare.read_answer(tmp_path / "run")
     assert isinstance(found, Prepared)
     assert (found.groups, found.steps) == (2, 7)
     return found

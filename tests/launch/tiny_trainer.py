@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.prepare import Prepared, leave_answer
+from everstep.launch.prepare import Prepared, write_answer
 from everstep.run.beats import DONE, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.poison import poisoned
@@ -96,4 +96,4 @@ def prepare(order):
     )
     steps = int(flag(flags, "--training.steps", "1000000"))
     found = Prepared(order["groups"], order["ranks"], seed=0, steps=steps, identity="tiny", fault_tolerance=ft)
-    leave_answer(Path(run_dir), asdict(found))
+    write_answer(Path(run_dir), asdict(found))

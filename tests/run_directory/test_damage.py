@@ -15,7 +15,7 @@ from everstep import cli
 from everstep.chaos.view import View
 from everstep.commands import watch
 from everstep.data.pack import pack
-from everstep.launch.prepare import Prepared, leave_answer, take_answer
+from everstep.launch.prepare import Prepared, read_answer, write_answer
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.run.address import address_file, publish_address, published_address
@@ -43,7 +43,7 @@ def beat(run):
 def state(run):
     assert isinstance(holder(run, 0), Claim | None)
     assert number_of_groups(run) >= 0
-    assert isinstance(take_answer(run), Prepared | str)
+    assert isinstance(read_answer(run), Prepared | str)
 
 
 def events(run):
@@ -62,7 +62,7 @@ def write_all(run):
     BeatFile(beat_path(run, 0, 0)).beat("compute", 5)
     claim_group(run, 0, Claim(1, 0), lambda: True)
     write_json(groups_file(run), {"groups": 2})
-    leave_answer(run, asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
+    write_answer(run, asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
     (run / "config.toml").write_text('[job]\nmodule = "llama3"\n')
     write_events(run)
     return {
@@ -142,7 +142,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
     assert statuses >= {0, 1, 2}
     assert published_address(run_dir) == "http://[::1]:29510"
     assert read_beat(beat_path(run_dir, 0, 0)).phase == "compute"
-    assert (holder(run_dir, 0), take_answer(run_dir).groups) == (Claim(1, 0), 2)
+    assert (holder(run_dir, 0), read_answer(run_dir).groups) == (Claim(1, 0), 2)
 
 
 @pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
@@ -178,6 +178,6 @@ def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_wa
     claim_group(run, 0, Claim(1, 0), lambda: True)
     EventLog(run, None, None, "scale").emit("scaled", count=1)
     assert (published_address(run), read_beat(beat_path(run, 0, 0)).step) == ("http://h:1", 5)
-    assert (holder(run, 0), number_of_groups(run), take_answer(run)) == (Claim(1, 0), 0, "")
+    assert (holder(run, 0), number_of_groups(run), read_answer(run)) == (Claim(1, 0), 0, "")
     assert precious.read_text() == "precious"
     assert not list(tmp_path.rglob("nothing"))

@@ -35,7 +35,7 @@ def run(
             Default: runs/<config>-<timestamp>.
     """
     from everstep.launch import supervisor, view
-    from everstep.launch.prepare import Order, Prepared, take_answer
+    from everstep.launch.prepare import Order, Prepared, read_answer
     from everstep.report.page import write_report
     from everstep.report.score import plain_summary, summary
 
@@ -63,7 +63,7 @@ def run(
     except OSError as error:  # a full disk
         print(f"report.json could not be written ({error.strerror}). Try again later: everstep report {run_dir}")
         return status
-    found = take_answer(run_dir)
+    found = read_answer(run_dir)
     if isinstance(found, Prepared) and not found.fault_tolerance.enable:
         print(plain_summary(figures, run_dir))
     else:

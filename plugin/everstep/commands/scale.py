@@ -5,7 +5,7 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import slurm
-from everstep.launch.prepare import Order, Prepared, prepared, take_answer
+from everstep.launch.prepare import Order, Prepared, prepared, read_answer
 from everstep.run.directory import LaunchError, config_file, groups_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -24,7 +24,7 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     require_run(run_dir)
     if groups < 1:
         raise LaunchError("--groups must be at least 1; `everstep stop` ends a run.")
-    before, submitted = take_answer(run_dir), slurm.job_file(run_dir).exists()
+    before, submitted = read_answer(run_dir), slurm.job_file(run_dir).exists()
     over = slurm.has_ended(run_dir) or (submitted and not slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
     if over or not isinstance(before, Prepared):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")

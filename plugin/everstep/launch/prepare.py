@@ -213,7 +213,7 @@ def _lines(config: Any) -> Iterator[Line]:
 
 def main(order: dict[str, Any], *, tells: bool = False) -> int:
     """Prepare in this process, and return the exit status. If there is a run directory, leave the answer there for
-    `take_answer`. `tells`: also print the answer as the last line on stdout, which must then not be a log: the answer
+    `read_answer`. `tells`: also print the answer as the last line on stdout, which must then not be a log: the answer
     may hold the address of a webhook."""
     asked = typed.parse(Order, order)
     os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # as for the workers
@@ -222,7 +222,7 @@ def main(order: dict[str, Any], *, tells: bool = False) -> int:
     except ConfigError as error:
         answer = {"error": str(error)}
     if asked.run_dir:
-        leave_answer(Path(asked.run_dir), answer)
+        write_answer(Path(asked.run_dir), answer)
     if tells:
         print(json.dumps(answer))
     return USAGE_EXIT if "error" in answer else 0
@@ -250,18 +250,18 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Pr
     make_run_dir(run_dir)
     require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
-        found = take_answer(run_dir)
+        found = read_answer(run_dir)
         if isinstance(found, Prepared) and ranks in (0, found.ranks):
             return found
     return prepared(Order(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
 
 
-def leave_answer(run_dir: Path, found: dict[str, Any]) -> None:
+def write_answer(run_dir: Path, found: dict[str, Any]) -> None:
     """Write what was prepared, or {"error": sentence}, to the run directory."""
     write_json(prepared_file(run_dir), found)
 
 
-def take_answer(run_dir: Path) -> Prepared | str:
+def read_answer(run_dir: Path) -> Prepared | str:
     """Return what was prepared in a run directory, or the sentence that says why that failed; "" if there is none."""
     found = read_json(prepared_file(run_dir))
     if "error" in found:

@@ -14,7 +14,7 @@ from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
-from everstep.launch.prepare import Order, Prepared, take_answer
+from everstep.launch.prepare import Order, Prepared, read_answer
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.run.beats import forget_beats
@@ -138,7 +138,7 @@ class Supervisor:
             self._launcher.children.wait(TICK_S)
         if self._launcher.is_stopping():
             raise Refused("stopped before anything was started.")
-        found = take_answer(self._run_dir)
+        found = read_answer(self._run_dir)
         if isinstance(found, Prepared):
             return found
         if found:
