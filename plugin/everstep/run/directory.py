@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import hold_alone, holder, read_json, read_typed
+from everstep.run.files import hold_alone, lock_holder, read_json, read_typed
 
 
 class LaunchError(Exception):
@@ -63,15 +63,15 @@ def take(run_dir: Path) -> None:
         raise LaunchError(f"{run_dir}: cannot be used as run directory: {error.strerror}.") from None
     if not alone:
         raise LaunchError(
-            f"{run_dir}: in use by a run that is still going (pid {holder(lock) or 'unknown'}). "
+            f"{run_dir}: in use by a run that is still going (pid {lock_holder(lock) or 'unknown'}). "
             "Stop it, or give another --run-dir."
         )
 
 
 def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Return the pid that holds the run directory's lock (see `holder`) and the wall time of locking; None if free."""
+    """Return the pid that holds the run directory's lock (see `lock_holder`) and the wall time of locking; None if free."""
     try:
-        pid = holder(lock_file(run_dir))
+        pid = lock_holder(lock_file(run_dir))
         return None if pid is None else (pid, lock_file(run_dir).lstat().st_mtime)
     except OSError:
         return None

@@ -138,7 +138,7 @@ _FLOCK = "hhqqi4x"
 """`struct` format of fcntl(2)'s `struct flock` on 64 bits: type, whence, start, length, pid."""
 
 
-def holder(path: Path) -> int | None:
+def lock_holder(path: Path) -> int | None:
     """Return the pid of another process that holds a file by `hold_alone`; 0 if that process is on another machine or
     outside of this container; None if there is none. Raises OSError."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
