@@ -91,8 +91,8 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
     assert holder_of(tmp_path) is None
     (tmp_path / ".lock").touch()
     assert holder_of(tmp_path) is None
-    code = "import pathlib, subprocess, sys; from everstep.run.directory import take; take(pathlib.Path(sys.argv[1]))\n"
-    code += "print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    code = "import subprocess, sys; from pathlib import Path; from everstep.run.directory import lock_run_dir as lock\n"
+    code += "lock(Path(sys.argv[1])); print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes, env=environment())
     worker = int(run.stdout.readline())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep import cli
-from everstep.run.directory import take
+from everstep.run.directory import lock_run_dir
 from everstep.run.token import own_token
 from everstep.snapshot import keepers
 from everstep.snapshot.buffer import SnapshotError
@@ -98,7 +98,7 @@ def test_a_run_below_a_folder_of_many_is_this_users_alone(shared, mode):
     before = os.umask(0o002)
     try:
         run_dir = shared / "runs" / "one"
-        take(run_dir)
+        lock_run_dir(run_dir)
         assert own_token(run_dir)
     finally:
         os.umask(before)

@@ -20,7 +20,7 @@ from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
-from everstep.run.directory import End, groups_file, number_of_groups, over_file, prepared_file, take
+from everstep.run.directory import End, groups_file, lock_run_dir, number_of_groups, over_file, prepared_file
 from everstep.run.event_fields import NEEDED, fits
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, current_claim, fence_file
@@ -110,7 +110,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
     doors = write_all(run_dir)
     write_json(over_file(run_dir, 1), End("failed", "given up").__dict__)
     own_token(run_dir)
-    take(run_dir)
+    lock_run_dir(run_dir)
     (tmp_path / "in.txt").write_text("some text " * 99)
     pack((tmp_path / "in.txt",), run_dir / "corpus.tokens")
     shutil.copytree(run_dir, tmp_path / "other")

@@ -24,10 +24,10 @@ from everstep.run.directory import (
     ended_file,
     groups_file,
     leaves_nothing,
+    lock_run_dir,
     number_of_groups,
     prepared_file,
     stop_file,
-    take,
 )
 from everstep.run.events import EventLog, EventTail
 from everstep.run.token import own_token
@@ -203,6 +203,6 @@ def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int
     """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix."""
     run_dir = Path(settings.order.run_dir).resolve()
     with leaves_nothing(run_dir, Refused):
-        take(run_dir)
+        lock_run_dir(run_dir)
         own_token(run_dir)
         return Supervisor(settings, run_dir, on_events).run()

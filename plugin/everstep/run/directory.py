@@ -50,7 +50,7 @@ class End:
     reason: str
 
 
-def take(run_dir: Path) -> None:
+def lock_run_dir(run_dir: Path) -> None:
     """Make a run directory if there is none, and lock it for this process. The lock ends with the process, however that
     ends; processes that it forks do not hold it. Raises LaunchError if another run holds it or it cannot be used."""
     lock = lock_file(run_dir)
@@ -69,7 +69,7 @@ def take(run_dir: Path) -> None:
 
 
 def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Return the pid that holds the run directory's lock (see `lock_holder`) and the wall time of locking; None if free."""
+    """Return the pid that holds the run directory's lock (`lock_holder`) and the wall time of locking; None if free."""
     try:
         pid = lock_holder(lock_file(run_dir))
         return None if pid is None else (pid, lock_file(run_dir).lstat().st_mtime)
