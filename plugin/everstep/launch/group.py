@@ -17,7 +17,7 @@ from everstep.launch.children import Child, Children
 from everstep.launch.forking import Request
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
-from everstep.launch.meeting import Meeting
+from everstep.launch.rendezvous import Rendezvous
 from everstep.launch.settings import GroupSettings
 from everstep.launch.shortages import backoff_s
 from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_row
@@ -72,7 +72,7 @@ class Group:
         self._number = 0 if last is None else last["incarnation"] + 1
         """Number of the next incarnation."""
         self._heart: BeatFile | None = None
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._now: Incarnation | None = None
         self._not_before_mono = self._next_watch = self._stop_deadline = 0.0
         self._unclean = ""
@@ -90,22 +90,22 @@ class Group:
     def look(self) -> None:
         """Check what has happened to the group, and act on it. Raises LaunchError, or OSError for a shortage."""
         try:
-            meeting = self._meeting or self._join()
+            rendezvous = self._rendezvous or self._join()
         except fence.Fenced as fenced:
             self.finish("fenced", str(fenced))
             return
         if time.monotonic() >= self._next_watch:
             self._next_watch = time.monotonic() + WATCH_INTERVAL_S
-            self._watch(meeting)
+            self._watch(rendezvous)
         if self.end is None and self._now is not None and not self._now.ending_mono:
-            self._look_at_workers(self._now, meeting)
+            self._look_at_workers(self._now, rendezvous)
         if self.end is None and self._now is not None and self._now.ending_mono:
-            self._finish_ending(self._now, meeting)
+            self._finish_ending(self._now, rendezvous)
         if self.end is None and self._now is None:
             if self._stopping():
-                self._end_stopped(meeting)
+                self._end_stopped(rendezvous)
             elif time.monotonic() >= self._not_before_mono:
-                self._start(meeting)
+                self._start(rendezvous)
 
     def finish(self, status: str, reason: str) -> None:
         """End the group for good. Workers that still run are killed."""
@@ -115,16 +115,16 @@ class Group:
                 self._now.kill()
             self.events.emit("agent_ended", status=status, reason=reason)
 
-    def _join(self) -> Meeting:
+    def _join(self) -> Rendezvous:
         """Claim the group for this start of it, and join the other nodes' agents. Raises Fenced."""
         settings = self.settings
         if settings.node_rank == 0:
             fence.claim_group(settings.run_dir, settings.group, settings.claim, self._stopping)
         if self._heart is None:
             self._heart = BeatFile(agent_beat_path(settings.run_dir, settings.group, settings.node_rank))
-        self.beat()  # before the meeting's note, from which on other nodes expect beats
-        self._meeting = Meeting(settings)
-        return self._meeting
+        self.beat()  # before the rendezvous's note, from which on other nodes expect beats
+        self._rendezvous = Rendezvous(settings)
+        return self._rendezvous
 
     def beat(self, phase: str = "watching") -> None:
         """Write a beat of this agent; the phase DONE says that it ends."""
@@ -137,7 +137,7 @@ class Group:
 
     # Twice a second
 
-    def _watch(self, meeting: Meeting) -> None:
+    def _watch(self, rendezvous: Rendezvous) -> None:
         settings, now = self.settings, self._now
         self.beat()
         if not fence.holds(settings.run_dir, settings.group, settings.claim):
@@ -145,7 +145,7 @@ class Group:
         elif reason := read_json(ended_file(settings.run_dir)).get("reason"):
             self.finish("failed", f"group {settings.group} ends, as the run cannot go on: {reason}")
         # A stopping agent does not judge the other nodes. It goes on beating, for those that are asked to stop later.
-        elif not self._stopping() and (lost := meeting.lost(self._children.looked_mono, self._children.awake_mono)):
+        elif not self._stopping() and (lost := rendezvous.lost(self._children.looked_mono, self._children.awake_mono)):
             self.finish("crashed", f"the agent of group {settings.group} failed: {lost}")
         self.leaves |= is_surplus(settings.run_dir, settings.group)
         if self.end is not None or now is None or now.ending_mono:
@@ -156,26 +156,26 @@ class Group:
             self._stop_cleanly(now)
         if now.stalled is None and (self._stopping() or now.dead):
             return
-        if now.stalled is None and meeting.is_awaited:  # also if a node's workers died after those here had finished
+        if now.stalled is None and rendezvous.is_awaited:  # also if a node's workers died after those here had finished
             now.kill()
         else:
             now.look_for_stall(self.events, self._children.looked_mono, self._children.awake_mono)
 
     # A start
 
-    def _start(self, meeting: Meeting) -> None:
+    def _start(self, rendezvous: Rendezvous) -> None:
         settings = self.settings
         if settings.node and (sick := storage_complaint(settings.run_dir)):
             self.finish("node_bad", sick)
             return
-        place = meeting.next_round()
-        if place is None:
+        next_round = rendezvous.next_round()
+        if next_round is None:
             return
-        now = self._now = Incarnation(settings, self._number, place)
+        now = self._now = Incarnation(settings, self._number, next_round)
         self._number += 1
-        listener = place.listener
+        listener = next_round.listener
         try:
-            for rank in place.ranks:
+            for rank in next_round.ranks:
                 now.workers[rank] = self._children.start(self._request(now, rank, listener), rank)
                 if listener is not None:  # the first rank has inherited it; no other process should
                     listener.close()
@@ -191,9 +191,9 @@ class Group:
         self.events.emit(kind, incarnation=now.number, pids=[child.pid for child in now.workers.values()])
 
     def _request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Request:
-        settings, place = self.settings, now.place
+        settings = self.settings
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
-        env = place.environment(rank, f"group-{settings.group}", now.number)
+        env = now.round.environment(rank, f"group-{settings.group}", now.number)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env[devices.VISIBLE] = settings.devices
@@ -205,16 +205,16 @@ class Group:
 
     # While they run
 
-    def _look_at_workers(self, now: Incarnation, meeting: Meeting) -> None:
+    def _look_at_workers(self, now: Incarnation, rendezvous: Rendezvous) -> None:
         if now.dead:
             now.first = now.cause(PEER_FAILS_WITHIN_S)
             if now.first is not None:
                 if (now.first.exitcode or 0) < 0 and now.stalled is None:
-                    meeting.tell_killed()
+                    rendezvous.tell_killed()
                 now.kill()
         elif not now.running:
-            meeting.tell_ended()
-            if meeting.all_ended or self._is_overdue():
+            rendezvous.tell_ended()
+            if rendezvous.all_ended or self._is_overdue():
                 now.kill()
 
     def _stop_cleanly(self, now: Incarnation) -> None:
@@ -233,8 +233,8 @@ class Group:
         """Return whether a clean stop has taken longer than it may."""
         return 0.0 < self._stop_deadline < time.monotonic()
 
-    def _end_stopped(self, meeting: Meeting) -> None:
-        meeting.tell_ended()  # so that the other nodes do not wait for this one
+    def _end_stopped(self, rendezvous: Rendezvous) -> None:
+        rendezvous.tell_ended()  # so that the other nodes do not wait for this one
         if self._unclean:
             self.finish("killed", self._unclean)
         else:
@@ -242,7 +242,7 @@ class Group:
 
     # The end of an incarnation
 
-    def _finish_ending(self, now: Incarnation, meeting: Meeting) -> None:
+    def _finish_ending(self, now: Incarnation, rendezvous: Rendezvous) -> None:
         """Once all processes of the incarnation are gone, with those that workers had started, decide what follows."""
         ended_s = time.monotonic() - now.ending_mono
         if now.running:
@@ -255,10 +255,10 @@ class Group:
             return  # another node may still report that the death began there
         self._now = None
         if now.first is not None:
-            self._after_death(now, now.first, meeting)
+            self._after_death(now, now.first, rendezvous)
         elif self._stopping():
-            self._end_stopped(meeting)
-        elif not now.dead and len(now.ended) == len(now.place.ranks) and not meeting.is_awaited:
+            self._end_stopped(rendezvous)
+        elif not now.dead and len(now.ended) == len(now.round.ranks) and not rendezvous.is_awaited:
             self._end_done()
 
     def _leave_behind(self, stuck: Child, ended_s: float) -> None:
@@ -281,10 +281,10 @@ class Group:
         else:
             self.finish("done", "its workers finished")
 
-    def _after_death(self, now: Incarnation, first: Child, meeting: Meeting) -> None:
+    def _after_death(self, now: Incarnation, first: Child, rendezvous: Rendezvous) -> None:
         """Report and count the death of the workers, of which `first` was the cause, and decide whether to restart."""
         settings = self.settings
-        peer_killed = (first.exitcode or 0) > 0 and meeting.others_were_killed
+        peer_killed = (first.exitcode or 0) > 0 and rendezvous.others_were_killed
         death = now.death_of(first, peer_killed=peer_killed)
         self.deaths.append(death)
         poison = now.poison_of(first, death, self.events)
@@ -301,7 +301,7 @@ class Group:
             # SIGTERM kills a worker that has not begun yet. That stop is clean: it had nothing to finish.
             if death.exitcode != -signal.SIGTERM and not self._unclean:
                 self._unclean = death.reason
-            self._end_stopped(meeting)
+            self._end_stopped(rendezvous)
         elif settings.node and (bad := self._reason_to_move(death)):
             self.finish("node_bad", f"{bad}; last: {death.reason}")
         elif poison is not None:

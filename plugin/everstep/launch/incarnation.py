@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.launch.children import Child
-from everstep.launch.meeting import Round
+from everstep.launch.rendezvous import RendezvousRound
 from everstep.launch.settings import GroupSettings
 from everstep.launch.watchdog import CRASHES, HOPELESS, Death, describe_exit, oom_kills
 from everstep.launch.worker import STACKS_SIGNAL, read_error
@@ -31,7 +31,7 @@ class Incarnation:
 
     settings: GroupSettings
     number: int
-    place: Round
+    round: RendezvousRound
     workers: dict[int, Child] = field(default_factory=dict)
     """Rank -> its process."""
     stalled: Child | None = None

@@ -27,7 +27,7 @@ ARRIVAL_S = 900.0
 
 
 @dataclass(frozen=True)
-class Round:
+class RendezvousRound:
     """One start of a group's workers, as seen from one of its nodes."""
 
     run_id: str
@@ -86,7 +86,7 @@ class _Note:
     """Of node 0 alone: the address of the store of its round."""
 
 
-class Meeting:
+class Rendezvous:
     """One agent's side of the agreement: its own note, and the notes of the other nodes. Nothing here blocks.
 
     A note is written in place, because over NFS the name of a replaced file may lead to the old one for a while. An
@@ -111,7 +111,7 @@ class Meeting:
         self._left = self._mine.round
         """The last round that has begun on this node."""
 
-    def next_round(self) -> Round | None:
+    def next_round(self) -> RendezvousRound | None:
         """Join the next round, and return it once every node has joined; None before. Raises LaunchError if
         `settings.host` is no address of this machine, and OSError for a shortage."""
         settings = self._settings
@@ -128,7 +128,7 @@ class Meeting:
         sizes = [notes[node].ranks for node in sorted(notes)]
         listener, self._listener = self._listener, None
         run_id = f"group-{settings.group}.{settings.claim}"
-        return Round(run_id, notes[0].host, notes[0].port, settings.node_rank, sizes, listener)
+        return RendezvousRound(run_id, notes[0].host, notes[0].port, settings.node_rank, sizes, listener)
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
         """Return why another node of the group counts as gone; "" if all have joined or may still join. Silence before
