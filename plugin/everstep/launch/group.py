@@ -207,9 +207,9 @@ class Group:
 
     def _look_at_workers(self, now: Incarnation, rendezvous: Rendezvous) -> None:
         if now.dead:
-            now.first = now.cause(PEER_FAILS_WITHIN_S)
-            if now.first is not None:
-                if (now.first.exitcode or 0) < 0 and now.stalled is None:
+            now.culprit = now.find_culprit(PEER_FAILS_WITHIN_S)
+            if now.culprit is not None:
+                if (now.culprit.exitcode or 0) < 0 and now.stalled is None:
                     rendezvous.tell_killed()
                 now.kill()
         elif not now.running:
@@ -251,11 +251,11 @@ class Group:
             return
         if self._children.kill_left_behind() and ended_s < LITTER_PATIENCE_S:
             return
-        if self.settings.nodes > 1 and now.first is not None and ended_s < PEER_FAILS_ELSEWHERE_S:
+        if self.settings.nodes > 1 and now.culprit is not None and ended_s < PEER_FAILS_ELSEWHERE_S:
             return  # another node may still report that the death began there
         self._now = None
-        if now.first is not None:
-            self._after_death(now, now.first, rendezvous)
+        if now.culprit is not None:
+            self._after_death(now, now.culprit, rendezvous)
         elif self._stopping():
             self._end_stopped(rendezvous)
         elif not now.dead and len(now.ended) == len(now.round.ranks) and not rendezvous.is_awaited:
@@ -281,13 +281,13 @@ class Group:
         else:
             self.finish("done", "its workers finished")
 
-    def _after_death(self, now: Incarnation, first: Child, rendezvous: Rendezvous) -> None:
-        """Report and count the death of the workers, of which `first` was the cause, and decide whether to restart."""
+    def _after_death(self, now: Incarnation, culprit: Child, rendezvous: Rendezvous) -> None:
+        """Report and count the death of the workers, which `culprit` caused, and decide whether to restart."""
         settings = self.settings
-        peer_killed = (first.exitcode or 0) > 0 and rendezvous.others_were_killed
-        death = now.death_of(first, peer_killed=peer_killed)
+        peer_killed = (culprit.exitcode or 0) > 0 and rendezvous.others_were_killed
+        death = now.death_of(culprit, peer_killed=peer_killed)
         self.deaths.append(death)
-        poison = now.poison_of(first, death, self.events)
+        poison = now.poison_of(culprit, death, self.events)
         self.events.emit(
             "workers_died",
             incarnation=now.number,
@@ -295,7 +295,7 @@ class Group:
             error=death.error,
             committed=death.committed,
             by_itself=death.by_itself,
-            exitcodes={str(first.rank): death.exitcode},
+            exitcodes={str(culprit.rank): death.exitcode},
         )
         if self._stopping():
             # SIGTERM kills a worker that has not begun yet. That stop is clean: it had nothing to finish.

@@ -38,7 +38,7 @@ class Incarnation:
     """The worker without progress because of which the incarnation is killed."""
     stall: str = ""
     """A description of that stall."""
-    first: Child | None = None
+    culprit: Child | None = None
     """The worker whose death brought the incarnation down."""
     ending_mono: float = 0.0
     """Monotonic seconds at which it was killed; 0 while it runs."""
@@ -96,7 +96,7 @@ class Incarnation:
         not count."""
         ft, stalls = self.settings.fault_tolerance, []
         if self.stalled is not None and self.running:
-            self.first = self.stalled
+            self.culprit = self.stalled
             self.kill()
         if self.stalled is not None or not ft.enable:
             return
@@ -114,29 +114,29 @@ class Incarnation:
             events.emit("workers_stalled", incarnation=self.number, **told)
             self._signal(STACKS_SIGNAL)
 
-    def cause(self, patience_s: float) -> Child | None:
+    def find_culprit(self, patience_s: float) -> Child | None:
         """Return the worker whose death brought the group down; None if that is not known yet. A worker killed by a
         signal takes a while to give its memory back; meanwhile a peer may notice and exit with an error first. So
         after an exit, the death of another worker by a signal is awaited for `patience_s`."""
         dead = self.dead
         if self.stalled is not None:
             return self.stalled if self.stalled in dead else dead[0]
-        first = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
+        culprit = min(dead, key=lambda child: (child.exitcode or 0) >= 0)
         waited = time.monotonic() - dead[0].ended_mono > patience_s
-        return first if (first.exitcode or 0) < 0 or waited or not self.running else None
+        return culprit if (culprit.exitcode or 0) < 0 or waited or not self.running else None
 
-    def death_of(self, first: Child, *, peer_killed: bool) -> Death:
-        """Describe and print the death of `first`, which ended the incarnation. `peer_killed`: whether a signal killed
-        a rank on another machine, which explains errors of ranks that wait for it."""
-        settings, exitcode, stalled = self.settings, first.exitcode or 0, self.stalled is not None
+    def death_of(self, culprit: Child, *, peer_killed: bool) -> Death:
+        """Describe and print the death of `culprit`, which ended the incarnation. `peer_killed`: whether a signal
+        killed a rank on another machine, which explains errors of ranks that wait for it."""
+        settings, exitcode, stalled = self.settings, culprit.exitcode or 0, self.stalled is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
-        text = read_error(settings.run_dir, settings.group, first.rank) if exitcode > 0 else ""
+        text = read_error(settings.run_dir, settings.group, culprit.rank) if exitcode > 0 else ""
         error, _, traceback = text.partition("\n")
         logs = event_path(settings.run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
         commits = filter(None, (last_event(log, {"commit"}) for log in logs))
         newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
-        reason = self.stall or f"rank {first.rank} {describe_exit(exitcode)}"
+        reason = self.stall or f"rank {culprit.rank} {describe_exit(exitcode)}"
         if out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"
         elif error and not stalled:
@@ -155,15 +155,15 @@ class Incarnation:
             by_itself=crashed and (out_of_memory or not peer_killed),
         )
 
-    def poison_of(self, first: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
-        """Record a crash at the slot that `first` computed when it died. If the slot is poison by now, return its step
-        and number, and the groups whose workers crashed there; else None. The crash that makes it poison is reported.
-        """
+    def poison_of(self, culprit: Child, death: Death, events: EventLog) -> tuple[Slot, list[int]] | None:
+        """Record a crash at the slot that `culprit` computed when it died. If the slot is poison by now, return its
+        step and number, and the groups whose workers crashed there; else None. The crash that makes it poison is
+        reported."""
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
         if not death.crashed or death.exitcode in HOPELESS:  # the trainer decided to end, not because of a slot
             return None
         try:
-            beat = self._beat_of(first)
+            beat = self._beat_of(culprit)
             if beat is None or beat.phase != "compute" or beat.slot < 0:
                 return None
             slot = beat.step, beat.slot
