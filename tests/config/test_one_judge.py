@@ -68,7 +68,7 @@ def answered(command, **how):
 
 
 def started(settings, *more):
-    prepare.prepared(replace(settings.order, run_dir=""))
+    prepare.prepared(replace(settings.options, run_dir=""))
     raise SystemExit(0)
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from everstep.launch import lighthouse, supervisor, view, worker
-from everstep.launch.prepare import Order
+from everstep.launch.prepare import PrepareOptions
 from everstep.run.directory import LaunchError
 
 PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
@@ -56,7 +56,7 @@ def main():
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
     settings = supervisor.RunSettings(
-        Order(str(config), flags, int(groups), int(ranks), run_dir),
+        PrepareOptions(str(config), flags, int(groups), int(ranks), run_dir),
         entry="tiny_trainer:main",
         prepare="tiny_trainer:prepare",
         preload=PRELOAD,

@@ -4,7 +4,7 @@ import pytest
 from torchtitan.config.manager import ConfigManager
 
 from everstep.launch import prepare
-from everstep.launch.prepare import Order, Prepared
+from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.launch.supervisor import RunSettings, Supervisor
 from everstep.titan.imports import import_all
 
@@ -34,8 +34,8 @@ def settled(tmp_path, monkeypatch):
     import_all()
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "run").mkdir()
-    order = Order(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
-    assert prepare.main(vars(order)) == 0
+    options = PrepareOptions(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
+    assert prepare.main(vars(options)) == 0
     found = prepare.read_answer(tmp_path / "run")
     assert isinstance(found, Prepared)
     assert (found.groups, found.steps) == (2, 7)
@@ -44,7 +44,7 @@ def settled(tmp_path, monkeypatch):
 
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
-    supervisor = Supervisor(RunSettings(Order(str(tmp_path / "run.toml"), ranks=1)), tmp_path / "run", print)
+    supervisor = Supervisor(RunSettings(PrepareOptions(str(tmp_path / "run.toml"), ranks=1)), tmp_path / "run", print)
     config = ConfigManager().parse_args(supervisor.group_settings(1, 2, settled).worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)
@@ -63,7 +63,7 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     """The run directory's config.toml is not prepared again. It is if another file or another number of ranks is given,
     and the result is then the same."""
     asked = []
-    monkeypatch.setattr(prepare, "prepared", lambda order: asked.append(order) or prepare.prepare(order))
+    monkeypatch.setattr(prepare, "prepared", lambda options: asked.append(options) or prepare.prepare(options))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
     found = prepare.settled(tmp_path / name, tmp_path / "run", flags, ranks)
     assert len(asked) == judged

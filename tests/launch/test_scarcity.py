@@ -15,7 +15,7 @@ import pytest
 
 from everstep.commands.status import status_of
 from everstep.launch import supervisor, watchdog
-from everstep.launch.prepare import Order, Prepared
+from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.run import memory
 from launched import DEADLINE_S, until
 from timeline import Timeline, page_of
@@ -76,7 +76,7 @@ def test_a_shortage_at_the_start_of_a_run_is_the_reason_why_it_ends(tmp_path, mo
     launcher.children.start.return_value.alive = False
     monkeypatch.setattr(supervisor, "Launcher", lambda *_: launcher)
     monkeypatch.setattr(supervisor, "read_answer", lambda _: Prepared(1, 1, seed=0, steps=1, identity=""))
-    assert supervisor.Supervisor(supervisor.RunSettings(Order("")), tmp_path, list).run() == 1
+    assert supervisor.Supervisor(supervisor.RunSettings(PrepareOptions("")), tmp_path, list).run() == 1
     launcher.events.emit.assert_called_with("run_ended", status="failed", reason="[Errno 24] Too many open files")
 
 

@@ -48,13 +48,13 @@ def main(argv):
 
 if __name__ == "__main__":
     from everstep.launch import supervisor
-    from everstep.launch.prepare import Order
+    from everstep.launch.prepare import PrepareOptions
     from everstep.run.directory import LaunchError
 
     config, groups, ranks, folder, entry = sys.argv[1:]
-    order = Order(config, groups=int(groups), ranks=int(ranks), run_dir=folder)
+    options = PrepareOptions(config, groups=int(groups), ranks=int(ranks), run_dir=folder)
     try:
-        sys.exit(supervisor.run(supervisor.RunSettings(order, entry=entry)))
+        sys.exit(supervisor.run(supervisor.RunSettings(options, entry=entry)))
     except LaunchError as refusal:
         print(f"refused: {refusal}")
         sys.exit(supervisor.USAGE_EXIT)

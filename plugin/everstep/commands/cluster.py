@@ -14,7 +14,7 @@ import tyro
 from everstep.commands.doctor import broken, examine, show
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.launch import lighthouse_job, slurm
-from everstep.launch.prepare import Order, Prepared, prepared, settled
+from everstep.launch.prepare import Prepared, PrepareOptions, prepared, settled
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
 from everstep.run.token import own_token, require_own, require_run
 
@@ -78,9 +78,9 @@ def submit(
     except ValueError as error:
         raise LaunchError(f"--lighthouse-flags: {error}.") from None
     ranks = ranks_per_node * nodes_per_group
-    order = Order(config=str(config), flags=titan_flags, groups=groups, ranks=ranks, here=False)
+    options = PrepareOptions(config=str(config), flags=titan_flags, groups=groups, ranks=ranks, here=False)
     run_dir = (run_dir or default_run_dir(config, time.localtime())).resolve()
-    found = prepared(order) if dry_run else _settle(order, run_dir, nodes_per_group)
+    found = prepared(options) if dry_run else _settle(options, run_dir, nodes_per_group)
     submission = slurm.Submission(
         config=config.resolve(),
         run_dir=run_dir,
@@ -126,14 +126,14 @@ def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
     )
 
 
-def _settle(order: Order, run_dir: Path, nodes_per_group: int) -> Prepared:
+def _settle(options: PrepareOptions, run_dir: Path, nodes_per_group: int) -> Prepared:
     """Make the run directory with the config in it. Raises LaunchError."""
     if run_dir.is_dir():
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # raises if the run is submitted already
     with leaves_nothing(run_dir):
         make_run_dir(run_dir)
-        found = prepared(replace(order, run_dir=str(run_dir)))
+        found = prepared(replace(options, run_dir=str(run_dir)))
         _look_first(found, nodes_per_group, run_dir)
         own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)

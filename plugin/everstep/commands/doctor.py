@@ -15,7 +15,7 @@ import tyro
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import PORTS, free_port, storage_complaint
-from everstep.launch.prepare import Line, Order, Prepared, prepared
+from everstep.launch.prepare import Line, Prepared, PrepareOptions, prepared
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
@@ -46,7 +46,7 @@ def doctor(
         json: Print one JSON object to stdout, and nothing else.
     """
     run_dir = None if run_dir is None else run_dir.resolve()
-    order = Order(
+    options = PrepareOptions(
         config=str(config),
         flags=list(flags),
         groups=groups,
@@ -56,7 +56,7 @@ def doctor(
         model=True,
     )
     try:
-        found = prepared(order)
+        found = prepared(options)
     except LaunchError as error:
         lines = [Line("config", "error", str(error), "change the file or the flag")]
     else:

@@ -35,7 +35,7 @@ def run(
             Default: runs/<config>-<timestamp>.
     """
     from everstep.launch import supervisor, view
-    from everstep.launch.prepare import Order, Prepared, read_answer
+    from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
     from everstep.report.page import write_report
     from everstep.report.score import plain_summary, summary
 
@@ -47,7 +47,7 @@ def run(
     if not config.exists():
         raise LaunchError(f"{config}: there is no such file.")
     run_dir = run_dir or default_run_dir(config, time.localtime())
-    order = Order(
+    options = PrepareOptions(
         config=str(config),
         run_dir=str(run_dir),
         groups=groups,
@@ -55,7 +55,7 @@ def run(
         together=True,
         flags=[*flags, *([] if steps is None else ["--training.steps", str(steps)])],
     )
-    settings = supervisor.RunSettings(order, page, chaos_every or 0.0)
+    settings = supervisor.RunSettings(options, page, chaos_every or 0.0)
     status = supervisor.run(settings, view.open_view().show)
     print(f"All files of this run are in {run_dir}")
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import slurm
-from everstep.launch.prepare import Order, Prepared, prepared, read_answer
+from everstep.launch.prepare import Prepared, PrepareOptions, prepared, read_answer
 from everstep.run.directory import LaunchError, config_file, groups_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -28,10 +28,10 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     over = slurm.has_ended(run_dir) or (submitted and not slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
     if over or not isinstance(before, Prepared):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
-    order = Order(
+    options = PrepareOptions(
         str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted, together=not submitted
     )
-    found = prepared(order)
+    found = prepared(options)
     if found.identity != before.identity:
         raise LaunchError("this run cannot be scaled: each group is a worker. Set [semi_sync] workers in a new run.")
     write_json(groups_file(run_dir), {"groups": groups})

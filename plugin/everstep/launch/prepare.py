@@ -32,7 +32,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Order:
+class PrepareOptions:
     """What to prepare, and what to check."""
 
     config: str
@@ -82,10 +82,10 @@ class Prepared:
     warnings: list[str] = field(default_factory=list)
     """Sentences that the user should read."""
     lines: list[Line] = field(default_factory=list)
-    """Checks of the timeouts, the model and its attention, if `Order.model` asked for them."""
+    """Checks of the timeouts, the model and its attention, if `PrepareOptions.model` asked for them."""
 
 
-def prepare(order: Order) -> Prepared:
+def prepare(options: PrepareOptions) -> Prepared:
     """Read and check a config. With a run directory, also write `config.toml` there.
 
     Raises:
@@ -95,12 +95,12 @@ def prepare(order: Order) -> Prepared:
 
     from everstep.config.resolved import config_identity, resolved_toml
 
-    config, ranks, warnings = _judge(order)
+    config, ranks, warnings = _judge(options)
     ft, devices = config.fault_tolerance, visible(accelerator.device_count())
-    if order.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
+    if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
-    if order.run_dir:
-        run_dir = Path(order.run_dir)
+    if options.run_dir:
+        run_dir = Path(options.run_dir)
         warnings += _refuse_another(config, run_dir)
         write_whole(config_file(run_dir), resolved_toml(config).encode())
     return Prepared(
@@ -113,11 +113,11 @@ def prepare(order: Order) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=devices,
         warnings=warnings,
-        lines=[*_patience(config, ranks), *_lines(config)] if order.model else [],
+        lines=[*_patience(config, ranks), *_lines(config)] if options.model else [],
     )
 
 
-def _judge(order: Order) -> tuple[Any, int, list[str]]:
+def _judge(options: PrepareOptions) -> tuple[Any, int, list[str]]:
     """Return the checked config, the number of ranks of a group, and warnings for the user. Raises ConfigError."""
     from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
@@ -127,11 +127,11 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
     from everstep.titan.machine import needs_gpu, why_not_built
     from everstep.titan.trainer import EverstepTrainer
 
-    source, warnings = Path(order.config), list[str]()
+    source, warnings = Path(options.config), list[str]()
     config = load_config(
-        source, EverstepTrainer.Config, order.flags, groups=order.groups, ranks=order.ranks, warnings=warnings
+        source, EverstepTrainer.Config, options.flags, groups=options.groups, ranks=options.ranks, warnings=warnings
     )
-    ranks = order.ranks or fewest_ranks(config.parallelism)
+    ranks = options.ranks or fewest_ranks(config.parallelism)
     ft = config.fault_tolerance
     if not ft.enable and ft.groups > 1:
         raise ConfigError(
@@ -139,10 +139,10 @@ def _judge(order: Order) -> tuple[Any, int, list[str]]:
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
     check_files(config)
-    if order.here and not has_accelerator():
+    if options.here and not has_accelerator():
         for problem in needs_gpu(config):
             raise ConfigError(f"{source}: {problem.message}")
-    if order.here and ft.enable and (reason := why_not(ft.process_group)):
+    if options.here and ft.enable and (reason := why_not(ft.process_group)):
         raise ConfigError(
             f'{source}: [fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
@@ -211,11 +211,11 @@ def _lines(config: Any) -> Iterator[Line]:
         yield Line("attention", "ok", found)
 
 
-def main(order: dict[str, Any], *, tells: bool = False) -> int:
+def main(options: dict[str, Any], *, tells: bool = False) -> int:
     """Prepare in this process, and return the exit status. If there is a run directory, leave the answer there for
     `read_answer`. `tells`: also print the answer as the last line on stdout, which must then not be a log: the answer
     may hold the address of a webhook."""
-    asked = typed.parse(Order, order)
+    asked = typed.parse(PrepareOptions, options)
     os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # as for the workers
     try:
         answer = asdict(prepare(asked))
@@ -228,13 +228,13 @@ def main(order: dict[str, Any], *, tells: bool = False) -> int:
     return USAGE_EXIT if "error" in answer else 0
 
 
-def prepared(order: Order) -> Prepared:
+def prepared(options: PrepareOptions) -> Prepared:
     """Run `prepare` in a new process and return its result. Raises LaunchError."""
-    command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(order))]
+    command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(options))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"checking {order.config} with torchtitan took longer than {TIMEOUT_S:g} s.") from None
+        raise LaunchError(f"checking {options.config} with torchtitan took longer than {TIMEOUT_S:g} s.") from None
     if done.returncode not in (0, USAGE_EXIT):
         raise LaunchError((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -253,7 +253,7 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Pr
         found = read_answer(run_dir)
         if isinstance(found, Prepared) and ranks in (0, found.ranks):
             return found
-    return prepared(Order(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
+    return prepared(PrepareOptions(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
 
 
 def write_answer(run_dir: Path, found: dict[str, Any]) -> None:

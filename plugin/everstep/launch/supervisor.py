@@ -14,7 +14,7 @@ from everstep.launch.forking import PRELOAD, Request
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
-from everstep.launch.prepare import Order, Prepared, read_answer
+from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.run.beats import forget_beats
@@ -40,7 +40,7 @@ STOPPED_AT_ONCE_EXIT = 130
 class RunSettings:
     """What to run, and how."""
 
-    order: Order
+    options: PrepareOptions
     page: bool = False
     """Whether to serve the page of the live run, on loopback."""
     chaos_every_s: float = 0.0
@@ -129,9 +129,9 @@ class Supervisor:
     def _prepare(self) -> Prepared:
         """Check the config in a forked process that writes the result to the run directory. Raises LaunchError."""
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
-        order = replace(settings.order, run_dir=str(self._run_dir))
+        options = replace(settings.options, run_dir=str(self._run_dir))
         try:
-            child = self._launcher.children.start(Request(settings.prepare, [asdict(order)], log))
+            child = self._launcher.children.start(Request(settings.prepare, [asdict(options)], log))
         except OSError as error:
             raise Refused(f"the process that checks the config could not be started: {error.strerror}.") from None
         while child.alive and not self._launcher.is_stopping():
@@ -151,7 +151,7 @@ class Supervisor:
         launcher.events.emit(
             "run_started",
             groups=found.groups,
-            ranks_per_group=settings.order.ranks,
+            ranks_per_group=settings.options.ranks,
             seed=found.seed,
             version=everstep.__version__,
             steps=found.steps,
@@ -182,10 +182,10 @@ class Supervisor:
         return GroupSettings(
             run_dir=self._run_dir,
             group=index,
-            ranks=settings.order.ranks,
-            ranks_here=groups * settings.order.ranks,
+            ranks=settings.options.ranks,
+            ranks_here=groups * settings.options.ranks,
             host=HOST,
-            devices=devices_of_group(found.devices, index, settings.order.ranks),
+            devices=devices_of_group(found.devices, index, settings.options.ranks),
             fault_tolerance=found.fault_tolerance,
             entry=settings.entry,
         )
@@ -201,7 +201,7 @@ class Supervisor:
 
 def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int:
     """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix."""
-    run_dir = Path(settings.order.run_dir).resolve()
+    run_dir = Path(settings.options.run_dir).resolve()
     with leaves_nothing(run_dir, Refused):
         lock_run_dir(run_dir)
         own_token(run_dir)
