@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from everstep.launch.prepare import PrepareOptions, prepared
+from everstep.launch.prepare import PrepareOptions, prepare_in_subprocess
 from everstep.report.score import score, verdict
 from everstep.run.events import EventTail, read_events
 
@@ -55,7 +55,8 @@ class Run:
         self.groups = {number: Group() for number in range(groups)}
         self.step, self.progress, self.longest_s = 0, time.monotonic(), 0.0
         self.ended_unstopped: list[int] = []
-        self.stall_s = prepared(PrepareOptions(str(args.config), here=False)).fault_tolerance.stall_timeout_s
+        config = prepare_in_subprocess(PrepareOptions(str(args.config), here=False))
+        self.stall_s = config.fault_tolerance.stall_timeout_s
         self._tail = EventTail(run_dir)
 
     def follow(self) -> None:

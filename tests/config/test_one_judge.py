@@ -68,7 +68,7 @@ def answered(command, **how):
 
 
 def started(settings, *more):
-    prepare.prepared(replace(settings.options, run_dir=""))
+    prepare.prepare_in_subprocess(replace(settings.options, run_dir=""))
     raise SystemExit(0)
 
 

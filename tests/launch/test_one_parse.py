@@ -63,9 +63,9 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     """The run directory's config.toml is not prepared again. It is if another file or another number of ranks is given,
     and the result is then the same."""
     asked = []
-    monkeypatch.setattr(prepare, "prepared", lambda options: asked.append(options) or prepare.prepare(options))
+    monkeypatch.setattr(prepare, "prepare_in_subprocess", lambda what: asked.append(what) or prepare.prepare(what))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
-    found = prepare.settled(tmp_path / name, tmp_path / "run", flags, ranks)
+    found = prepare.read_or_prepare(tmp_path / name, tmp_path / "run", flags, ranks)
     assert len(asked) == judged
     assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
 

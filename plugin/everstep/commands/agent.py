@@ -36,7 +36,7 @@ def agent(
         host: Address of this group's servers. Default: the file's fault_tolerance.bind_host, or this machine's address.
     """
     from everstep.launch.agent import run_agent
-    from everstep.launch.prepare import settled
+    from everstep.launch.prepare import read_or_prepare
     from everstep.launch.settings import GroupSettings
     from everstep.launch.slurm import allocation
     from everstep.quorum.interface import interface_of
@@ -49,7 +49,7 @@ def agent(
         raise LaunchError("--group is missing. It can be left out only in a Slurm array job.")
     if ranks < 1 or place["group"] < 0 or not 0 <= place["node_rank"] < place["nodes"]:
         raise LaunchError("--ranks and --nodes must be at least 1, --group at least 0, --node-rank below --nodes.")
-    prepared = settled(config, run_dir, flags, ranks * place["nodes"])
+    prepared = read_or_prepare(config, run_dir, flags, ranks * place["nodes"])
     section = prepared.fault_tolerance
     return run_agent(
         GroupSettings(

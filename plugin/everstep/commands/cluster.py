@@ -14,7 +14,7 @@ import tyro
 from everstep.commands.doctor import broken, examine, show
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.launch import lighthouse_job, slurm
-from everstep.launch.prepare import Prepared, PrepareOptions, prepared, settled
+from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_or_prepare
 from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
 from everstep.run.token import own_token, require_own, require_run
 
@@ -37,7 +37,7 @@ def lighthouse(
         page: Serve report.html on this machine's loopback while the run goes.
     """
     run_dir = run_dir.resolve()
-    found = settled(config, run_dir, flags, 0)
+    found = read_or_prepare(config, run_dir, flags, 0)
     return lighthouse_job.keep_up(run_dir, host or socket.gethostname(), found, page)
 
 
@@ -80,7 +80,7 @@ def submit(
     ranks = ranks_per_node * nodes_per_group
     options = PrepareOptions(config=str(config), flags=titan_flags, groups=groups, ranks=ranks, here=False)
     run_dir = (run_dir or default_run_dir(config, time.localtime())).resolve()
-    found = prepared(options) if dry_run else _settle(options, run_dir, nodes_per_group)
+    found = prepare_in_subprocess(options) if dry_run else _prepare_run_dir(options, run_dir, nodes_per_group)
     submission = slurm.Submission(
         config=config.resolve(),
         run_dir=run_dir,
@@ -126,21 +126,21 @@ def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
     )
 
 
-def _settle(options: PrepareOptions, run_dir: Path, nodes_per_group: int) -> Prepared:
+def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: int) -> Prepared:
     """Make the run directory with the config in it. Raises LaunchError."""
     if run_dir.is_dir():
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # raises if the run is submitted already
     with leaves_nothing(run_dir):
         make_run_dir(run_dir)
-        found = prepared(replace(options, run_dir=str(run_dir)))
-        _look_first(found, nodes_per_group, run_dir)
+        found = prepare_in_subprocess(replace(options, run_dir=str(run_dir)))
+        _print_findings(found, nodes_per_group, run_dir)
         own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)
     return found
 
 
-def _look_first(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
+def _print_findings(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Print what `everstep doctor` finds on a login node. Raises LaunchError if the run cannot work."""
     lines = [line for line in examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
     if broken(lines):

@@ -15,7 +15,7 @@ import tyro
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import PORTS, free_port, storage_complaint
-from everstep.launch.prepare import Line, Prepared, PrepareOptions, prepared
+from everstep.launch.prepare import Line, Prepared, PrepareOptions, prepare_in_subprocess
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
@@ -56,7 +56,7 @@ def doctor(
         model=True,
     )
     try:
-        found = prepared(options)
+        found = prepare_in_subprocess(options)
     except LaunchError as error:
         lines = [Line("config", "error", str(error), "change the file or the flag")]
     else:

@@ -5,7 +5,7 @@ from pathlib import Path
 import tyro
 
 from everstep.launch import slurm
-from everstep.launch.prepare import Prepared, PrepareOptions, prepared, read_answer
+from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_answer
 from everstep.run.directory import LaunchError, config_file, groups_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -31,7 +31,7 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     options = PrepareOptions(
         str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted, together=not submitted
     )
-    found = prepared(options)
+    found = prepare_in_subprocess(options)
     if found.identity != before.identity:
         raise LaunchError("this run cannot be scaled: each group is a worker. Set [semi_sync] workers in a new run.")
     write_json(groups_file(run_dir), {"groups": groups})

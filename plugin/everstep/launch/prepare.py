@@ -3,7 +3,7 @@
 `prepare` reads the user's file and flags with torchtitan, refuses a config that cannot work, and writes `config.toml`
 to the run directory, for the workers. `main` leaves the result in `state/prepared.json`, for all other processes.
 `prepare` imports torchtitan. `everstep run` therefore calls it in a fork of its warm process, and the other commands in
-a new process (`prepared`). Both run `main`.
+a new process (`prepare_in_subprocess`). Both run `main`.
 """
 
 import json
@@ -95,7 +95,7 @@ def prepare(options: PrepareOptions) -> Prepared:
 
     from everstep.config.resolved import config_identity, resolved_toml
 
-    config, ranks, warnings = _judge(options)
+    config, ranks, warnings = _load_and_check(options)
     ft, devices = config.fault_tolerance, visible(accelerator.device_count())
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
@@ -117,7 +117,7 @@ def prepare(options: PrepareOptions) -> Prepared:
     )
 
 
-def _judge(options: PrepareOptions) -> tuple[Any, int, list[str]]:
+def _load_and_check(options: PrepareOptions) -> tuple[Any, int, list[str]]:
     """Return the checked config, the number of ranks of a group, and warnings for the user. Raises ConfigError."""
     from everstep.config.checks import fewest_ranks
     from everstep.quorum.communicator import why_not
@@ -228,7 +228,7 @@ def main(options: dict[str, Any], *, tells: bool = False) -> int:
     return USAGE_EXIT if "error" in answer else 0
 
 
-def prepared(options: PrepareOptions) -> Prepared:
+def prepare_in_subprocess(options: PrepareOptions) -> Prepared:
     """Run `prepare` in a new process and return its result. Raises LaunchError."""
     command = [sys.executable, "-m", "everstep.launch.prepare", json.dumps(asdict(options))]
     try:
@@ -243,7 +243,7 @@ def prepared(options: PrepareOptions) -> Prepared:
     return typed.parse(Prepared, answer)
 
 
-def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Prepared:
+def read_or_prepare(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Prepared:
     """Return what a process of a batch job needs of the config. If `config` is the run directory's `config.toml`, and
     neither `flags` nor `ranks` change it, this is what was prepared before; otherwise prepare it now. Raises
     LaunchError, also if others can write to the run directory."""
@@ -253,7 +253,7 @@ def settled(config: Path, run_dir: Path, flags: Sequence[str], ranks: int) -> Pr
         found = read_answer(run_dir)
         if isinstance(found, Prepared) and ranks in (0, found.ranks):
             return found
-    return prepared(PrepareOptions(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
+    return prepare_in_subprocess(PrepareOptions(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
 
 
 def write_answer(run_dir: Path, found: dict[str, Any]) -> None:
