@@ -40,7 +40,7 @@ def doors(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(prepare.subprocess, "run", answered)
     monkeypatch.setattr(supervisor, "run", started)
-    monkeypatch.setattr(doctor, "examine", lambda *plan: [])  # it checks the machine, not the config
+    monkeypatch.setattr(doctor, "run_checks", lambda *plan: [])  # it checks the machine, not the config
 
     def judge(path, flags, capsys):
         said = {}

@@ -21,7 +21,7 @@ def no_job(monkeypatch):
     ("no-such-host.invalid", 2, "error", "no-such-host.invalid"),
 ])  # fmt: skip
 def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdict, what):
-    line = doctor.network(host, nodes)
+    line = doctor.check_network(host, nodes)
     assert line.verdict == verdict
     assert what in line.found
     assert ("bind_host" in line.advice) == (verdict != "ok")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.commands.doctor import broken, examine, show
+from everstep.commands.doctor import as_text, has_errors, run_checks
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.launch import lighthouse_job, slurm
 from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_or_prepare
@@ -142,11 +142,11 @@ def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: in
 
 def _print_findings(found: Prepared, nodes_per_group: int, run_dir: Path) -> None:
     """Print what `everstep doctor` finds on a login node. Raises LaunchError if the run cannot work."""
-    lines = [line for line in examine(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
-    if broken(lines):
-        raise LaunchError("the run was not submitted:\n" + show(lines))
+    lines = [line for line in run_checks(found, nodes_per_group, run_dir, host="") if line.verdict != "ok"]
+    if has_errors(lines):
+        raise LaunchError("the run was not submitted:\n" + as_text(lines))
     if lines:
-        print(show(lines), file=sys.stderr)
+        print(as_text(lines), file=sys.stderr)
 
 
 def stop(run_dir: tyro.conf.Positional[Path]) -> int:

@@ -1,7 +1,7 @@
 """`everstep doctor`: whether a config can run here, and would survive failures.
 
-Each check is a function of values that returns a Line; `examine` runs them. Only the run directory is changed: it is
-made if it is missing, and a small probe file is written.
+Each check is a function of values that returns a Check; `run_checks` runs them. Only the run directory is changed: it
+is made if it is missing, and a small probe file is written.
 """
 
 import os
@@ -15,7 +15,7 @@ import tyro
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import PORTS, free_port, storage_complaint
-from everstep.launch.prepare import Line, Prepared, PrepareOptions, prepare_in_subprocess
+from everstep.launch.prepare import Check, Prepared, PrepareOptions, prepare_in_subprocess
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
 from everstep.run.token import require_own
@@ -58,15 +58,15 @@ def doctor(
     try:
         found = prepare_in_subprocess(options)
     except LaunchError as error:
-        lines = [Line("config", "error", str(error), "change the file or the flag")]
+        lines = [Check("config", "error", str(error), "change the file or the flag")]
     else:
         host = found.fault_tolerance.bind_host or interface_of("").address
-        lines = list(examine(found, nodes_per_group, run_dir, host))
-    print(dumps({"ok": not broken(lines), "checks": list(map(asdict, lines))}) if json else show(lines))
-    return int(broken(lines))
+        lines = list(run_checks(found, nodes_per_group, run_dir, host))
+    print(dumps({"ok": not has_errors(lines), "checks": list(map(asdict, lines))}) if json else as_text(lines))
+    return int(has_errors(lines))
 
 
-def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: str) -> Iterator[Line]:
+def run_checks(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: str) -> Iterator[Check]:
     """Yield all lines.
 
     host: This machine's address if it will train, or "" on a login node, whose network, memory and GPUs are not
@@ -75,70 +75,71 @@ def examine(config: Prepared, nodes_per_group: int, run_dir: Path | None, host: 
     ft = config.fault_tolerance
     if not ft.enable:
         found = "off: if a worker dies, the run ends until it is started again"
-        yield Line("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
-    yield group_count(ft, config.groups)
+        yield Check("fault tolerance", "warning", found, "set [fault_tolerance] enable = true")
+    yield check_group_count(ft, config.groups)
     if run_dir is not None:
-        yield run_directory(run_dir)
+        yield check_run_directory(run_dir)
     if not host:
         return
-    yield network(host, config.groups * nodes_per_group)
+    yield check_network(host, config.groups * nodes_per_group)
     for warning in config.warnings:
-        yield Line("config", "warning", warning)
+        yield Check("config", "warning", warning)
     yield from config.lines
 
 
-def group_count(ft: FaultTolerance, groups: int) -> Line:
+def check_group_count(ft: FaultTolerance, groups: int) -> Check:
     """Return what the number of groups lets the run survive."""
     if groups == 1:
-        return Line("groups", "warning", "1: no other group has the state while it restarts", "use 2, better 3 or more")
+        found = "1: no other group has the state while it restarts"
+        return Check("groups", "warning", found, "use 2, better 3 or more")
     if ft.min_groups == groups:
         found = f"min_groups = groups = {groups}: every step waits for all groups"
-        return Line("groups", "warning", found, "lower min_groups to go on while a group restarts")
+        return Check("groups", "warning", found, "lower min_groups to go on while a group restarts")
     if groups < HANG_TOLERANT_GROUPS:
         found = (
             f"{groups}: a quorum takes more than half of the groups that still send heartbeats, so a group that hangs "
             f"stops the other for stall_timeout_s = {ft.stall_timeout_s:g}"
         )
-        return Line("groups", "warning", found, f"use {HANG_TOLERANT_GROUPS} or more; deaths are survived as it is")
-    return Line("groups", "ok", f"{groups}: the run survives groups that die or hang, down to {ft.min_groups}")
+        return Check("groups", "warning", found, f"use {HANG_TOLERANT_GROUPS} or more; deaths are survived as it is")
+    return Check("groups", "ok", f"{groups}: the run survives groups that die or hang, down to {ft.min_groups}")
 
 
-def run_directory(run_dir: Path) -> Line:
+def check_run_directory(run_dir: Path) -> Check:
     """Return whether the directory can be made and written to, and no other user can write to it."""
     try:
         make_run_dir(run_dir)
         require_own(run_dir)
         complaint = storage_complaint(run_dir)
     except OSError as error:
-        return Line("run directory", "error", f"{run_dir}: {error.strerror}", "repair it, or give another --run-dir")
+        return Check("run directory", "error", f"{run_dir}: {error.strerror}", "repair it, or give another --run-dir")
     except ValueError as error:
-        return Line("run directory", "error", str(error), "use a directory that no other user can write to")
+        return Check("run directory", "error", str(error), "use a directory that no other user can write to")
     if complaint:
-        return Line("run directory", "error", complaint, "make room or repair it, or give another --run-dir")
-    return Line("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
+        return Check("run directory", "error", complaint, "make room or repair it, or give another --run-dir")
+    return Check("run directory", "ok", f"{run_dir} is writable from {socket.gethostname()}")
 
 
-def network(host: str, nodes: int) -> Line:
+def check_network(host: str, nodes: int) -> Check:
     """Return whether `host`, which sums, heals and stores use, is an address of this machine with free ports."""
     advice = "set [fault_tolerance] bind_host, or --host, to an address that the other nodes reach"
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         port = free_port(host)
     except (OSError, LaunchError) as error:
-        return Line("network", "error", f"{host}: {getattr(error, 'strerror', None) or error}", advice)
+        return Check("network", "error", f"{host}: {getattr(error, 'strerror', None) or error}", advice)
     places = ", ".join(sorted(addresses))
     if nodes > 1 and all(address == "::1" or address.startswith("127.") for address in addresses):
         found = f"{host} is {places}: only processes on this machine reach it"
-        return Line("network", "warning", found, f"{advice}, unless all groups run here")
+        return Check("network", "warning", found, f"{advice}, unless all groups run here")
     try:
         card = interface_of(host)
     except InterfaceError as error:
-        return Line("network", "error", str(error), advice)
+        return Check("network", "error", str(error), advice)
     found = f"{host} is {card.address} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
-    return Line("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
+    return Check("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
 
 
-def show(lines: Sequence[Line]) -> str:
+def as_text(lines: Sequence[Check]) -> str:
     """Format one line for each check, with what to do below it."""
     text = []
     for line in lines:
@@ -148,6 +149,6 @@ def show(lines: Sequence[Line]) -> str:
     return "\n".join(text)
 
 
-def broken(lines: Sequence[Line]) -> bool:
+def has_errors(lines: Sequence[Check]) -> bool:
     """Whether a check found an error, so that the run should not be started."""
     return any(line.verdict == "error" for line in lines)

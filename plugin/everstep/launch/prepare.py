@@ -53,7 +53,7 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True)
-class Line:
+class Check:
     """The result of one check of `everstep doctor`. `advice` says what to do; "" if nothing."""
 
     check: str
@@ -81,7 +81,7 @@ class Prepared:
     """Names of the GPUs that the run may use, as in `devices.VISIBLE`."""
     warnings: list[str] = field(default_factory=list)
     """Sentences that the user should read."""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Check] = field(default_factory=list)
     """Checks of the timeouts, the model and its attention, if `PrepareOptions.model` asked for them."""
 
 
@@ -113,7 +113,7 @@ def prepare(options: PrepareOptions) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=devices,
         warnings=warnings,
-        lines=[*_patience(config, ranks), *_lines(config)] if options.model else [],
+        lines=[*_check_timeouts(config, ranks), *_check_model(config)] if options.model else [],
     )
 
 
@@ -174,7 +174,7 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     ]
 
 
-def _patience(config: Any, ranks: int) -> Iterator[Line]:
+def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:
     """Yield a warning if torchtitan's timeout for collectives within a group of `ranks` is not longer than a rank may
     wait for other groups. (Everstep's own timeouts, if they contradict each other, are refused elsewhere.)"""
     ft, train_timeout_s = config.fault_tolerance, config.comm.train_timeout_seconds
@@ -184,10 +184,10 @@ def _patience(config: Any, ranks: int) -> Iterator[Line]:
             f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
             f"{longest_s:g}: a rank that waits for another group would end its own group"
         )
-        yield Line("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
+        yield Check("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
 
 
-def _lines(config: Any) -> Iterator[Line]:
+def _check_model(config: Any) -> Iterator[Check]:
     """Yield the size of the model, built on the meta device, and whether `[attention_check]` covers all of it."""
     from everstep.titan.attention import coverage
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
@@ -197,7 +197,7 @@ def _lines(config: Any) -> Iterator[Line]:
     parameters, size = trained_parameters(model, config)
     state_bytes = parameters * size * (1 + ADAM_STATES)
     whole = f"{state_bytes / 1e9:.2f} GB with the optimizer's states"
-    yield Line("config", "ok", f"{parameters / 1e6:,.1f} M parameters: {whole} in each group")
+    yield Check("config", "ok", f"{parameters / 1e6:,.1f} M parameters: {whole} in each group")
     if not config.attention_check.enable:
         return
     checked, unchecked = coverage([model])
@@ -206,9 +206,9 @@ def _lines(config: Any) -> Iterator[Line]:
         found += ", in every slot for extremes alone: a moderate error in a slot that is not drawn is not seen"
     if unchecked:
         advice = "set [attention_check] enable = false: a model that is checked in part does not start"
-        yield Line("attention", "error", f"{found}; {', '.join(unchecked[:3])} would not be", advice)
+        yield Check("attention", "error", f"{found}; {', '.join(unchecked[:3])} would not be", advice)
     else:
-        yield Line("attention", "ok", found)
+        yield Check("attention", "ok", found)
 
 
 def main(options: dict[str, Any], *, tells: bool = False) -> int:
