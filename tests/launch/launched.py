@@ -67,7 +67,7 @@ group.STOP_GRACE_S = told.pop("stop_grace_s", 120.0)
 if told.pop("unkillable", False):
     to_child, orphans.kill = children.Child.signal, lambda processes: None
     children.Child.signal = lambda child, signum: signum == signal.SIGKILL or to_child(child, signum)
-    group.LITTER_PATIENCE_S = children.KILL_GRACE_S = 1.0
+    group.CLEANUP_TIMEOUT_S = children.KILL_GRACE_S = 1.0
 section = FaultTolerance(**told.pop("fault_tolerance"))
 settings = GroupSettings(run_dir=Path(told.pop("run_dir")), fault_tolerance=section, **told)
 sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))

@@ -164,7 +164,7 @@ def test_where_a_run_is_is_told_without_reading_every_step_of_it(tmp_path, monke
         quick.apply(event)
     for state in (whole, quick):
         assert state.newest.step == steps
-        assert len(state.pace()) > 5
+        assert len(state.recent_commits()) > 5
         assert state.counts["slot_refused"] == 2
     assert quick.progress() == whole.progress()
     assert (quick.protection.line(), quick.troubles.sentences) == (whole.protection.line(), whole.troubles.sentences)

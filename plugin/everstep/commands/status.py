@@ -47,7 +47,7 @@ def status_of(run_dir: Path) -> str:
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     fates = f"{state.faults.kills} kills, {state.faults.deaths} deaths so far"
-    lines.append(f"groups  {state.names()} in the last step; {fates}")
+    lines.append(f"groups  {state.group_ids()} in the last step; {fates}")
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")

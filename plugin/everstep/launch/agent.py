@@ -42,7 +42,7 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
         if not launcher.groups or launcher.groups[0].end is None:
             launcher.events.emit("agent_ended", status=end.status, reason=end.reason)
         print(f"group {settings.group} {end.status}: {end.reason}", flush=True)
-        _leave_word(settings, end, launcher.events)
+        _tell_batch_system(settings, end, launcher.events)
     if launcher.groups and end.status != "fenced":
         launcher.groups[0].beat(DONE)  # none of its processes is left
     return EXITS[end.status]
@@ -65,7 +65,7 @@ def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) ->
     return group.end
 
 
-def _leave_word(settings: GroupSettings, end: End, events: EventLog) -> None:
+def _tell_batch_system(settings: GroupSettings, end: End, events: EventLog) -> None:
     """Write for the batch system that the group should not be started again, or not on this node, if that is so."""
     run_dir, first_node = settings.run_dir, settings.node_rank == 0
     if end.status == "node_bad":

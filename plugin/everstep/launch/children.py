@@ -64,10 +64,10 @@ class Children:
     def start(self, request: Request, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if the system has no room for another."""
         if not self._guard.alive:
-            self._guard = self._known(orphans.fork_guard(self._mark, self._wake_r))
-        return self._known(fork(request), rank)
+            self._guard = self._register(orphans.fork_guard(self._mark, self._wake_r))
+        return self._register(fork(request), rank)
 
-    def _known(self, pid: int, rank: int = 0) -> Child:
+    def _register(self, pid: int, rank: int = 0) -> Child:
         self._alive[pid] = Child(pid, rank)
         return self._alive[pid]
 

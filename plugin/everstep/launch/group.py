@@ -2,7 +2,7 @@
 
     waiting → running → ending → waiting …, until the group is over
 
-The launcher's loop calls `look` again and again. It returns at once, except while an earlier start of the group ends.
+The launcher's loop calls `tick` again and again. It returns at once, except while an earlier start of the group ends.
 If one rank dies, the others are killed at once by SIGKILL, as there is nothing left to save. The next incarnation
 starts when all processes of the last one, and those that its workers started, are gone. `watchdog` has the rules.
 """
@@ -38,7 +38,7 @@ PEER_FAILS_ELSEWHERE_S = 0.5
 """The same for a worker on another node, whose agent has to report the death."""
 STOP_GRACE_S = 120.0
 """Seconds that workers may take to end cleanly, beside `stall_timeout_s`, in which they may write a checkpoint."""
-LITTER_PATIENCE_S = 30.0
+CLEANUP_TIMEOUT_S = 30.0
 """Seconds to wait after SIGKILL for workers, and for processes that they started, before going on without their end."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """Numbers of failures in a row at which an event reports them: 3, 6, 12 and so on."""
@@ -87,7 +87,7 @@ class Group:
 
     # What the loop calls
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Check what has happened to the group, and act on it. Raises LaunchError, or OSError for a shortage."""
         try:
             rendezvous = self._rendezvous or self._join()
@@ -98,7 +98,7 @@ class Group:
             self._next_watch = time.monotonic() + WATCH_INTERVAL_S
             self._watch(rendezvous)
         if self.end is None and self._now is not None and not self._now.ending_mono:
-            self._look_at_workers(self._now, rendezvous)
+            self._check_workers(self._now, rendezvous)
         if self.end is None and self._now is not None and self._now.ending_mono:
             self._finish_ending(self._now, rendezvous)
         if self.end is None and self._now is None:
@@ -205,7 +205,7 @@ class Group:
 
     # While they run
 
-    def _look_at_workers(self, now: Incarnation, rendezvous: Rendezvous) -> None:
+    def _check_workers(self, now: Incarnation, rendezvous: Rendezvous) -> None:
         if now.dead:
             now.culprit = now.find_culprit(PEER_FAILS_WITHIN_S)
             if now.culprit is not None:
@@ -246,10 +246,10 @@ class Group:
         """Once all processes of the incarnation are gone, with those that workers had started, decide what follows."""
         ended_s = time.monotonic() - now.ending_mono
         if now.running:
-            if ended_s > LITTER_PATIENCE_S:
-                self._leave_behind(now.running[0], ended_s)
+            if ended_s > CLEANUP_TIMEOUT_S:
+                self._give_up_waiting(now.running[0], ended_s)
             return
-        if self._children.kill_left_behind() and ended_s < LITTER_PATIENCE_S:
+        if self._children.kill_left_behind() and ended_s < CLEANUP_TIMEOUT_S:
             return
         if self.settings.nodes > 1 and now.culprit is not None and ended_s < PEER_FAILS_ELSEWHERE_S:
             return  # another node may still report that the death began there
@@ -261,7 +261,7 @@ class Group:
         elif not now.dead and len(now.ended) == len(now.round.ranks) and not rendezvous.is_awaited:
             self._end_done()
 
-    def _leave_behind(self, stuck: Child, ended_s: float) -> None:
+    def _give_up_waiting(self, stuck: Child, ended_s: float) -> None:
         """Give up waiting for a worker that SIGKILL does not end, because a driver or a file system holds it in the
         kernel. Raises OSError if the group neither stops nor can move to another node: then only waiting helps."""
         reason = f"rank {stuck.rank} (process {stuck.pid}) has not ended since it was killed {ended_s:.0f} s ago"
@@ -312,9 +312,9 @@ class Group:
             why = HOPELESS[death.exitcode]
             self.finish("failed", f"group {settings.group} is given up, {why}; last: {death.reason}")
         else:
-            self._put_off()
+            self._schedule_restart()
 
-    def _put_off(self) -> None:
+    def _schedule_restart(self) -> None:
         """Restart after a backoff that grows with the failures in a row; the first restart is at once."""
         count = len(in_a_row(self.deaths))
         wait_s = backoff_s(count - 1)

@@ -115,7 +115,7 @@ class Launcher:
             for name, job in list(self.jobs.items()):
                 self._try(name, job, self.events, f"{name}: ")
             for group in [group for group in self.groups if group.end is None]:
-                self._try(f"group {group.settings.group}", group.look, group.events)
+                self._try(f"group {group.settings.group}", group.tick, group.events)
             self._give_up_together()
             for log in {self.events, *(group.events for group in self.groups)}:
                 if log.unwritten:

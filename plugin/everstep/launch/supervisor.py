@@ -85,11 +85,11 @@ class Supervisor:
                 self._begin(found)
                 lighthouse = launcher.serve(HOST, found, self._settings.page)
                 launcher.jobs["groups"] = functools.partial(self._keep_groups, found, lighthouse)
-                launcher.jobs["events"] = self._look
+                launcher.jobs["events"] = self._report_events
                 launcher.run(self._is_over)
             except (LaunchError, OSError) as error:
                 cannot_go_on = str(error)
-            self._look()
+            self._report_events()
             status, reason = self._end(cannot_go_on)
             self._on_events([launcher.events.emit("run_ended", status=status, reason=reason)])
             if self._cut_short:
@@ -190,7 +190,7 @@ class Supervisor:
             entry=settings.entry,
         )
 
-    def _look(self) -> None:
+    def _report_events(self) -> None:
         if self._launcher.is_stopping() and not self._stop_told:
             self._stop_told = True
             self._launcher.events.emit("stopping")

@@ -96,20 +96,20 @@ class RunState(Account):
         for line in filter(None, map(self.apply, events)):
             print(line, flush=True)
 
-    def pace(self) -> list[Commit]:
+    def recent_commits(self) -> list[Commit]:
         """Return the last RATE_WINDOW + 1 commits of this session, or fewer: none from before the step number last went
         back, as it does after all groups died."""
         commits = self.current.commits[-RATE_WINDOW - 1 :]
         back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
         return commits[back[-1] if back else 0 :]
 
-    def names(self) -> str:
+    def group_ids(self) -> str:
         """Return the ids of the groups that take part, as text."""
         return " ".join(map(str, sorted(self.taking_part))) or "none"
 
     def progress(self) -> str:
-        """Return the line of progress: step, loss, speed over the last steps (`pace`), groups, times and kills."""
-        newest, commits = self.newest, self.pace()
+        """Return the line of progress: step, loss, speed over `recent_commits`, groups, times and kills."""
+        newest, commits = self.newest, self.recent_commits()
         step = newest.step if newest else 0
         took_s = commits[-1].t - commits[0].t if commits else 0.0
         rate = sum(one.tokens for one in commits[1:]) / took_s if took_s > 0 else None
@@ -118,7 +118,7 @@ class RunState(Account):
             f"step {step}{f'/{self.steps}' if self.steps else ''}",
             f"loss {_number(newest.loss if newest else None, '.5f')}",
             f"tokens/s {_number(rate, ',.0f')}",
-            f"groups {self.names()}",
+            f"groups {self.group_ids()}",
             f"{_number(step_s, '.2f')} s/step",
         ]
         if self.sessions:
