@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from everstep.launch import orphans
-from everstep.launch.forking import Request, fork
+from everstep.launch.forking import ForkRequest, fork
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
@@ -61,7 +61,7 @@ class Children:
         orphans.kill(left)
         return bool(left)
 
-    def start(self, request: Request, rank: int = 0) -> Child:
+    def start(self, request: ForkRequest, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if the system has no room for another."""
         if not self._guard.alive:
             self._guard = self._register(orphans.fork_guard(self._mark, self._wake_r))

@@ -41,7 +41,7 @@ file might be newer than what the group began with."""
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """A process to fork. It calls `run` ("module:function") with `args`, appends its output to `log`, and has the
     variables `env` in addition to this process's environment."""
 
@@ -101,7 +101,7 @@ def redirect_output(path: Path) -> None:
     keep_on_without_output()
 
 
-def fork(request: Request) -> int:
+def fork(request: ForkRequest) -> int:
     """Fork a process that carries out `request` in a new session, and return its pid. The kernel kills it when this
     process dies. Call it in the main thread. Raises OSError if the system has no room for another process."""
     parent_pid = os.getpid()
@@ -123,7 +123,7 @@ def fork(request: Request) -> int:
     os._exit(status)
 
 
-def _do(request: Request) -> int:
+def _do(request: ForkRequest) -> int:
     """Carry out the request in the forked process, and return the exit status. An exception is printed."""
     status = 1
     try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from everstep.launch.children import Child, Children
-from everstep.launch.forking import Request
+from everstep.launch.forking import ForkRequest
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.rendezvous import Rendezvous
@@ -176,7 +176,7 @@ class Group:
         listener = next_round.listener
         try:
             for rank in next_round.ranks:
-                now.workers[rank] = self._children.start(self._request(now, rank, listener), rank)
+                now.workers[rank] = self._children.start(self._fork_request(now, rank, listener), rank)
                 if listener is not None:  # the first rank has inherited it; no other process should
                     listener.close()
                     listener = None
@@ -190,7 +190,7 @@ class Group:
         kind = "workers_started" if settings.node_rank == 0 else "node_workers_started"
         self.events.emit(kind, incarnation=now.number, pids=[child.pid for child in now.workers.values()])
 
-    def _request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Request:
+    def _fork_request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> ForkRequest:
         settings = self.settings
         error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
         env = now.round.environment(rank, f"group-{settings.group}", now.number)
@@ -201,7 +201,7 @@ class Group:
             env[fence.ENVIRONMENT] = str(settings.claim)
         task, serves = (settings.entry, settings.worker_argv), -1 if listener is None else listener.fileno()
         args = [str(settings.run_dir), settings.group, now.number, task, serves]
-        return Request("everstep.launch.worker:start", args, log_path(settings.run_dir, settings.group, rank), env)
+        return ForkRequest("everstep.launch.worker:start", args, log_path(settings.run_dir, settings.group, rank), env)
 
     # While they run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
-from everstep.launch.forking import Request
+from everstep.launch.forking import ForkRequest
 from everstep.launch.machine import free_port
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
@@ -90,7 +90,7 @@ class Lighthouse:
         }
         words = [str(word) for option in options.items() for word in option]
         log = self._run_dir / "logs" / "lighthouse.log"
-        self._child = self._children.start(Request("everstep.quorum.lighthouse:main", [words], log))
+        self._child = self._children.start(ForkRequest("everstep.quorum.lighthouse:main", [words], log))
         self._started_mono, self._serves, self._hung = time.monotonic(), False, False
 
     def _ended(self, child: Child) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import everstep
-from everstep.launch.forking import PRELOAD, Request
+from everstep.launch.forking import PRELOAD, ForkRequest
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
@@ -131,7 +131,7 @@ class Supervisor:
         settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
         options = replace(settings.options, run_dir=str(self._run_dir))
         try:
-            child = self._launcher.children.start(Request(settings.prepare, [asdict(options)], log))
+            child = self._launcher.children.start(ForkRequest(settings.prepare, [asdict(options)], log))
         except OSError as error:
             raise Refused(f"the process that checks the config could not be started: {error.strerror}.") from None
         while child.alive and not self._launcher.is_stopping():
@@ -162,7 +162,7 @@ class Supervisor:
         if settings.chaos_every_s:
             args = [str(self._run_dir), settings.chaos_every_s, found.seed]
             log = self._run_dir / "logs" / "chaos.log"
-            launcher.children.start(Request("everstep.chaos.runner:kill_groups", args, log))
+            launcher.children.start(ForkRequest("everstep.chaos.runner:kill_groups", args, log))
 
     def _keep_groups(self, found: Prepared, lighthouse: Lighthouse) -> None:
         """Add groups up to the wanted number (`everstep scale`), once the lighthouse has a published address. A group
