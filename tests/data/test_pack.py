@@ -1,11 +1,15 @@
-"""`everstep pack` makes a whole file or none, and reports each error in one clear sentence."""
+"""`everstep pack` makes the same file after any interruption, and reports each error in one clear sentence."""
 
 import contextlib
 import gzip
 import hashlib
 import json
 import random
+import shutil
+import signal
 import struct
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -75,7 +79,7 @@ def packed(tmp_path, out):
 
 def test_the_format_is_that_of_the_files_that_there_are(packed):
     digest = hashlib.sha256(packed.read_bytes()).hexdigest()
-    assert digest == "5105f4e61e68a8b561d29ad58674696f698d6a64d0651b3a2d55c817bd2a8581"
+    assert digest == "af76ddce9be6fe4c9ae263496be2524af65060b9ba3d553e3fc3d0c2badc7abc"
     footer, _ = read_footer(packed)
     assert (footer.tokens, footer.documents, footer.left_out) == (972, 51, 9)  # nine are empty
 
@@ -121,11 +125,60 @@ def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl,
     assert (token_format.dtype_for(65536), token_format.dtype_for(65537)) == ("uint16", "uint32")
 
 
+# Interrupted.
+
+PACK = """
+import itertools, os, signal, sys
+from pathlib import Path
+from everstep.data.pack import pack
+left = itertools.count(-2)
+inputs = tuple(Path(name) for name in sys.argv[2:])
+pack(inputs, Path(sys.argv[1]),
+     tell=lambda _: next(left) or os.kill(os.getpid(), signal.SIGKILL), chunk_tokens=60000)
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    chance = np.random.default_rng(0)
+    words = np.array(["slot", "ledger", "quorum", "keeper", "group", "Zeichen ü"])
+    texts = [" ".join(words[chance.integers(0, len(words), count)]) for count in chance.integers(1, 300, 1200)]
+    write_lines(tmp_path / "a.jsonl", texts[:400])
+    write_parquet(tmp_path / "b.parquet", texts[400:800])
+    write_lines(tmp_path / "c.jsonl.gz", texts[800:1199])
+    (tmp_path / "d.txt").write_text(texts[1199])
+    return tuple(tmp_path / name for name in ("a.jsonl", "b.parquet", "c.jsonl.gz", "d.txt"))
+
+
+def begun(out):
+    return next(out.parent.glob("out.tokens.*.partial"))
+
+
+def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in_silence(tmp_path, corpus, out):
+    whole = tmp_path / "whole.tokens"
+    assert len(pack(corpus, whole, chunk_tokens=60000).chunks) > 10
+    assert subprocess.run([sys.executable, "-c", PACK, out, *corpus]).returncode == -signal.SIGKILL
+    for name in ("tokens", "starts", "footer.draft"):  # as after a power failure
+        with (begun(out) / name).open("ab") as file:
+            file.write(b"half of it")
+    made = iter(range(3))
+    with pytest.raises(StopIteration):
+        pack(corpus, out, tell=lambda _: next(made), chunk_tokens=60000)
+    kept = shutil.copytree(begun(out), tmp_path / "kept")
+    for name, filler in (("tokens", b""), ("tokens", b"?"), ("footer", b"")):
+        data = (kept / name).read_bytes()
+        (begun(out) / name).write_bytes(data[:99] + filler * (len(data) - 99))
+        with pytest.raises(DataError, match=f"{name} is .*: remove .*partial to start again"):
+            pack(corpus, out, chunk_tokens=60000)
+        shutil.copytree(kept, begun(out), dirs_exist_ok=True)
+    told = []
+    pack(corpus, out, tell=told.append, chunk_tokens=60000)
+    assert len(told) == len(read_footer(whole)[0].chunks) - 7, "what was there is not made again"
+    assert out.read_bytes() == whole.read_bytes()
+    assert not list(tmp_path.glob("out.tokens.*"))
+
+
 # Refused.
-
-
-def interrupt(sentence):
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -149,16 +202,14 @@ def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     assert not out.exists()
 
 
-def test_what_there_is_is_not_packed_over_and_an_interrupted_pack_leaves_nothing(tmp_path, jsonl, out, packed):
-    (tmp_path / "folder").mkdir()
-    for there in (packed, tmp_path / "folder"):
-        with pytest.raises(DataError, match="exists already: choose another --out, or delete it"):
-            pack((jsonl,), there)
-    packed.unlink()
-    before = {*tmp_path.iterdir()}
-    with pytest.raises(KeyboardInterrupt):
-        pack((jsonl,), out, tell=interrupt, chunk_tokens=100)
-    assert {*tmp_path.iterdir()} == before
+def test_what_is_no_whole_token_file_is_not_packed_over(corpus, packed):
+    foreign, folder = packed.with_name("foreign"), packed.with_name("folder")
+    foreign.write_bytes(b"other")
+    folder.mkdir()
+    packed.write_bytes(packed.read_bytes()[:-9])
+    for out in (packed, foreign, folder):
+        with pytest.raises(DataError, match="is not a complete token file: choose another --out, or delete it"):
+            pack(corpus, out)
 
 
 # Damaged.

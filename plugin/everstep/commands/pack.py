@@ -18,8 +18,8 @@ def pack(
     text_key: str = "text",
     verify: bool = False,
 ) -> int:
-    """Make a token file from text. Exit status: 2 for a mistake in the arguments or the input, 1 for an error of the
-    system (a full disk), 130 after Ctrl-C.
+    """Make a token file from text. If it is interrupted, the same command continues where it stopped. Exit status: 2
+    for a mistake in the arguments or the input, 1 for an error of the system (a full disk), 130 after Ctrl-C.
 
     Args:
         inputs: Text files (a document each), .jsonl and .parquet files (one per line or row), .gz too, or folders.
@@ -38,13 +38,13 @@ def pack(
             raise DataError("--verify checks --out and takes no input files.")
         footer = verified(out) if verify else make(inputs, out, lambda: encoder_for(tokenizer), text_key, say)
     except KeyboardInterrupt:
-        say("Stopped. Nothing is kept.")
+        say("Stopped. Run the same command again to continue.")
         return 130
     except ValueError as error:
         say(f"everstep pack: {error}")
         return 2
     except OSError as error:
-        say(f"everstep pack: {error}. Nothing is kept.")
+        say(f"everstep pack: {error}. What is packed so far is kept. Run the same command again to continue.")
         return 1
     left_out = f", {footer.left_out:,} left out as empty" if footer.left_out else ""
     say(

@@ -1,13 +1,17 @@
 """Reads the documents of text, JSONL and parquet files, in order."""
 
 import gzip
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from everstep.data.token_format import DataError
+from everstep.run.regular import open_regular
 
+_SAMPLE_BYTES = 1 << 20
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 """Suffix -> format of the file."""
 
@@ -28,6 +32,16 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
     if not files:
         raise DataError(f"no input: name files, or directories that contain files of {', '.join(_READERS)}.")
     return files
+
+
+def identity(file: Path) -> dict[str, Any]:
+    """Return name, size, and SHA-256 of the first and last MiB, to identify an input without reading all of it."""
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = hashlib.sha256(stream.read(_SAMPLE_BYTES))
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(stream.read(_SAMPLE_BYTES))
+    return {"name": file.name, "bytes": size, "sample_sha256": digest.hexdigest()}
 
 
 def documents(files: Sequence[Path], text_key: str) -> Iterator[str]:

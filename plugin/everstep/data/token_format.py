@@ -48,7 +48,7 @@ class Footer:
     max_id: Count
     """Largest token id in the file."""
     source: dict[str, Any]
-    """The file's origin: identity of the tokenizer, names of the inputs, text key."""
+    """Identity of the file's origin: tokenizer, inputs, text key, chunk size."""
     chunks: list[tuple[Count, str]]
     """For each chunk of tokens, in order: the token number where it ends, and the SHA-256 of its bytes."""
     starts_sha256: str
