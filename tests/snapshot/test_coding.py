@@ -13,7 +13,7 @@ from everstep.run.files import write_json
 from everstep.run.token import run_token
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import BufferWriter, chunk_digests
-from everstep.snapshot.coding import NOBODY, Waits, Watch
+from everstep.snapshot.coding import NOBODY, Coder, Waits
 from everstep.snapshot.header import Header
 from everstep.snapshot.keeper import Keeper
 from everstep.snapshot.section import Snapshot
@@ -54,8 +54,8 @@ class Host:
         """Code both ranks within `time_s` seconds. Returns the group that the keeper blames, by rank."""
         waits = Waits(time.monotonic() + time_s)
         for rank in RANKS:
-            watch = Watch(self._segment, rank, self._settings, self.neighbours, threading.Event())
-            watch.deal(watch.news(), waits)
+            coder = Coder(self._segment, rank, self._settings, self.neighbours, threading.Event())
+            coder.code(coder.newer(), waits)
         return [notes.waits_for for notes in self.notes]
 
     @property
@@ -71,7 +71,7 @@ def hosts(tmp_path) -> Iterator[list[Host]]:
         host.keeper._server.close()
 
 
-@pytest.mark.parametrize(("thing", "name"), [(Watch, "_writer"), (parity, "combine")])
+@pytest.mark.parametrize(("thing", "name"), [(Coder, "_writer"), (parity, "combine")])
 def test_a_keeper_that_is_slow_at_its_own_work_blames_itself(hosts, monkeypatch, thing, name):
     plain = getattr(thing, name)
     with monkeypatch.context() as slow:
@@ -82,11 +82,11 @@ def test_a_keeper_that_is_slow_at_its_own_work_blames_itself(hosts, monkeypatch,
 
 def test_a_keeper_that_stays_frees_the_memory_of_a_group_that_left(hosts):
     it = hosts[0]
-    watch = Watch(it._segment, 0, it._settings, it.neighbours, threading.Event())
-    watch.deal(watch.news(), Waits(time.monotonic() + 60))
+    coder = Coder(it._segment, 0, it._settings, it.neighbours, threading.Event())
+    coder.code(coder.newer(), Waits(time.monotonic() + 60))
     assert "rank-0.parity" in Path("/proc/self/maps").read_text()
     it._segment.drop(0)
-    assert watch.news() is None
+    assert coder.newer() is None
     assert "rank-0.parity" not in Path("/proc/self/maps").read_text()
 
 

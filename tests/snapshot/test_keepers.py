@@ -33,13 +33,13 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
         try:
             assert it._reason_to_end() == ""
             wait_until(lambda: "nobody has used it" in it._reason_to_end())
-            it.spoken()
+            it.note_use()
             (run.run_dir / "token").write_text("ab" * 32)
             assert "belongs to another run" in it._reason_to_end()
             shutil.rmtree(run.run_dir)
             assert it._reason_to_end() == "", "a shared file system may hide it for a moment"
             time.sleep(0.2)
-            it.spoken()
+            it.note_use()
             assert "has gone" in it._reason_to_end()
         finally:
             it._server.close()
@@ -55,12 +55,12 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
     try:
         with monkeypatch.context() as full:
             full.setattr(peers, "write_json", Mock(side_effect=OSError(28, "No space left on device")))
-            keeps._watch_new_ranks()
-            keeps._watch_new_ranks()
-        assert keeps._watches == {}
+            keeps._add_new_ranks()
+            keeps._add_new_ranks()
+        assert keeps._coders == {}
         assert len(caplog.messages) == 1, "once, however often it is tried"
-        keeps._watch_new_ranks()
-        assert list(keeps._watches) == [(3, 0)]
+        keeps._add_new_ranks()
+        assert list(keeps._coders) == [(3, 0)]
         assert [place.group for place in peers.read_places(tmp_path)] == [3]
     finally:
         keeps._server.close()

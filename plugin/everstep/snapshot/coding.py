@@ -83,7 +83,7 @@ class Waits:
         return CodingError(f"group {slowest} took most of the coding time{why}", slowest)
 
 
-class Watch:
+class Coder:
     """Verifies and codes what one rank's trainer publishes. Only `note` may be called by other threads."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Watch:
         self._notes = Notes()
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
-        self._dealt: Header | None = None
+        self._last: Header | None = None
 
     def note(self, **changes: Any) -> None:
         """Write the notes for the trainer, with these fields changed and a new heartbeat."""
@@ -107,7 +107,7 @@ class Watch:
             except OSError as error:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
-    def news(self) -> Header | None:
+    def newer(self) -> Header | None:
         """Return the header of the newest snapshot, if it was published after the one that was last dealt with. If the
         rank has no snapshot here, its parity buffers are unmapped."""
         try:
@@ -118,15 +118,15 @@ class Watch:
         if newest is None:  # the group may have left: mappings of its removed parity buffers would keep their memory
             for writer in self._writers:
                 writer.release()
-        return newest if newest and (self._dealt is None or newest.sequence > self._dealt.sequence) else None
+        return newest if newest and (self._last is None or newest.sequence > self._last.sequence) else None
 
-    def deal(self, newest: Header, waits: Waits) -> None:
+    def code(self, newest: Header, waits: Waits) -> None:
         """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""
-        self._dealt, reason, waits_for = newest, "", self._segment.group
+        self._last, reason, waits_for = newest, "", self._segment.group
         self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
         try:
             if newest.parity:  # the other members verify the shards that they receive, together the whole part
-                self._code(newest, waits)
+                self._compute_parity(newest, waits)
             else:
                 reason = self._damage(newest)
         except CodingError as error:
@@ -149,7 +149,7 @@ class Watch:
                     return reader.damage(header)
         return "its buffer is not there any more"
 
-    def _code(self, own: Header, waits: Waits) -> None:
+    def _compute_parity(self, own: Header, waits: Waits) -> None:
         """Compute and publish this member's parity. Raises CodingError or SnapshotError."""
         code = Code(own.parity_group, own.parity)
         for _, piece in self._segment.held("parity", self.rank):

@@ -29,7 +29,7 @@ from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import BufferReader, SnapshotError
-from everstep.snapshot.coding import SLOWEST_BYTES_S, Waits, Watch
+from everstep.snapshot.coding import SLOWEST_BYTES_S, Coder, Waits
 from everstep.snapshot.header import KINDS, Header, listed
 from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import Neighbours, Place
@@ -47,16 +47,16 @@ log = logging.getLogger("everstep.keeper")
 
 
 class Keeper:
-    """The keeper's state: segment, server, a `Watch` per rank, and a thread that codes what these find."""
+    """The keeper's state: segment, server, a `Coder` per rank, and a thread that codes what these find."""
 
     def __init__(self, run_dir: Path, segment: Segment, host: str, settings: Snapshot) -> None:
         """`segment`: the segment of any group in the keeper's directory. `host`: the address to listen on."""
         self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
         self.over = threading.Event()
-        self._watches: dict[tuple[int, int], Watch] = {}
+        self._coders: dict[tuple[int, int], Coder] = {}
         self._warned: set[str] = set()
-        self._spoken_at = self._seen_at = time.monotonic()
+        self._used_at = self._seen_at = time.monotonic()
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
         timeout = timedelta(seconds=settings.transfer_timeout_s)
@@ -66,9 +66,9 @@ class Keeper:
         host, address, path = socket.gethostname(), self._server.address, str(self.segment.path)
         return Place(group, host, address, os.getpid(), path, self.started_at)
 
-    def spoken(self) -> None:
+    def note_use(self) -> None:
         """Note that the keeper is in use: the time until it ends (keeper_ttl_s) starts again."""
-        self._spoken_at = time.monotonic()
+        self._used_at = time.monotonic()
 
     def run(self) -> str:
         """Run until the keeper has to end, then remove the segment. Returns why the keeper ended."""
@@ -76,10 +76,10 @@ class Keeper:
         bell = self.segment.bell()
         coding = threading.Thread(target=self._code, args=(bell,), name="coding", daemon=True)
         coding.start()
-        while not self.over.wait(POLL_S if not self._watches else HEARTBEAT_S):
-            self._watch_new_ranks()
-            for watch in list(self._watches.values()):
-                watch.note()
+        while not self.over.wait(POLL_S if not self._coders else HEARTBEAT_S):
+            self._add_new_ranks()
+            for coder in list(self._coders.values()):
+                coder.note()
             why = self._reason_to_end()
             if why:
                 break
@@ -88,7 +88,7 @@ class Keeper:
         self.segment.ring()
         coding.join(JOIN_S)  # it could create files again in the segment that is being removed
         self.segment.remove()
-        for group in {group for group, _ in self._watches}:
+        for group in {group for group, _ in self._coders}:
             with contextlib.suppress(OSError):  # the run directory may be gone, which may be why the keeper ends
                 peers.place_file(self.run_dir, group).unlink()
         return why or "it was told to end"
@@ -99,30 +99,30 @@ class Keeper:
         while not self.over.is_set():
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
-                self.spoken()
-            seen = [(watch, header) for watch in list(self._watches.values()) if (header := watch.news()) is not None]
+                self.note_use()
+            seen = [(coder, header) for coder in list(self._coders.values()) if (header := coder.newer()) is not None]
             if seen:
-                self.spoken()
+                self.note_use()
             size = sum(header.payload_bytes for _, header in seen)
             waits = Waits(time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S)
-            for watch, header in seen:
-                watch.deal(header, waits)
+            for coder, header in seen:
+                coder.code(header, waits)
 
-    def _watch_new_ranks(self) -> None:
+    def _add_new_ranks(self) -> None:
         try:
             columns = self.segment.columns()
         except OSError as error:  # such as no free file descriptor: try again later, what is held remains of use
             log.warning("%s cannot be read: %s", self.segment.path, error)
             return
         for group, rank in columns:
-            if (group, rank) in self._watches:
+            if (group, rank) in self._coders:
                 continue
-            known = {watched for watched, _ in self._watches}
+            known = {coded for coded, _ in self._coders}
             try:
                 if group not in known:  # first: a snapshot that no start can find must not count as coded
                     peers.write_place(self.run_dir, self.place(group))
                 segment = self.segment.beside(group)
-                self._watches[group, rank] = Watch(segment, rank, self.settings, self._neighbours, self.over)
+                self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
             except OSError as error:  # no run directory, or no room in it: try again later
                 why = f"rank {rank} of group {group} is not watched yet: {error}"
                 if why not in self._warned:
@@ -141,7 +141,7 @@ class Keeper:
         except OSError as error:
             log.warning("%s cannot be reached: %s", self.run_dir, error)
             self._seen_at = now
-        if now - self._spoken_at > self.settings.keeper_ttl_s:
+        if now - self._used_at > self.settings.keeper_ttl_s:
             return f"nobody has used it for {self.settings.keeper_ttl_s:g} s"
         return ""
 
@@ -150,7 +150,7 @@ class Keeper:
         while message is not None:
             operation = str(message.get("op"))
             if operation == "open":
-                # No `spoken` here: keepers that read from each other to code must not keep each other alive.
+                # No `note_use` here: keepers that read from each other to code must not keep each other alive.
                 message = self._serve_buffer(channel, message)
                 continue
             if operation == "worker":
@@ -159,7 +159,7 @@ class Keeper:
             if operation == "inventory":
                 channel.send_frame({"buffers": self._inventory()})
             elif operation == "ping":
-                groups = sorted({group for group, _ in list(self._watches)})  # another thread adds to it
+                groups = sorted({group for group, _ in list(self._coders)})  # another thread adds to it
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
             elif operation == "keep":
                 channel.send_frame({"why": take(self.segment.path, message, channel)})
@@ -169,7 +169,7 @@ class Keeper:
                 return
             else:
                 raise wire.RefusedError(f"a keeper knows no operation '{operation}'")
-            self.spoken()
+            self.note_use()
             message = channel.receive_frame()
 
     def _inventory(self) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ OOM_SCORE_ADJ = -500
 Only root may lower it."""
 
 
-def _settle_in() -> None:
+def _lower_priority() -> None:
     """Lower this process's priority, because it runs beside training, and set OOM_SCORE_ADJ."""
     with contextlib.suppress(OSError):  # already lower, or not allowed here
         os.nice(10)
@@ -231,19 +231,19 @@ def _settle_in() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a keeper. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by a trainer, not by hand.")
-    parser.add_argument("order", help="JSON: run_dir, group, host, settings")
-    order = json.loads(parser.parse_args(argv).order)
+    parser.add_argument("options", help="JSON: run_dir, group, host, settings")
+    options = json.loads(parser.parse_args(argv).options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    _settle_in()
+    _lower_priority()
     # Ctrl-C and the end of a terminal are meant for the run, which itself tells its keepers to end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    run_dir, group, settings = Path(order["run_dir"]), int(order["group"]), Snapshot(**order["settings"])
+    run_dir, group, settings = Path(options["run_dir"]), int(options["group"]), Snapshot(**options["settings"])
     segment = Segment.of(settings, run_id(read_token(run_dir)), group)
     try:
         segment.create()
         take_lock(segment.path)
-        keeper = Keeper(run_dir, segment, order["host"], settings)
+        keeper = Keeper(run_dir, segment, options["host"], settings)
     except BlockingIOError:
         log.info("another process holds the lock of %s", segment.path)
         return LOCKED_EXIT
