@@ -56,7 +56,7 @@ class Host:
         for rank in RANKS:
             coder = Coder(self._segment, rank, self._settings, self.neighbours, threading.Event())
             coder.code(coder.newer(), waits)
-        return [notes.waits_for for notes in self.notes]
+        return [notes.blamed_group for notes in self.notes]
 
     @property
     def notes(self) -> list[Notes]:

@@ -97,7 +97,7 @@ def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
     commit(run, 1)
     for group, rank in run:
         if (rank, group) in ((1, 0), (1, 1)):  # the keeper of group 0's second host stands still
-            noted(run, group, rank, waits_for=0)
+            noted(run, group, rank, blamed_group=0)
         else:
             noted(run, group, rank, coded=True)
     commit(run, 2)

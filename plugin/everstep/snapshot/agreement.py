@@ -20,8 +20,8 @@ from everstep.snapshot.parity import LOCATION_BITS, Domains
 
 _FLAGS = 4
 """Number of yes-or-no bits in an encoded word."""
-_WAITS_BITS = 8
-assert _FLAGS + _WAITS_BITS + LOCATION_BITS <= 53  # a float64 holds integers below 2^53 exactly
+_BLAMED_BITS = 8
+assert _FLAGS + _BLAMED_BITS + LOCATION_BITS <= 53  # a float64 holds integers below 2^53 exactly
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Word:
     """Whether the snapshot is verified and, if it has parity, this group's parity is published."""
     able: bool = True
     """Whether the group can share the next snapshot; False for `copier.RETRY_S` after it was left out or failed."""
-    waits_for: int = -1
+    blamed_index: int = -1
     """Index in the parity group of the member because of which the snapshot is not coded; -1 for none."""
     location: int = 0
     """Location of the group's host (`parity.location_of`); 0 if unknown."""
@@ -43,14 +43,14 @@ class Word:
         """Return the word as an integer above 0 and below 2^53."""
         bits = (True, self.settled, self.coded, self.able)
         flags = sum(1 << place for place, bit in enumerate(bits) if bit)
-        return flags | self.waits_for + 1 << _FLAGS | self.location << _FLAGS + _WAITS_BITS
+        return flags | self.blamed_index + 1 << _FLAGS | self.location << _FLAGS + _BLAMED_BITS
 
     @classmethod
     def decode(cls, number: int) -> "Word | None":
         """The inverse of `encode`; None for 0, which stands for a group that sent no word."""
         flags = (bool(number >> place & 1) for place in range(1, _FLAGS))
-        waits_for = (number >> _FLAGS & (1 << _WAITS_BITS) - 1) - 1
-        return cls(*flags, waits_for=waits_for, location=number >> _FLAGS + _WAITS_BITS) if number & 1 else None
+        blamed_index = (number >> _FLAGS & (1 << _BLAMED_BITS) - 1) - 1
+        return cls(*flags, blamed_index=blamed_index, location=number >> _FLAGS + _BLAMED_BITS) if number & 1 else None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Conclusion:
     """What became of the newest snapshot."""
 
     agreed: Agreed
@@ -97,7 +97,7 @@ class Outcome:
     """The groups that are left out of the next snapshots because this one could not be coded."""
 
 
-def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> Outcome:
+def conclude(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> Conclusion:
     """Return what became of the newest snapshot, from what the groups said.
 
     Args:
@@ -105,18 +105,18 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
         size, parity: [snapshot] parity_group and parity.
     """
     if agreed.taken is None:
-        return Outcome(agreed)
+        return Conclusion(agreed)
     spoke = {group: words[group] for group in agreed.members if group in words}
     waiting = [group for group, word in spoke.items() if not word.settled]
     if waiting:
-        return Outcome(agreed, waiting=f"step {agreed.taken[0]} is still being coded by {named(waiting)}")
+        return Conclusion(agreed, waiting=f"step {agreed.taken[0]} is still being coded by {named(waiting)}")
     over = replace(agreed, taken=None)
     if len(spoke) < len(agreed.members):  # some members are gone, and their parts with them
-        return Outcome(over)
+        return Conclusion(over)
     if all(word.coded for word in spoke.values()):
-        return Outcome(replace(over, anchor=agreed.taken), protected=True)
+        return Conclusion(replace(over, anchor=agreed.taken), protected=True)
     groups = agreed.domains(size, parity).groups
-    return Outcome(
+    return Conclusion(
         over, left_out=frozenset(blamed for group in groups if (blamed := _blamed(group, spoke)) is not None)
     )
 
@@ -124,7 +124,7 @@ def learn(agreed: Agreed, words: Mapping[int, Word], size: int, parity: int) -> 
 def _blamed(group: tuple[int, ...], spoke: Mapping[int, Word]) -> int | None:
     """Return the member that most of a parity group waited for, the highest id on a tie; None if it waited for none."""
     failed = [spoke[member] for member in group if not spoke[member].coded]
-    votes = Counter(group[word.waits_for] for word in failed if 0 <= word.waits_for < len(group))
+    votes = Counter(group[word.blamed_index] for word in failed if 0 <= word.blamed_index < len(group))
     return max(votes, key=lambda member: (votes[member], member)) if votes else None
 
 

@@ -122,21 +122,21 @@ class Coder:
 
     def code(self, newest: Header, waits: Waits) -> None:
         """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""
-        self._last, reason, waits_for = newest, "", self._segment.group
-        self.note(sequence=newest.sequence, coded=False, settled=False, reason="", waits_for=NOBODY)
+        self._last, reason, blamed_group = newest, "", self._segment.group
+        self.note(sequence=newest.sequence, coded=False, settled=False, reason="", blamed_group=NOBODY)
         try:
             if newest.parity:  # the other members verify the shards that they receive, together the whole part
                 self._compute_parity(newest, waits)
             else:
                 reason = self._damage(newest)
         except CodingError as error:
-            reason, waits_for = str(error), error.group
+            reason, blamed_group = str(error), error.group
         except SnapshotError as error:
             reason = str(error)
         except Exception as error:
             log.exception("group %d, rank %d", self._segment.group, self.rank)
             reason = f"the keeper failed: {type(error).__name__}: {error}"
-        self.note(coded=not reason, settled=True, reason=reason, waits_for=waits_for if reason else NOBODY)
+        self.note(coded=not reason, settled=True, reason=reason, blamed_group=blamed_group if reason else NOBODY)
 
     def _newest(self) -> Header | None:
         held = [header for _, header in self._segment.held("data", self.rank)]

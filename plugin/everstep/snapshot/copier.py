@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from everstep.quorum.streams import Event, Streams, streams_of
-from everstep.snapshot.agreement import Agreed, Word, learn, members_of, named
+from everstep.snapshot.agreement import Agreed, Word, conclude, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, Plan, State
@@ -83,9 +83,9 @@ class Copier:
         silent = notes.is_silent and time.monotonic() - self._published_at > KEEPER_SILENT_S
         over = dealt and notes.settled
         coded = over and notes.coded
-        blamed = notes.waits_for if over and not silent else self._segment.group
-        waits_for = header.parity_group.index(blamed) if blamed in header.parity_group else -1
-        return Word(settled=over or silent, coded=coded, able=able, waits_for=-1 if coded else waits_for)
+        blamed = notes.blamed_group if over and not silent else self._segment.group
+        blamed_index = header.parity_group.index(blamed) if blamed in header.parity_group else -1
+        return Word(settled=over or silent, coded=coded, able=able, blamed_index=-1 if coded else blamed_index)
 
     def committed(
         self, step: int, history: int, groups: Sequence[int], words: Mapping[int, Word], state: Callable[[], State]
@@ -103,7 +103,7 @@ class Copier:
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
-        waiting, left_out = self._learn(words)
+        waiting, left_out = self._conclude(words)
         members = members_of(groups, words, left_out)
         due = step % self._settings.interval == 0
         if not due and self.agreed.anchor is not None and members == self.agreed.members:
@@ -145,11 +145,11 @@ class Copier:
         for buffer in self._buffers:
             buffer.release()
 
-    def _learn(self, words: Mapping[int, Word]) -> tuple[str, frozenset[int]]:
+    def _conclude(self, words: Mapping[int, Word]) -> tuple[str, frozenset[int]]:
         """Note what became of the last snapshot. Returns why there cannot be another now, and which groups are left
         out, equal in all ranks of the group. A collective of the group if the last snapshot was given up."""
         before, size, parity = self.agreed, self._settings.parity_group, self._settings.parity
-        found = learn(before, words, size, parity)
+        found = conclude(before, words, size, parity)
         self.agreed = found.agreed
         over = before.taken if self.agreed.taken is None else None
         if over is not None and not found.protected:

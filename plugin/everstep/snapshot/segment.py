@@ -55,7 +55,7 @@ class Notes:
     """Whether the keeper's work on it is over."""
     reason: str = ""
     """Why it is settled and not coded."""
-    waits_for: int = -1
+    blamed_group: int = -1
     """The group because of which it is not coded; -1 for none."""
 
     @property

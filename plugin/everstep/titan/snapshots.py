@@ -75,7 +75,7 @@ class Snapshots:
         """Return what this group tells the others about its newest snapshot, as a number; a collective of the group."""
         word = self._copier.word()
         settled, coded, able = map(bool, least_in_group(word.settled, word.coded, word.able))
-        # `location` and `waits_for` are each rank's own: parity is made over a rank column, and other ranks of the
+        # `location` and `blamed_index` are each rank's own: parity is made over a rank column, and other ranks of the
         # same groups may be on other hosts.
         return replace(word, settled=settled, coded=coded, able=able, location=self._location).encode()
 
