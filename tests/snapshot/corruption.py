@@ -212,7 +212,7 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
         site = Site(groups, **shape)
         stack.callback(site.close)
         stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
-        stack.enter_context(mock.patch.object(recovery, "LOOK", PATIENT))
+        stack.enter_context(mock.patch.object(recovery, "FIRST_TIMEOUT", PATIENT))
         assert site.start(0) == NEW
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")

@@ -12,7 +12,7 @@ from chain import Chain
 from everstep.report.protection import Protection
 from everstep.snapshot import peers
 from everstep.snapshot.parity import Domains
-from everstep.snapshot.restore import in_turn
+from everstep.snapshot.restore import nearest_first
 from snapshot_cluster import Cluster, slowed, wait_until
 
 
@@ -209,7 +209,7 @@ def test_only_members_for_whom_there_are_too_few_hosts_are_exposed(hosts, parity
 
 
 def test_groups_that_restore_together_begin_with_different_keepers():
-    orders = [in_turn(range(32), group) for group in range(32)]
+    orders = [nearest_first(range(32), group) for group in range(32)]
     assert all(len({order[place] for order in orders}) == 32 for place in range(32))
 
 

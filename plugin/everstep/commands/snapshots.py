@@ -29,10 +29,10 @@ def snapshots(
         return 0
     if run_dir is None:
         raise LaunchError("give the run directory, or --sweep.")
-    from everstep.snapshot.recovery import look
+    from everstep.snapshot.recovery import ask_keepers
 
     require_run(run_dir)
-    found = look(run_dir, read_token(run_dir), timeout=TIMEOUT, patience=timedelta(0))
+    found = ask_keepers(run_dir, read_token(run_dir), timeout=TIMEOUT, patience=timedelta(0))
     for reason in found.reasons:
         print(f"not restorable: {reason}")
     what = f"restore step {found.step} ({found.source})" if found.from_memory else "find nothing in memory"

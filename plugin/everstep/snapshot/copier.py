@@ -56,7 +56,7 @@ class Copier:
         self._unable_until = 0.0
         self._plan: Plan | None = None
         self._streams: Streams | None = None
-        self._aside: dict[str, torch.Tensor] = {}
+        self._volatile: dict[str, torch.Tensor] = {}
         self._job: _Job | None = None
         """The last snapshot that was begun."""
         self._begun: SimpleQueue[_Job | None] = SimpleQueue()
@@ -179,7 +179,7 @@ class Copier:
         if self._segment.group not in members:
             self._emit("snapshot_skipped", moment[0], reason="this group could not keep up, or is still healing")
             return False
-        what = self._set_aside(state())
+        what = self._copy_volatile(state())
         self._streams = self._streams or streams_of(what.device)
         if self._job is not None:
             self._job.over.wait()
@@ -188,17 +188,17 @@ class Copier:
         job.blocked_s = time.perf_counter() - began
         return True
 
-    def _set_aside(self, state: State) -> State:
+    def _copy_volatile(self, state: State) -> State:
         """Return the state with copies of the tensors that the next forward pass may change."""
         fresh = {name: tensor for name, tensor in state.tensors.items() if name.startswith(VOLATILE)}
         for name, tensor in fresh.items():
-            old = self._aside.get(name)
+            old = self._volatile.get(name)
             if old is None or (old.shape, old.dtype, old.device) != (tensor.shape, tensor.dtype, tensor.device):
-                self._aside[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+                self._volatile[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
             else:
                 old.copy_(tensor.detach())
-        aside = {name: self._aside[name] for name in fresh}
-        return replace(state, tensors={**state.tensors, **aside}) if fresh else state
+        copies = {name: self._volatile[name] for name in fresh}
+        return replace(state, tensors={**state.tensors, **copies}) if fresh else state
 
     def _work(self) -> None:
         while (job := self._begun.get()) is not None:
@@ -244,7 +244,7 @@ class Copier:
         size = end + len(plan.layout_json)
         header = replace(header, last_section=end, payload_bytes=size)
         self._segment.create()  # does nothing unless the directory was removed
-        buffer = self._buffers[target(job.agreed.anchor, self._segment.headers("data", self._rank))]
+        buffer = self._buffers[buffer_to_write(job.agreed.anchor, self._segment.headers("data", self._rank))]
         buffer.reserve(size)
         buffer.begin()
         assert self._streams is not None
@@ -263,7 +263,7 @@ class Copier:
         return max(time.time_ns(), *(header.sequence + 1 for header in held if header), 0)
 
 
-def target(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
+def buffer_to_write(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
     """Return the index of the buffer to write: an empty or damaged one if there is one, else the oldest that is not the
     anchor."""
 

@@ -1,6 +1,6 @@
 """Restoring a state at a start: rank 0 of a group decides on a source, and all ranks of the group restore from it.
 
-If a buffer's bytes turn out wrong, or its keeper dies during the read, the buffer is set aside and rank 0 decides
+If a buffer's bytes turn out wrong, or its keeper dies during the read, the buffer is excluded and rank 0 decides
 again without it. So a damaged part is decoded from parity, and if that is impossible, an older step is restored.
 """
 
@@ -74,19 +74,19 @@ def recover(
     """
     began = time.monotonic()
     token, topology = read_token(run_dir), layout.topology(rank, ranks)
-    aside: list[str] = []
+    excluded: list[str] = []
     notes: list[str] = []
     while True:
         told = None
         if rank == 0:
-            wait = patience if not aside else timedelta(0)
-            told = look(run_dir, token, timeout, wait, disk_step, aside).to_json()
+            wait = patience if not excluded else timedelta(0)
+            told = ask_keepers(run_dir, token, timeout, wait, disk_step, excluded).to_json()
         decision = sources.Decision.from_json(share(told)[0], rank, topology)
         restored: Restored | None = None
         failure: tuple[list[str], str] | None = None
         try:
             own = decision.columns.get(rank)
-            if own is not None and own.any.topology == topology:
+            if own is not None and own.any_header.topology == topology:
                 restored = restore_rank(own, group, token, timeout)
             elif decision.from_memory:
                 restored = restore_reshaped(decision, rank, group, layout, token, timeout)
@@ -100,7 +100,7 @@ def recover(
             decision = replace(decision, reasons=(*notes, *decision.reasons))
             return Recovery(decision, restored, time.monotonic() - began)
         for buffers, why in failures:
-            aside += buffers
+            excluded += buffers
             notes.append(why)
 
 
@@ -124,37 +124,37 @@ def restore_reshaped(
 
 REASONS = 8
 """At most so many keepers without an answer are named; the others are counted."""
-LOOK = timedelta(seconds=3)
+FIRST_TIMEOUT = timedelta(seconds=3)
 """How long keepers have to answer the first request. Later requests go only to keepers that have not answered."""
 
 
-def look(
+def ask_keepers(
     run_dir: Path,
     token: bytes,
     timeout: timedelta,
     patience: timedelta,
     disk_step: int | None = None,
-    aside: Collection[str] = (),
+    excluded: Collection[str] = (),
 ) -> sources.Decision:
     """Return what can be restored. This asks all keepers at once, then again those that did not answer. It stops when
     all have answered, when `patience` is over, or when the decision can hardly improve: it is the newest step that was
     found, and no group of a silent keeper has logged a newer step as protected.
 
-    `disk_step`, `aside`: see `sources.decide`.
+    `disk_step`, `excluded`: see `sources.decide`.
     """
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[Place, list[Held]] = {}
-    look = LOOK
+    wait = FIRST_TIMEOUT
     while True:
         # Ask a keeper of several groups once, and of a killed keeper and its successor only the successor.
         by_age = sorted(peers.read_places(run_dir), key=lambda place: place.started_at)
         places = list({(place.host, place.segment): place for place in by_age}.values())
         left = [place for place in places if place not in answered]
-        found, silent = peers.reachable(left, token, min(look, timeout))
-        look = min(2 * look, timeout)  # a host that is busy starting a run answers late
+        found, silent = peers.reachable(left, token, min(wait, timeout))
+        wait = min(2 * wait, timeout)  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for place in places for buffer in answered.get(place, ())]
-        decision = sources.decide(held, run=run_id(token), disk_step=disk_step, aside=aside)
+        decision = sources.decide(held, run=run_id(token), disk_step=disk_step, excluded=excluded)
         newest = decision.from_memory and decision.step == max(buffer.header.step for buffer in held)
         if not silent or time.monotonic() >= deadline or (newest and decision.step >= _promised(run_dir, silent)):
             break

@@ -110,16 +110,16 @@ def restore_rank(column: Column, group: int, token: bytes, timeout: timedelta) -
     Raises:
         RestoreError: a keeper died or no longer holds a buffer, or bytes are not the published ones.
     """
-    step, rank, missing = column.any.step, column.any.rank, frozenset(column.missing)
+    step, rank, missing = column.any_header.step, column.any_header.rank, frozenset(column.missing)
     failed = lambda why, names: RestoreError(f"step {step} of rank {rank}: {why}", names)  # noqa: E731
-    flat = parity.aligned_bytes(column.any.state_bytes)
+    flat = parity.aligned_bytes(column.any_header.state_bytes)
     payloads = {holder: _Payload(held.header, flat) for holder, held in column.data.items()}
     sinks = {held.header.name: payloads[holder].pieces for holder, held in column.data.items()}
     coded = [[piece.header for piece in held] for held in column.parity]
     shards = {header.name: parity.aligned_bytes(header.payload_bytes) for header in itertools.chain(*coded)}
     sinks |= {name: wire.Pieces([memory.data]) for name, memory in shards.items()}
     _fetch_all(column, sinks, group, token, timeout)
-    codes = [_pieces_of(headers, shards, column.any) for headers in coded]
+    codes = [_pieces_of(headers, shards, column.any_header) for headers in coded]
     covers = {h.group: h for pieces in codes for h in pieces.covers if h.group in missing}
     headers = {**{holder: held.header for holder, held in column.data.items()}, **covers}
     why_not = coverage_error(list(headers.values()))
@@ -153,7 +153,7 @@ def _parity_of(column: Column, group: int | None = None) -> list[str]:
     return [header.name for header in pieces if group is None or group in header.parity_group]
 
 
-def in_turn(groups: Iterable[int], first: int) -> list[int]:
+def nearest_first(groups: Iterable[int], first: int) -> list[int]:
     """Return the groups in the order in which group `first` reads from their keepers: its own, which is nearest, then
     the following ids. So groups that start together do not all begin with the same keeper."""
     return sorted(groups, key=lambda group: (group < first, group))
@@ -162,9 +162,9 @@ def in_turn(groups: Iterable[int], first: int) -> list[int]:
 def _fetch_all(column: Column, sinks: Mapping[str, wire.Pieces], group: int, token: bytes, timeout: timedelta) -> None:
     """Fetch all buffers of a column into their sinks (by `Header.name`), from several keepers at the same time. Raises
     RestoreError."""
-    turns = {each: turn for turn, each in enumerate(in_turn({held.header.group for held in column.held}, first=group))}
+    order = {one: place for place, one in enumerate(nearest_first({held.header.group for held in column.held}, group))}
     by_keeper: dict[str, list[Header]] = defaultdict(list)
-    for held in sorted(column.held, key=lambda held: turns[held.header.group]):
+    for held in sorted(column.held, key=lambda held: order[held.header.group]):
         by_keeper[held.address].append(held.header)
     with ThreadPoolExecutor(PARALLEL) as pool:
         fetch = functools.partial(_fetch, sinks=sinks, token=token, timeout=timeout)

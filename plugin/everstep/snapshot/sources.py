@@ -36,14 +36,14 @@ class Column:
         return [*self.data.values(), *itertools.chain(*self.parity)]
 
     @property
-    def any(self) -> Header:
+    def any_header(self) -> Header:
         """Some header of the column, for fields that are equal in all."""
         return self.held[0].header
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Groups whose parts must be decoded."""
-        return tuple(group for group in self.any.members if group not in self.data)
+        return tuple(group for group in self.any_header.members if group not in self.data)
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +78,7 @@ class Decision:
         """Parse a decision, with the columns that a rank of this layout needs: its own if its layout fits, else all."""
         source, step, held, reasons, anchor = body
         own = {rank: _from_json(held[str(rank)])} if str(rank) in held else {}
-        fits = any(column.any.topology == topology for column in own.values())
+        fits = any(column.any_header.topology == topology for column in own.values())
         columns = own if fits else {int(saved): _from_json(held[saved]) for saved in held}
         return cls(source, step, columns, tuple(reasons), anchor and tuple(anchor))
 
@@ -96,17 +96,17 @@ def _from_json(held: Sequence[Any]) -> Column:
     return column
 
 
-def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, aside: Collection[str] = ()) -> Decision:
+def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, excluded: Collection[str] = ()) -> Decision:
     """Return the source to start from.
 
     Args:
         held: the buffers of every keeper that answered.
         run: id of this run; only its buffers are used.
         disk_step: newest step of the disk checkpoint, if there is one.
-        aside: buffers not to use, by `Header.name`. The reasons do not mention them.
+        excluded: buffers not to use, by `Header.name`. The reasons do not mention them.
     """
     reasons: list[str] = []
-    candidates = _candidates([buffer for buffer in held if buffer.header.name not in aside], run, reasons)
+    candidates = _candidates([buffer for buffer in held if buffer.header.name not in excluded], run, reasons)
     disk = -1 if disk_step is None else disk_step
     for index, candidate in enumerate(candidates):
         step = candidate[0].header.step
