@@ -38,7 +38,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.commands.status import status_of
 from everstep.run.directory import LaunchError
 from everstep.run.events import read_events
-from everstep.snapshot.peers import read_places
+from everstep.snapshot.peers import read_records
 
 LIMIT_S, STARTS_S, LOOK_S = 10.0, 120.0, 0.1
 STALL_S = 6.0
@@ -181,7 +181,7 @@ class Scene:
         return [event["pids"] for event in self.events("workers_started") if event["group"] == group][-1]
 
     def keeper(self, group: int) -> int:
-        return next(place.pid for place in read_places(self.run_dir) if place.group == group)
+        return next(place.pid for place in read_records(self.run_dir) if place.group == group)
 
     def lighthouse(self) -> int:
         return self.events("lighthouse_started")[-1]["pid"]
@@ -235,7 +235,7 @@ class Scene:
         self.stopping.set()
         self.hook.server.shutdown()
         if self.process is not None:
-            mine = [psutil.Process(place.pid) for place in read_places(self.run_dir) if psutil.pid_exists(place.pid)]
+            mine = [psutil.Process(place.pid) for place in read_records(self.run_dir) if psutil.pid_exists(place.pid)]
             with contextlib.suppress(psutil.NoSuchProcess):
                 launcher = psutil.Process(self.process.pid)
                 mine += [launcher, *launcher.children(recursive=True)]

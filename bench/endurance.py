@@ -28,7 +28,7 @@ import psutil
 
 from everstep.report.score import score, verdict
 from everstep.run.events import EventTail, read_events
-from everstep.snapshot.peers import read_places
+from everstep.snapshot.peers import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 5.0
@@ -105,7 +105,7 @@ def _read(process: psutil.Process) -> dict[str, float] | None:
 
 def _shared_bytes(run_dir: Path) -> int:
     """Return the bytes of the run's snapshots in shared memory."""
-    segments = {place.segment for place in read_places(run_dir)}
+    segments = {place.segment for place in read_records(run_dir)}
     return sum(_size(path) for segment in segments for path in Path(segment).rglob("*"))
 
 

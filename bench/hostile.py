@@ -36,7 +36,7 @@ import psutil
 
 from everstep.run.address import published_address
 from everstep.run.events import read_events
-from everstep.snapshot.peers import read_places
+from everstep.snapshot.peers import read_records
 
 ROOT = Path(__file__).parents[1]
 ENDINGS = {"workers_died", "workers_stalled", "lighthouse_died", "quorum_failed", "workers_started"}
@@ -109,7 +109,7 @@ def processes(launcher: int, run_dir: Path) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         run = psutil.Process(launcher)
         pids = {run.pid, *(child.pid for child in run.children(recursive=True))}
-        pids |= {place.pid for place in read_places(run_dir)}
+        pids |= {place.pid for place in read_records(run_dir)}
         return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return []
 

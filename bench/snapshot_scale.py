@@ -176,9 +176,10 @@ def restoring(groups: int, ranks: int, off: int, state_bytes: int, home: Path) -
         mute.listen(4096)
         for group in range(groups):
             address = addresses.get(group, f"127.0.0.1:{mute.getsockname()[1]}")
-            path = peers.places_dir(run_dir) / f"group-{group}@host-{group}.json"
+            path = peers.records_dir(run_dir) / f"group-{group}@host-{group}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(peers.Place(group, f"host-{group}", address, os.getpid(), "", 1.0).__dict__))
+            record = peers.KeeperRecord(group, f"host-{group}", address, os.getpid(), "", 1.0)
+            path.write_text(json.dumps(vars(record)))
         gc.disable()  # as torchtitan does in a trainer
         began, used = time.monotonic(), time.process_time()
         # Do what rank 0 does: decide for its group and fetch its state. In a real run the other ranks fetch meanwhile.

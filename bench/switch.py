@@ -60,7 +60,7 @@ class Meter:
     def look(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self._launcher)
-            keepers = {place.pid for place in peers.read_places(self._run_dir)}
+            keepers = {place.pid for place in peers.read_records(self._run_dir)}
             for pid in keepers | {process.pid for process in (launcher, *launcher.children(recursive=True))}:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     used = psutil.Process(pid).cpu_times()
@@ -181,7 +181,7 @@ def killed(args: argparse.Namespace, home: Path) -> Iterator[dict[str, Any]]:
             until_commit(run, began, home)
             time.sleep(chance.uniform(0.0, args.life_s) if number < args.kills else 0.0)
         finally:
-            places = peers.read_places(run.directory)
+            places = peers.read_records(run.directory)
             host = chance.choice([place.segment for place in places] or [""])
             kill(run, places, {host} if number < args.kills else {place.segment for place in places})
         events = [event for event in read_events(run.directory) if event["t"] > began]
@@ -206,7 +206,7 @@ def until_commit(run: Started, began: float, home: Path) -> None:
         time.sleep(LOOK_S)
 
 
-def kill(run: Started, places: list[peers.Place], segments: set[str]) -> None:
+def kill(run: Started, places: list[peers.KeeperRecord], segments: set[str]) -> None:
     """SIGKILL launcher, agents, lighthouse, trainers and the keepers of these segments; remove these segments."""
     spared = {place.pid for place in places if place.segment not in segments}
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -20,7 +20,7 @@ from everstep.chaos.view import Proc, View
 from everstep.run.directory import LaunchError, groups_file, holder_of
 from everstep.run.files import write_json
 from everstep.run.token import run_token
-from everstep.snapshot.peers import Place
+from everstep.snapshot.peers import KeeperRecord
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from timeline import Timeline
@@ -57,7 +57,7 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
     link.path.symlink_to(other)
     around = tmp_path / "x" / ".." / mine.path.name
     named = ((0, mine.path), (1, other), (1, mine.path), (0, around), (2, link.path))
-    places = [Place(group, "h", "h:1", 77, str(path), 0.0) for group, path in named]
+    places = [KeeperRecord(group, "h", "h:1", 77, str(path), 0.0) for group, path in named]
     assert [segment.path for segment in own_segments(tmp_path, places)] == [mine.path]
 
 

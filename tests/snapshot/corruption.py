@@ -65,7 +65,7 @@ class Site:
             keeper.Keeper(self.run.run_dir, self.run.segment(group), "127.0.0.1", settled) for group in self.run.groups
         ]
         for group, each in zip(self.run.groups, self.keepers, strict=True):
-            peers.write_place(self.run.run_dir, each.place(group))
+            peers.write_record(self.run.run_dir, each.record(group))
         self.layout = Layout.of(state_of(NEW, scale=scale).tensors)
 
     def close(self) -> None:

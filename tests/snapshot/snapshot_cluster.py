@@ -70,7 +70,7 @@ class Cluster(contextlib.AbstractContextManager):
 
     def __exit__(self, *_) -> None:
         self.kill_trainers()
-        for place in peers.read_places(self.run_dir):
+        for place in peers.read_records(self.run_dir):
             self.kill_keeper(place.group)
         shutil.rmtree(self.home, ignore_errors=True)
 
@@ -85,7 +85,7 @@ class Cluster(contextlib.AbstractContextManager):
     def segment(self, group: int) -> Segment:
         return Segment.of(self.settings_of(group), run_id(self.token), group)
 
-    def start_keeper(self, group: int) -> peers.Place:
+    def start_keeper(self, group: int) -> peers.KeeperRecord:
         return keepers.start_keeper(self.run_dir, group, "127.0.0.1", self.settings_of(group))
 
     def start_copier(self, group: int, **changes) -> None:
@@ -102,7 +102,7 @@ class Cluster(contextlib.AbstractContextManager):
         self.copiers[group] = Copier(segment, 0, 1, settings, emit)
 
     def kill_keeper(self, group: int) -> None:
-        for place in peers.read_places(self.run_dir):
+        for place in peers.read_records(self.run_dir):
             if place.group == group:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ class Cluster(contextlib.AbstractContextManager):
         self.segment(group).remove()
         for each in self.groups:
             if self.host_of(each) == self.host_of(group):
-                peers.place_file(self.run_dir, each).unlink(missing_ok=True)
+                peers.record_file(self.run_dir, each).unlink(missing_ok=True)
 
     def kill_trainers(self) -> None:
         for copier in self.copiers.values():
@@ -199,7 +199,7 @@ class Cluster(contextlib.AbstractContextManager):
 
     def held(self) -> list[peers.Held]:
         """Return the buffers that the keepers say they hold."""
-        found, _ = peers.reachable(peers.read_places(self.run_dir), self.token, 6 * TIMEOUT)
+        found, _ = peers.reachable(peers.read_records(self.run_dir), self.token, 6 * TIMEOUT)
         return [buffer for buffers in found.values() for buffer in buffers]
 
     def decide(self) -> sources.Decision:
@@ -231,7 +231,7 @@ class Cluster(contextlib.AbstractContextManager):
 @contextlib.contextmanager
 def slowed(run: Cluster, group: int, stopped_s: float = 10_000.0, running_s: float = 0.05):
     """Stop the group's keeper for `stopped_s` and let it run for `running_s` seconds, in turn."""
-    pid = next(place.pid for place in peers.read_places(run.run_dir) if place.group == group)
+    pid = next(place.pid for place in peers.read_records(run.run_dir) if place.group == group)
     over = threading.Event()
 
     def duty() -> None:

@@ -35,7 +35,7 @@ class Host:
             self._publish(rank)
         self.keeper = Keeper(run_dir, self._segment, "127.0.0.1", self._settings)
         self.neighbours = self.keeper._neighbours
-        peers.write_place(run_dir, self.keeper.place(group))
+        peers.write_record(run_dir, self.keeper.record(group))
 
     def _publish(self, rank: int) -> None:
         group = self._segment.group
@@ -107,8 +107,8 @@ def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeyp
 
 def test_a_host_that_a_group_left_and_that_is_off_does_not_hold_up_the_coding(hosts, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as off:  # it never answers
-        place = peers.Place(1, "off", f"127.0.0.1:{off.getsockname()[1]}", 2, "", 0.0)
-        write_json(peers.places_dir(tmp_path) / "group-1@off.json", vars(place))
+        place = peers.KeeperRecord(1, "off", f"127.0.0.1:{off.getsockname()[1]}", 2, "", 0.0)
+        write_json(peers.records_dir(tmp_path) / "group-1@off.json", vars(place))
         for why in ("no keeper of group 1 is known", "127.0.0.1"):
             began = time.monotonic()
             with pytest.raises(wire.WireError, match=why):
@@ -124,7 +124,7 @@ def test_a_run_directory_that_hangs_is_no_reason_to_forget_the_keepers_that_are_
     monkeypatch.setattr(peers, "LOOK_S", 0.0)
     with pytest.raises(wire.WireError, match="no keeper of group 1 is known"):
         opened[0](1, 0, "another", opened[1])
-    monkeypatch.setattr(peers, "read_places", hangs)
+    monkeypatch.setattr(peers, "read_records", hangs)
     with pytest.raises(wire.WireError, match="does not hold that step"):
         opened[0](1, 0, "another", opened[1])
     assert hosts[0].neighbours._addresses[1] == [hosts[1].keeper._server.address]

@@ -61,7 +61,7 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         assert len(caplog.messages) == 1, "once, however often it is tried"
         keeps._add_new_ranks()
         assert list(keeps._coders) == [(3, 0)]
-        assert [place.group for place in peers.read_places(tmp_path)] == [3]
+        assert [place.group for place in peers.read_records(tmp_path)] == [3]
     finally:
         keeps._server.close()
 
@@ -109,7 +109,7 @@ def test_a_copy_of_a_run_has_keepers_and_snapshots_of_its_own():
         shutil.copytree(run.run_dir, copy)
         assert own_token(copy) != token
         assert own_token(run.run_dir) == token
-        assert peers.read_places(copy) == []
+        assert peers.read_records(copy) == []
         place = keepers.start_keeper(copy, 0, "127.0.0.1", run.settings_of(0))
         assert place.segment != str(run.segment(0).path)
         held, _ = peers.reachable([place], run.token, TIMEOUT)
@@ -128,7 +128,7 @@ def test_the_end_of_a_run_does_not_wait_for_each_host_that_is_off_in_turn(tmp_pa
     with socket.create_server(("", 0)) as off:  # it never answers
         for group in range(12):
             address = f"127.0.0.{1 + group}:{off.getsockname()[1]}"
-            peers.write_place(tmp_path, peers.Place(group, "off", address, 2, "", 0.0))
+            peers.write_record(tmp_path, peers.KeeperRecord(group, "off", address, 2, "", 0.0))
         began = time.monotonic()
         keepers.end_keepers(tmp_path, timedelta(seconds=1))
     assert time.monotonic() - began < 6
@@ -167,9 +167,9 @@ def test_a_keeper_serves_workers_states_to_other_hosts_and_no_other_file():
         stored.symlink_to(run.segment(0).path / name)
         assert there.fetch(name, len(state)) == state, "storage that cannot be read does not hide the copy in memory"
         stored.unlink()
-        place = peers.read_places(run.run_dir, 0)[0]
-        peers.place_file(run.run_dir, 0).unlink()
-        write_json(peers.places_dir(run.run_dir) / "group-0@other.json", asdict(place) | {"host": "other"})
+        place = peers.read_records(run.run_dir, 0)[0]
+        peers.record_file(run.run_dir, 0).unlink()
+        write_json(peers.records_dir(run.run_dir) / "group-0@other.json", asdict(place) | {"host": "other"})
         here = WorkerStates(run.run_dir, run.segment(0))
         assert here.fetch(name, len(state)) == state, "a segment has the same path on every host"
         for other, size in ((name, 5), (name.replace("12", "13"), 64), ("bell", 0), ("../../etc/passwd", 1)):
@@ -190,7 +190,7 @@ def test_a_keeper_takes_copies_of_another_hosts_states_and_nothing_else():
         copies = sorted(path.name for path in there.glob("worker-*"))
         assert copies == [name.replace("12", round_) for round_ in ("12", "13", "14")]
         assert (there / name).read_bytes() == state
-        place = next(place for place in peers.read_places(run.run_dir) if place.group == 1)
+        place = next(place for place in peers.read_records(run.run_dir) if place.group == 1)
         for wrong in ({"name": "../escaped", "size": 4}, {"name": "lock", "size": 4}, {"name": name, "size": -1}):
             with pytest.raises(wire.RefusedError):
                 peers.ask(place.address, run.token, {"op": "keep", **wrong}, TIMEOUT)

@@ -35,7 +35,7 @@ def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, pa
         run.take(1, 2)
         headers = [run.segment(g).headers("data", 0)[1] for g in run.groups]
         assert max(h.part[1] - h.part[0] for h in headers) <= headers[0].state_bytes / groups + 64, "each copies a part"
-        assert len({place.pid for place in peers.read_places(run.run_dir)}) == groups // per_host
+        assert len({place.pid for place in peers.read_records(run.run_dir)}) == groups // per_host
         assert {f["exposed"] == [] for _, kind, _, f in run.events if kind == "snapshot_protected"} == {True}
         run.kill_trainers()
         for group in run.groups:
@@ -51,7 +51,7 @@ def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_
     was once on another's host must not hide that host's new keeper."""
     with Cluster(4, per_host=2, keeper_ttl_s=1800.0) as run:
         run.take(1, 2)
-        killed = peers.read_places(run.run_dir, 2)[0]
+        killed = peers.read_records(run.run_dir, 2)[0]
         run.kill_trainers()
         for group in (0, 2):
             run.kill_keeper(group)
@@ -61,7 +61,7 @@ def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_
         assert run.decide().source == "nothing"
         for group in (0, 2):  # 1 and 3 do not start again
             run.start_keeper(group)
-        peers.write_place(run.run_dir, peers.Place(**vars(killed) | {"group": 1}))
+        peers.write_record(run.run_dir, peers.KeeperRecord(**vars(killed) | {"group": 1}))
         run.resumes("memory", 2)
 
 
@@ -157,7 +157,7 @@ def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_p
             run.commit(step, members=[0])
         assert protected(run)[-1] == 3
         run.kill_trainers()
-        [pid] = [place.pid for place in peers.read_places(run.run_dir) if place.group == 0]
+        [pid] = [place.pid for place in peers.read_records(run.run_dir) if place.group == 0]
         os.kill(pid, signal.SIGSTOP)
         goes_on = threading.Timer(4.0, os.kill, (pid, signal.SIGCONT))
         goes_on.start()

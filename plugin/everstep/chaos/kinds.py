@@ -15,7 +15,7 @@ from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
 from everstep.run.regular import is_own_directory
 from everstep.run.token import read_token
-from everstep.snapshot.peers import Place
+from everstep.snapshot.peers import KeeperRecord
 from everstep.snapshot.segment import Segment, run_id
 
 OF_SOME = frozenset(("group", "rank", "count", "duration_s"))
@@ -100,7 +100,7 @@ def kill_workers(target: Target, groups: list[int]) -> Injection:
     return Injection(procs=workers, groups=groups)
 
 
-def own_segments(run_dir: Path, places: Iterable[Place]) -> list[Segment]:
+def own_segments(run_dir: Path, places: Iterable[KeeperRecord]) -> list[Segment]:
     """Return the segments of this run's keepers. The path in a keeper's file is used only if its name is the one that
     follows from the run's token, and if it is a folder of this user."""
     found = []

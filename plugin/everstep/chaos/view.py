@@ -9,7 +9,7 @@ from typing import Any
 from everstep.chaos import signals
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventTail, read_events
-from everstep.snapshot.peers import Place, read_places
+from everstep.snapshot.peers import KeeperRecord, read_records
 
 HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died"}
 HISTORY |= {"agent_up", "agent_ended", "workers_started", "workers_died", "workers_stalled"}
@@ -153,7 +153,7 @@ class View:
         """Return the group's newest workers by rank, of several nodes those of the first; [] during its restart."""
         return self._workers.get(group, [])
 
-    def keepers(self, group: int) -> list[Place]:
+    def keepers(self, group: int) -> list[KeeperRecord]:
         """Return the keepers of the group's snapshots, as their files say; on one host only those that live."""
-        places = [place for place in read_places(self.run_dir) if place.group == group]
+        places = [place for place in read_records(self.run_dir) if place.group == group]
         return [p for p in places if signals.is_same(p.pid, p.started_at)] if self.one_host else places

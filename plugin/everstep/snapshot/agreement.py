@@ -76,8 +76,8 @@ class Agreed:
 
     def take(self, taken: Moment, members: tuple[int, ...], words: Mapping[int, Word]) -> "Agreed":
         """Return what is agreed once these members take a snapshot. `words`: group id -> its word."""
-        places = tuple(words[member].location if member in words else 0 for member in members)
-        return replace(self, taken=taken, members=members, locations=places)
+        locations = tuple(words[member].location if member in words else 0 for member in members)
+        return replace(self, taken=taken, members=members, locations=locations)
 
     def domains(self, size: int, parity: int) -> Domains:
         """Return the parity groups of the newest snapshot."""

@@ -32,7 +32,7 @@ from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import SLOWEST_BYTES_S, Coder, Waits
 from everstep.snapshot.header import KINDS, Header, listed
 from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
-from everstep.snapshot.peers import Neighbours, Place
+from everstep.snapshot.peers import KeeperRecord, Neighbours
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import opened, take
@@ -62,9 +62,9 @@ class Keeper:
         timeout = timedelta(seconds=settings.transfer_timeout_s)
         self._server = wire.Server(host, self.token, self._talk, timeout)
 
-    def place(self, group: int) -> Place:
+    def record(self, group: int) -> KeeperRecord:
         host, address, path = socket.gethostname(), self._server.address, str(self.segment.path)
-        return Place(group, host, address, os.getpid(), path, self.started_at)
+        return KeeperRecord(group, host, address, os.getpid(), path, self.started_at)
 
     def note_use(self) -> None:
         """Note that the keeper is in use: the time until it ends (keeper_ttl_s) starts again."""
@@ -90,7 +90,7 @@ class Keeper:
         self.segment.remove()
         for group in {group for group, _ in self._coders}:
             with contextlib.suppress(OSError):  # the run directory may be gone, which may be why the keeper ends
-                peers.place_file(self.run_dir, group).unlink()
+                peers.record_file(self.run_dir, group).unlink()
         return why or "it was told to end"
 
     def _code(self, bell: int) -> None:
@@ -120,7 +120,7 @@ class Keeper:
             known = {coded for coded, _ in self._coders}
             try:
                 if group not in known:  # first: a snapshot that no start can find must not count as coded
-                    peers.write_place(self.run_dir, self.place(group))
+                    peers.write_record(self.run_dir, self.record(group))
                 segment = self.segment.beside(group)
                 self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
             except OSError as error:  # no run directory, or no room in it: try again later

@@ -27,7 +27,7 @@ from everstep.run.regular import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError
-from everstep.snapshot.peers import Place
+from everstep.snapshot.peers import KeeperRecord
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import KEEPER_SILENT_S, Segment, run_id
 
@@ -36,7 +36,7 @@ LOCKED_EXIT = 3
 """Exit status of a keeper whose segment is locked: by another keeper, which may be ending, or by a sweep."""
 
 
-def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> Place:
+def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank: int = 0) -> KeeperRecord:
     """Start this host's keeper, or find the one that already runs, and have it look after a group.
 
     `rank`: a rank of the group on this host. `host`: address to listen on and advertise (fault_tolerance.bind_host).
@@ -44,9 +44,9 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     message has the last line of its log. Raises OSError."""
     run_dir = run_dir.resolve()
     log_file = run_dir / "logs" / f"keeper-{group}.log"
-    place, process = find_keeper(run_dir, group, settings), None
+    record, process = find_keeper(run_dir, group, settings), None
     segment, deadline = Segment.of(settings, run_id(read_token(run_dir)), group), time.monotonic() + START_TIMEOUT_S
-    while place is None and time.monotonic() < deadline:
+    while record is None and time.monotonic() < deadline:
         # Again each time: a keeper that is ending may have removed the segment, and the claim in it.
         segment.create()
         if not any(watched == group for watched, _ in segment.columns()):
@@ -56,11 +56,11 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
         elif process.poll() is not None:
             break
         time.sleep(0.02)
-        place = find_keeper(run_dir, group, settings)
-    if place is None:
+        record = find_keeper(run_dir, group, settings)
+    if record is None:
         last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
         raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
-    return place
+    return record
 
 
 def _launch_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, log_file: Path) -> subprocess.Popen[bytes]:
@@ -126,8 +126,8 @@ class KeeperWatch(threading.Thread):
 
     def _start_keeper(self) -> None:
         try:
-            place = start_keeper(self._run_dir, self._segment.group, self._host, self._settings, self._rank)
-            self._events.emit("keeper_found", pid=place.pid, address=place.address, host=place.host)
+            record = start_keeper(self._run_dir, self._segment.group, self._host, self._settings, self._rank)
+            self._events.emit("keeper_found", pid=record.pid, address=record.address, host=record.host)
         except (SnapshotError, OSError) as error:
             self._failed(str(error))
 
@@ -137,25 +137,25 @@ class KeeperWatch(threading.Thread):
         self.join(10.0)
 
 
-def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> Place | None:
+def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> KeeperRecord | None:
     """Return this host's keeper of a group if it is alive and answers; else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
         token = read_token(run_dir)
-        place = peers.read_place(peers.place_file(run_dir, group))
-        if place is None:
+        record = peers.read_record(peers.record_file(run_dir, group))
+        if record is None:
             return None
         timeout = timedelta(seconds=settings.transfer_timeout_s)
-        answer = peers.ask(place.address, token, {"op": "ping"}, timeout)
-        if group in answer["groups"] and answer["pid"] == place.pid:
-            return place
+        answer = peers.ask(record.address, token, {"op": "ping"}, timeout)
+        if group in answer["groups"] and answer["pid"] == record.pid:
+            return record
     return None
 
 
 def end_keepers(run_dir: Path, timeout: timedelta = timedelta(seconds=5)) -> None:
     """Tell every keeper of a run that is over to remove its segment and end. `timeout`: longest silence of a keeper. A
     keeper that cannot be reached ends by itself after keeper_ttl_s."""
-    places = list({place.address: place for place in peers.read_places(run_dir)}.values())
-    peers.ask_all(places, read_token(run_dir), {"op": "end"}, 3 * timeout)
+    records = list({record.address: record for record in peers.read_records(run_dir)}.values())
+    peers.ask_all(records, read_token(run_dir), {"op": "end"}, 3 * timeout)
 
 
 ALIVE_S = 60.0

@@ -30,7 +30,7 @@ CONNECT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
+class KeeperRecord:
     """Where a keeper listens. The keeper writes it to RUN_DIR/state/keepers for each group that it looks after."""
 
     group: Count
@@ -49,38 +49,38 @@ class Held:
     header: Header
 
 
-def places_dir(run_dir: Path) -> Path:
+def records_dir(run_dir: Path) -> Path:
     return run_dir / "state" / "keepers"
 
 
-def place_file(run_dir: Path, group: int) -> Path:
-    """Return the file with the `Place` of this host's keeper of a group. Its name has the host, so that the old host's
+def record_file(run_dir: Path, group: int) -> Path:
+    """Return the file with the record of this host's keeper of a group. Its name has the host, so that the old host's
     keeper can still be found after the group moves to another host."""
-    return places_dir(run_dir) / f"group-{group}@{socket.gethostname()}.json"
+    return records_dir(run_dir) / f"group-{group}@{socket.gethostname()}.json"
 
 
-def write_place(run_dir: Path, place: Place) -> None:
-    write_json(place_file(run_dir, place.group), asdict(place))
+def write_record(run_dir: Path, record: KeeperRecord) -> None:
+    write_json(record_file(run_dir, record.group), asdict(record))
 
 
-def read_place(path: Path) -> Place | None:
-    """Return what `write_place` wrote; None if the file is gone or holds something else."""
+def read_record(path: Path) -> KeeperRecord | None:
+    """Return what `write_record` wrote; None if the file is gone or holds something else."""
     try:
-        return typed.parse(Place, read_json(path))
+        return typed.parse(KeeperRecord, read_json(path))
     except typed.UnfitError:
         return None
 
 
-def read_places(run_dir: Path, group: int | None = None) -> list[Place]:
+def read_records(run_dir: Path, group: int | None = None) -> list[KeeperRecord]:
     """Return the keepers that have been in this run, of one group or all, by group, the latest first. They need not be
     alive. This lists the folder once, and opens only the files of that group."""
-    folder, prefix = places_dir(run_dir), "" if group is None else f"group-{group}@"
+    folder, prefix = records_dir(run_dir), "" if group is None else f"group-{group}@"
     try:
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
     except (FileNotFoundError, NotADirectoryError):  # no keeper yet
         return []
-    found = filter(None, (read_place(folder / name) for name in names))
-    return sorted(found, key=lambda place: (place.group, -place.started_at))
+    found = filter(None, (read_record(folder / name) for name in names))
+    return sorted(found, key=lambda record: (record.group, -record.started_at))
 
 
 def ask(address: str, token: bytes, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Neighbours:
         if time.monotonic() - self._looked.get(group, -LOOK_S) >= LOOK_S:
             self._looked[group] = time.monotonic()
             with contextlib.suppress(OSError):  # the run directory cannot be read: keep those known
-                self._addresses[group] = [place.address for place in read_places(self._run_dir, group)]
+                self._addresses[group] = [record.address for record in read_records(self._run_dir, group)]
         raise wire.WireError(why)
 
 
@@ -155,35 +155,35 @@ def download(channel: wire.Channel, header: Header, payload: wire.Pieces) -> Non
 
 
 def reachable(
-    places: Sequence[Place], token: bytes, limit: timedelta
-) -> tuple[dict[Place, list[Held]], dict[Place, str]]:
+    records: Sequence[KeeperRecord], token: bytes, limit: timedelta
+) -> tuple[dict[KeeperRecord, list[Held]], dict[KeeperRecord, str]]:
     """Return the buffers of every keeper that answers, and why the others did not answer; see `ask_all`."""
-    held: dict[Place, list[Held]] = {}
-    answers, silent = ask_all(places, token, {"op": "inventory"}, limit)
+    held: dict[KeeperRecord, list[Held]] = {}
+    answers, silent = ask_all(records, token, {"op": "inventory"}, limit)
     # Parsed only now, so that no keeper waits for this process: the answers of a thousand keepers take a second.
-    for place, answer in answers.items():
+    for record, answer in answers.items():
         try:
-            held[place] = [Held(place.address, header) for header in read_list(answer.get("buffers"))]
+            held[record] = [Held(record.address, header) for header in read_list(answer.get("buffers"))]
         except ValueError as error:
-            silent[place] = f"{place.address} keeps buffers of another version: {error}"
+            silent[record] = f"{record.address} keeps buffers of another version: {error}"
     return held, silent
 
 
 def ask_all(
-    places: Sequence[Place], token: bytes, message: dict[str, Any], limit: timedelta
-) -> tuple[dict[Place, dict[str, Any]], dict[Place, str]]:
+    records: Sequence[KeeperRecord], token: bytes, message: dict[str, Any], limit: timedelta
+) -> tuple[dict[KeeperRecord, dict[str, Any]], dict[KeeperRecord, str]]:
     """Return what each keeper answers to a request, and why the others did not answer.
 
     It asks `ASKERS` keepers at the same time. A keeper that has not answered after `limit` counts as silent.
     """
-    answers: dict[Place, dict[str, Any]] = {}
-    silent: dict[Place, str] = {}
-    if not places:
+    answers: dict[KeeperRecord, dict[str, Any]] = {}
+    silent: dict[KeeperRecord, str] = {}
+    if not records:
         return answers, silent
     # A keeper that is off must not occupy a thread that another keeper needs.
     patience = max(timedelta(seconds=0.5), limit / 3)
-    pool = ThreadPoolExecutor(min(ASKERS, len(places)), thread_name_prefix="ask-keepers")
-    asked = {pool.submit(ask, place.address, token, message, patience): place for place in places}
+    pool = ThreadPoolExecutor(min(ASKERS, len(records)), thread_name_prefix="ask-keepers")
+    asked = {pool.submit(ask, record.address, token, message, patience): record for record in records}
     done, late = concurrent.futures.wait(asked, limit.total_seconds())
     for answer in done:
         try:

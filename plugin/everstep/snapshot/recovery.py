@@ -17,7 +17,7 @@ from everstep.run.events import event_path, last_event
 from everstep.run.token import read_token
 from everstep.snapshot import peers, sources
 from everstep.snapshot.layout import Layout, Reshaped, ShapeError
-from everstep.snapshot.peers import Held, Place
+from everstep.snapshot.peers import Held, KeeperRecord
 from everstep.snapshot.restore import Restored, RestoreError, restore_rank
 from everstep.snapshot.segment import run_id
 
@@ -143,17 +143,17 @@ def ask_keepers(
     `disk_step`, `excluded`: see `sources.decide`.
     """
     deadline = time.monotonic() + patience.total_seconds()
-    answered: dict[Place, list[Held]] = {}
+    answered: dict[KeeperRecord, list[Held]] = {}
     wait = FIRST_TIMEOUT
     while True:
         # Ask a keeper of several groups once, and of a killed keeper and its successor only the successor.
-        by_age = sorted(peers.read_places(run_dir), key=lambda place: place.started_at)
-        places = list({(place.host, place.segment): place for place in by_age}.values())
-        left = [place for place in places if place not in answered]
+        by_age = sorted(peers.read_records(run_dir), key=lambda record: record.started_at)
+        records = list({(record.host, record.segment): record for record in by_age}.values())
+        left = [record for record in records if record not in answered]
         found, silent = peers.reachable(left, token, min(wait, timeout))
         wait = min(2 * wait, timeout)  # a host that is busy starting a run answers late
         answered.update(found)
-        held = [buffer for place in places for buffer in answered.get(place, ())]
+        held = [buffer for record in records for buffer in answered.get(record, ())]
         decision = sources.decide(held, run=run_id(token), disk_step=disk_step, excluded=excluded)
         newest = decision.from_memory and decision.step == max(buffer.header.step for buffer in held)
         if not silent or time.monotonic() >= deadline or (newest and decision.step >= _promised(run_dir, silent)):
@@ -169,8 +169,8 @@ def ask_keepers(
     return replace(decision, reasons=(*decision.reasons, *unanswered))
 
 
-def _promised(run_dir: Path, silent: Collection[Place]) -> int:
+def _promised(run_dir: Path, silent: Collection[KeeperRecord]) -> int:
     """Return the newest step that the groups of these keepers have logged as protected; 0 if there is none."""
-    logs = {event_path(run_dir, place.group, 0, "worker") for place in silent}
+    logs = {event_path(run_dir, record.group, 0, "worker") for record in silent}
     said = [last_event(log, {"snapshot_protected"}) for log in logs]
     return max((event["step"] for event in said if event), default=0)

@@ -109,23 +109,23 @@ class WorkerStates:
     def copy(self, name: str, *data: bytes) -> bool:
         order = lambda it: (it.address != self._partner, it.group < self._group, it.group)  # noqa: E731
         held = wire.Pieces(list(map(memoryview, data)))
-        for place in sorted(self._others(), key=order):
+        for record in sorted(self._others(), key=order):
             with (
                 contextlib.suppress(wire.WireError),  # then ask the next keeper, and at last use storage
-                contextlib.closing(wire.connect(place.address, self._token, TIMEOUT)) as channel,
+                contextlib.closing(wire.connect(record.address, self._token, TIMEOUT)) as channel,
             ):
                 channel.send_frame({"op": "keep", "name": name, "size": held.size})
                 if wire.serve_ranges(channel, held) == {"why": ""}:
-                    self._partner = place.address
+                    self._partner = record.address
                     return True
         write(self._storage, name, *data, older=OLDER_COPIES)
         return False
 
-    def _others(self) -> list[peers.Place]:
+    def _others(self) -> list[peers.KeeperRecord]:
         """Return the latest keeper of each group, if it is not this host's."""
-        latest = {place.group: place for place in reversed(peers.read_places(self._run_dir))}
+        latest = {record.group: record for record in reversed(peers.read_records(self._run_dir))}
         here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
-        return [place for place in latest.values() if (place.host, place.segment) != here]
+        return [record for record in latest.values() if (record.host, record.segment) != here]
 
     def elsewhere(self, name: str, size: int) -> bool:
         with contextlib.suppress(OSError):
@@ -137,9 +137,9 @@ class WorkerStates:
         """Return whether another host's keeper holds a state. A search that found nothing counts for LOOK_S."""
         looked_for, looked_mono = self._looked
         if name not in self._holder and (name != looked_for or time.monotonic() - looked_mono > LOOK_S):
-            others = list({place.address: place for place in self._others()}.values())
+            others = list({record.address: record for record in self._others()}.values())
             answers, _ = peers.ask_all(others, self._token, {"op": "worker", "name": name}, timedelta(seconds=LOOK_S))
-            found = [place.address for place, answer in answers.items() if answer.get("size") == size]
+            found = [record.address for record, answer in answers.items() if answer.get("size") == size]
             self._holder = dict.fromkeys([name], found[0]) if found else {}
             self._looked = "" if found else name, time.monotonic()
         return name in self._holder
