@@ -28,7 +28,7 @@ from everstep import wire
 from everstep.run.token import run_token
 from everstep.snapshot import parity, peers, recovery
 from everstep.snapshot.buffer import chunk_digests, root_of
-from everstep.snapshot.header import Header, listed
+from everstep.snapshot.header import Header, headers_to_json
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code, Domains, part_bounds
 from everstep.snapshot.restore import pack_own
@@ -60,7 +60,7 @@ class Light:
         self._bytes, self._group = state_bytes, group
         held = [self._held(kind, rank)[0] for kind in ("data", "parity") for rank in range(ranks)]
         # Encoded only once, because here hundreds of keepers share the machine's cores with the rank that asks them.
-        self._inventory = wire.encoded({"buffers": listed(held)})
+        self._inventory = wire.encoded({"buffers": headers_to_json(held)})
         self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
 
     def _talk(self, channel: wire.Channel) -> None:
@@ -129,7 +129,7 @@ def parity_of(run: str, groups: int, ranks: int, nbytes: int, group: int, rank: 
         shards.append(shard)
     out = parity.aligned_bytes(length)
     parity.combine([[1] * len(shards)], shards, [out])
-    covers = json.dumps(listed([parts[g][0] for g in mine])).encode()
+    covers = json.dumps(headers_to_json([parts[g][0] for g in mine])).encode()
     payload = np.concatenate([out, np.frombuffer(covers, dtype=np.uint8)])
     own = parts[group][0]
     values: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from everstep.snapshot.header import Header, listed, pairs_of, read_list
+from everstep.snapshot.header import Header, headers_from_json, headers_to_json, pairs_of
 from everstep.snapshot.peers import Held
 from everstep.snapshot.sources import Decision, decide
 
@@ -91,9 +91,9 @@ def test_a_start_keeps_the_newest_coded_snapshot_until_the_restored_state_is_cod
 
 def test_headers_are_told_by_what_is_other_than_in_the_one_before():
     headers = [held.header for held in everything(5) + two_ranks(6)]
-    told = json.loads(json.dumps(listed(headers)))
-    assert read_list(told) == headers
+    told = json.loads(json.dumps(headers_to_json(headers)))
+    assert headers_from_json(told) == headers
     assert told[3].keys() == {"kind", "part", "roots"}
     for bad in ({"part": [0, 901]}, {"step": "6"}, {"stop": 6}, [], None):
         with pytest.raises(ValueError, match=r"part|step|stop|table"):
-            read_list([*told, bad])
+            headers_from_json([*told, bad])

@@ -32,7 +32,7 @@ from everstep.snapshot.buffer import (
     root_of,
     table_bytes,
 )
-from everstep.snapshot.header import Header, listed
+from everstep.snapshot.header import Header, headers_to_json
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Neighbours
 from everstep.snapshot.section import Snapshot
@@ -158,7 +158,7 @@ class Coder:
         with contextlib.ExitStack() as stack:
             givers = self._givers(own, code, waits, stack)
             headers = [own if member == own.group else givers[member].header for member in code.members]
-            covers = json.dumps(listed(headers)).encode()
+            covers = json.dumps(headers_to_json(headers)).encode()
             length = code.shard_bytes([header.payload_bytes for header in headers])
             size = code.parity * length + len(covers)
             with waits.on(own.group):

@@ -119,15 +119,15 @@ class Header:
 _FIELDS = tuple(field.name for field in fields(Header))
 
 
-def listed(headers: Sequence[Header]) -> list[dict[str, Any]]:
+def headers_to_json(headers: Sequence[Header]) -> list[dict[str, Any]]:
     """Return headers as JSON: the first in full, of each later one the fields that differ from the one before."""
     found = [header.to_json() for header in headers]
     later = [{k: v for k, v in body.items() if v != before[k]} for before, body in itertools.pairwise(found)]
     return found[:1] + later
 
 
-def read_list(body: Any) -> list[Header]:
-    """The inverse of `listed`. Raises ValueError."""
+def headers_from_json(body: Any) -> list[Header]:
+    """The inverse of `headers_to_json`. Raises ValueError."""
     found, given = [], typed.fields_of(Header)
     for one in typed.parse(list, body):
         found.append(Header(**found[-1].to_json() | given(one)).checked() if found else Header.from_json(one))

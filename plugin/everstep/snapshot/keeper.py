@@ -30,12 +30,12 @@ from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import BufferReader, SnapshotError
 from everstep.snapshot.coding import SLOWEST_BYTES_S, Coder, Waits
-from everstep.snapshot.header import KINDS, Header, listed
+from everstep.snapshot.header import KINDS, Header, headers_to_json
 from everstep.snapshot.keepers import LOCKED_EXIT, sweep, take_lock
 from everstep.snapshot.peers import KeeperRecord, Neighbours
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
-from everstep.snapshot.worker_states import opened, take
+from everstep.snapshot.worker_states import opened, receive
 
 GONE_S = 20.0
 HEARTBEAT_S = 0.5
@@ -162,7 +162,7 @@ class Keeper:
                 groups = sorted({group for group, _ in list(self._coders)})  # another thread adds to it
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
             elif operation == "keep":
-                channel.send_frame({"why": take(self.segment.path, message, channel)})
+                channel.send_frame({"why": receive(self.segment.path, message, channel)})
             elif operation == "end":
                 channel.send_frame({})
                 self.over.set()
@@ -176,7 +176,7 @@ class Keeper:
         """Return the header of every buffer that is published here."""
         columns = [(self.segment.beside(group), rank) for group, rank in self.segment.columns()]
         held = [segment.held(kind, rank) for kind in KINDS for segment, rank in columns]
-        return listed([header for _, header in itertools.chain(*held)])
+        return headers_to_json([header for _, header in itertools.chain(*held)])
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
         """Return the newest buffer of the snapshot that the message names, and its header; None if none is held."""

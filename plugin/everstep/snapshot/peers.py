@@ -19,7 +19,7 @@ from everstep.run import typed
 from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
 from everstep.snapshot.buffer import root_of, table_bytes
-from everstep.snapshot.header import Header, Kind, read_list
+from everstep.snapshot.header import Header, Kind, headers_from_json
 
 ASKERS = 256
 """Keepers that are asked at the same time."""
@@ -163,7 +163,7 @@ def reachable(
     # Parsed only now, so that no keeper waits for this process: the answers of a thousand keepers take a second.
     for record, answer in answers.items():
         try:
-            held[record] = [Held(record.address, header) for header in read_list(answer.get("buffers"))]
+            held[record] = [Held(record.address, header) for header in headers_from_json(answer.get("buffers"))]
         except ValueError as error:
             silent[record] = f"{record.address} keeps buffers of another version: {error}"
     return held, silent

@@ -23,7 +23,7 @@ import xxhash
 from everstep import wire
 from everstep.snapshot import parity, peers
 from everstep.snapshot.buffer import as_table, chunk_digests, chunks, root_of
-from everstep.snapshot.header import Header, coverage_error, read_list
+from everstep.snapshot.header import Header, coverage_error, headers_from_json
 from everstep.snapshot.layout import Layout
 from everstep.snapshot.parity import Code
 from everstep.snapshot.sources import Column
@@ -202,7 +202,7 @@ def _pieces_of(held: Sequence[Header], fetched: Mapping[str, np.ndarray], any_pa
     code = Code(held[0].parity_group, held[0].parity)
     try:
         shards = {h.group: fetched[h.name][: h.last_section].reshape(h.parity, -1) for h in held}
-        covers = read_list(json.loads(max(said)))
+        covers = headers_from_json(json.loads(max(said)))
     except (ValueError, TypeError):
         shards, covers = {}, []
     sound = len(said) == 1 and all(h.identity == any_part.identity and h.kind == "data" for h in covers)

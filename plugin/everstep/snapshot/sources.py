@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from everstep.snapshot.agreement import named
-from everstep.snapshot.header import Header, Moment, coverage_error, listed, read_list
+from everstep.snapshot.header import Header, Moment, coverage_error, headers_from_json, headers_to_json
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
 
@@ -68,7 +68,7 @@ class Decision:
 
     def to_json(self) -> list[Any]:
         held = {
-            str(rank): [[one.address for one in column.held], listed([one.header for one in column.held])]
+            str(rank): [[one.address for one in column.held], headers_to_json([one.header for one in column.held])]
             for rank, column in self.columns.items()
         }
         return [self.source, self.step, held, self.reasons, self.anchor]
@@ -90,7 +90,7 @@ class Decision:
 def _from_json(held: Sequence[Any]) -> Column:
     """Parse the column that these buffers make up. Raises ValueError."""
     addresses, headers = held
-    column, why_not = _column(list(map(Held, addresses, read_list(headers))))
+    column, why_not = _column(list(map(Held, addresses, headers_from_json(headers))))
     if column is None:
         raise ValueError(f"the chosen buffers do not make up a state: {why_not}")
     return column

@@ -47,7 +47,7 @@ def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> Non
             path.unlink(missing_ok=True)
 
 
-def take(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
+def receive(folder: Path, message: dict[str, Any], channel: wire.Channel) -> str:
     """Fetch a state that the other side of the channel serves, and keep it. Returns why it is not kept; "" if it is.
     Raises wire.WireError."""
     name, size = str(message.get("name")), message.get("size")
