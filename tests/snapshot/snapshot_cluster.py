@@ -121,8 +121,8 @@ class Cluster(contextlib.AbstractContextManager):
             copier.close()
         self.copiers.clear()
 
-    def words(self, members) -> dict:
-        return {g: replace(self.copiers[g].word(), location=1 + self.host_of(g)) for g in members}
+    def statuses(self, members) -> dict:
+        return {g: replace(self.copiers[g].status(), location=1 + self.host_of(g)) for g in members}
 
     def restart(
         self, found: recovery.Recovery, start: str = "again", scale: float = 1, history: int | None = None
@@ -132,13 +132,13 @@ class Cluster(contextlib.AbstractContextManager):
         for group in self.groups:
             self.start_copier(group)
             self.copiers[group].agreed = Agreed(anchor=found.decision.anchor)
-        words = self.words(self.groups)
+        statuses = self.statuses(self.groups)
         for group in self.groups:
             fresh = state_of(restored.step, 0, scale)
             self.tensors[group] = {n: t.clone() for n, t in fresh.tensors.items()}
             state = State(self.tensors[group], fresh.meta, fresh.blobs)
             moment = (restored.step, history or restored.history, start)
-            self.copiers[group].restored(moment, self.groups, words, state)
+            self.copiers[group].restored(moment, self.groups, statuses, state)
 
     def commit(
         self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, apart_s=0.0
@@ -150,8 +150,8 @@ class Cluster(contextlib.AbstractContextManager):
         for group in members:
             self.copiers[group].wait()
         if settle:
-            wait_until(lambda: all(self.copiers[group].word().settled for group in members))
-        words = self.words(members)
+            wait_until(lambda: all(self.copiers[group].status().settled for group in members))
+        statuses = self.statuses(members)
         for group in members:
             fresh = state_of(step, seed, scale)
             mine = self.tensors.setdefault(group, {n: t.clone() for n, t in fresh.tensors.items()})
@@ -160,7 +160,7 @@ class Cluster(contextlib.AbstractContextManager):
                     mine[name] = tensor.clone()
                 mine[name].copy_(tensor)
             what = State(mine, fresh.meta, fresh.blobs)
-            self.copiers[group].committed(step, history, members, words, lambda what=what: what)
+            self.copiers[group].committed(step, history, members, statuses, lambda what=what: what)
             time.sleep(apart_s)
 
     def take(self, *steps: int, coded: bool = True, **how) -> None:
@@ -195,7 +195,7 @@ class Cluster(contextlib.AbstractContextManager):
 
     def all_settled(self) -> None:
         """Wait until every group has settled its newest snapshot."""
-        wait_until(lambda: all(copier.word().settled for copier in self.copiers.values()))
+        wait_until(lambda: all(copier.status().settled for copier in self.copiers.values()))
 
     def held(self) -> list[peers.Held]:
         """Return the buffers that the keepers say they hold."""

@@ -31,7 +31,7 @@ def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatc
         run.commit(2)
         run.wait()
         run.all_settled()
-        assert not any(copier.word().coded for copier in run.copiers.values())
+        assert not any(copier.status().coded for copier in run.copiers.values())
         run.commit(3)
         assert {copier.agreed.anchor for copier in run.copiers.values()} == {(1, 1, "")}
         run.wait()
@@ -101,5 +101,5 @@ def test_a_snapshot_that_is_published_while_its_group_speaks_is_not_given_up(mon
         with slowed(run, 0):
             run.commit(2)
             monkeypatch.setattr(copier.Copier, "idle", property(is_idle))
-            assert not it.word().settled
+            assert not it.status().settled
         monkeypatch.setattr(copier.Copier, "idle", plain)

@@ -72,13 +72,13 @@ def run(tmp_path, monkeypatch):
 
 
 def commit(run, step: int) -> None:
-    said = {group: both(lambda rank, group=group: run[group, rank].word()) for group in GROUPS}
+    said = {group: both(lambda rank, group=group: run[group, rank].status()) for group in GROUPS}
     what = SimpleNamespace(step=step, history=1, able=tuple(GROUPS))
     for group in GROUPS:
 
         def committed(rank: int, group: int = group) -> None:
-            words = {each: said[each][rank] for each in GROUPS}
-            run[group, rank].committed(what, words, lambda: state_of(step))
+            statuses = {each: said[each][rank] for each in GROUPS}
+            run[group, rank].committed(what, statuses, lambda: state_of(step))
 
         both(committed)
     wait_until(lambda: all(each._copier.idle for each in run.values()))

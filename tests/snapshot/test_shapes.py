@@ -113,7 +113,7 @@ def test_a_lost_host_is_decoded_before_its_shards_are_cut():
     state = model(2)
     with Cluster(3) as run:
         save(run, SHAPES["FSDP 2"](state))
-        wait_until(lambda: all(copier.word().coded for copier in run.copiers.values()))
+        wait_until(lambda: all(copier.status().coded for copier in run.copiers.values()))
         run.lose_host(1)
         found = restored(run, SHAPES["one rank"](state), 0)
         assert found.decision.source == "parity"

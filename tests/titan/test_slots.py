@@ -29,7 +29,7 @@ def step_of(loads, gradients, held, group):
         param.grad = torch.ones(2) if has else None
     trainer = MagicMock(slots=slots, model_parts=[])
     trainer.config.fault_tolerance = SimpleNamespace(exact=False, on_poison="stop", spares=1)
-    trainer.place.snapshots = SimpleNamespace(group=group, word=lambda: 7)
+    trainer.place.snapshots = SimpleNamespace(group=group, status=lambda: 7)
     return Steps(trainer)
 
 
@@ -37,7 +37,7 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypat
     monkeypatch.setattr(work, "Measures", MagicMock())
     computed, idle = step_of([3.0, 4.0], [True, True, False], [0], 0), step_of([0.0, 0.0], [False] * 3, [], 2)
     extra = computed.results().extra + idle.results().extra
-    assert idle.words(SimpleNamespace(extra=extra)) == {0: 7, 1: 0, 2: 7}, "of the spare, too"
+    assert idle.statuses(SimpleNamespace(extra=extra)) == {0: 7, 1: 0, 2: 7}, "of the spare, too"
     for step in (computed, idle):
         for param in step._slots.trainable:
             param.grad = torch.zeros(2)  # as the reducer leaves it on every group

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from everstep.quorum.streams import Event, Streams, streams_of
-from everstep.snapshot.agreement import Agreed, Word, conclude, members_of, named
+from everstep.snapshot.agreement import Agreed, Status, conclude, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, Plan, State
@@ -69,14 +69,14 @@ class Copier:
         """Whether nothing is being copied or published."""
         return self._job is None or self._job.over.is_set()
 
-    def word(self) -> Word:
+    def status(self) -> Status:
         """Return what this group says about the last snapshot, without its location. It goes to all groups before
         the next commit."""
         under_way = not self.idle  # read first: a job that is over has set all that is read below
         taken, header = self.agreed.taken, self._newest
         able = time.monotonic() >= self._unable_until
         if taken is None or header is None or header.moment != taken or under_way:
-            return Word(settled=not under_way, able=able)
+            return Status(settled=not under_way, able=able)
         notes = self._segment.read_notes(self._rank)
         dealt = notes.sequence == header.sequence
         # A keeper that has just been started has written no notes yet.
@@ -85,10 +85,10 @@ class Copier:
         coded = over and notes.coded
         blamed = notes.blamed_group if over and not silent else self._segment.group
         blamed_index = header.parity_group.index(blamed) if blamed in header.parity_group else -1
-        return Word(settled=over or silent, coded=coded, able=able, blamed_index=-1 if coded else blamed_index)
+        return Status(settled=over or silent, coded=coded, able=able, blamed_index=-1 if coded else blamed_index)
 
     def committed(
-        self, step: int, history: int, groups: Sequence[int], words: Mapping[int, Word], state: Callable[[], State]
+        self, step: int, history: int, groups: Sequence[int], statuses: Mapping[int, Status], state: Callable[[], State]
     ) -> bool:
         """Note a committed step, and begin a snapshot of it if one is due. Returns whether it began one. A collective.
 
@@ -99,12 +99,12 @@ class Copier:
             history: the state's history, 64 bits: equal in all groups that committed this step together, different
                 if the run went back and committed the step again.
             groups: ids that committed and hold the state now; without this group while it catches up after a heal.
-            words: the words that groups sent before the vote; the same mapping in all of them.
+            statuses: the statuses that groups sent before the vote; the same mapping in all of them.
             state: called if a snapshot is due. Its tensors must not change before `wait` has returned.
         """
         self.wait()
-        waiting, left_out = self._conclude(words)
-        members = members_of(groups, words, left_out)
+        waiting, left_out = self._conclude(statuses)
+        members = members_of(groups, statuses, left_out)
         due = step % self._settings.interval == 0
         if not due and self.agreed.anchor is not None and members == self.agreed.members:
             return False
@@ -112,17 +112,17 @@ class Copier:
             if due:
                 self._emit("snapshot_skipped", step, reason=waiting)
             return False
-        return self._begin((step, history, ""), members, words, state)
+        return self._begin((step, history, ""), members, statuses, state)
 
-    def restored(self, moment: Moment, groups: Sequence[int], words: Mapping[int, Word], state: State) -> None:
+    def restored(self, moment: Moment, groups: Sequence[int], statuses: Mapping[int, Status], state: State) -> None:
         """Take a snapshot of the state that these groups have just restored, so that it is coded before they go on. The
         snapshot that they restored stays until then."""
-        self._begin(moment, members_of(groups, words, frozenset()), words, lambda: state)
+        self._begin(moment, members_of(groups, statuses, frozenset()), statuses, lambda: state)
 
     def await_settled(self, patience_s: float) -> None:
         """Wait until this host has coded or given up the last snapshot, at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
-        while self.agreed.taken is not None and not self.word().settled and time.monotonic() < deadline:
+        while self.agreed.taken is not None and not self.status().settled and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def wait(self) -> None:
@@ -145,11 +145,11 @@ class Copier:
         for buffer in self._buffers:
             buffer.release()
 
-    def _conclude(self, words: Mapping[int, Word]) -> tuple[str, frozenset[int]]:
+    def _conclude(self, statuses: Mapping[int, Status]) -> tuple[str, frozenset[int]]:
         """Note what became of the last snapshot. Returns why there cannot be another now, and which groups are left
         out, equal in all ranks of the group. A collective of the group if the last snapshot was given up."""
         before, size, parity = self.agreed, self._settings.parity_group, self._settings.parity
-        found = conclude(before, words, size, parity)
+        found = conclude(before, statuses, size, parity)
         self.agreed = found.agreed
         over = before.taken if self.agreed.taken is None else None
         if over is not None and not found.protected:
@@ -172,10 +172,10 @@ class Copier:
         return found.waiting, found.left_out
 
     def _begin(
-        self, moment: Moment, members: tuple[int, ...], words: Mapping[int, Word], state: Callable[[], State]
+        self, moment: Moment, members: tuple[int, ...], statuses: Mapping[int, Status], state: Callable[[], State]
     ) -> bool:
         began = time.perf_counter()
-        self.agreed = self.agreed.take(moment, members, words)
+        self.agreed = self.agreed.take(moment, members, statuses)
         if self._segment.group not in members:
             self._emit("snapshot_skipped", moment[0], reason="this group could not keep up, or is still healing")
             return False

@@ -117,7 +117,7 @@ def aligned_bytes(length: int) -> np.ndarray:
 ALIGNMENT = 64
 HOST_BITS, SWITCH_BITS = 20, 10
 """Bits of a host's and of a switch's hash in a location. A host and two switches fit, with the other fields of an
-`agreement.Word`, into the 53 bits of the float64 that groups exchange."""
+`agreement.Status`, into the 53 bits of the float64 that groups exchange."""
 LOCATION_BITS = HOST_BITS + 2 * SWITCH_BITS
 
 

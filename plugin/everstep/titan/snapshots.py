@@ -14,7 +14,7 @@ import torch
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
 from everstep.run.events import EventLog
-from everstep.snapshot.agreement import Agreed, Word
+from everstep.snapshot.agreement import Agreed, Status
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.keepers import KeeperWatch, end_keepers
 from everstep.snapshot.layout import Layout, Shard, State
@@ -71,13 +71,13 @@ class Snapshots:
         """Wait until the copier has read the state, which may change afterwards."""
         self._copier.wait()
 
-    def word(self) -> int:
+    def status(self) -> int:
         """Return what this group tells the others about its newest snapshot, as a number; a collective of the group."""
-        word = self._copier.word()
-        settled, coded, able = map(bool, least_in_group(word.settled, word.coded, word.able))
+        status = self._copier.status()
+        settled, coded, able = map(bool, least_in_group(status.settled, status.coded, status.able))
         # `location` and `blamed_index` are each rank's own: parity is made over a rank column, and other ranks of the
         # same groups may be on other hosts.
-        return replace(word, settled=settled, coded=coded, able=able, location=self._location).encode()
+        return replace(status, settled=settled, coded=coded, able=able, location=self._location).encode()
 
     @property
     def agreed(self) -> dict[str, Any]:
@@ -88,13 +88,13 @@ class Snapshots:
         """Take over `agreed` from the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 
-    def committed(self, commit: Commit, words: Mapping[int, int], state: Callable[[], HealState]) -> None:
+    def committed(self, commit: Commit, statuses: Mapping[int, int], state: Callable[[], HealState]) -> None:
         """Take a snapshot of a step that was just committed, if one is due. A collective of the group.
 
         Args:
-            words: group id -> its encoded `Word`; 0 for groups that sent none with this commit.
+            statuses: group id -> its encoded `Status`; 0 for groups that sent none with this commit.
         """
-        said = {group: word for group, number in words.items() if (word := Word.decode(number)) is not None}
+        said = {group: status for group, number in statuses.items() if (status := Status.decode(number)) is not None}
         taken = lambda: self._to_snapshot(state())  # noqa: E731
         self._copier.committed(commit.step, commit.history, commit.able, said, taken)
 
@@ -104,12 +104,12 @@ class Snapshots:
     def restored(self, step: int, history: int, quorum: Quorum, state: HealState) -> None:
         """Take a snapshot of the state that every group of a quorum has just restored."""
         start = hashlib.sha256(quorum.key.encode()).hexdigest()[:16]
-        words = {}
+        statuses = {}
         for member in quorum.members:
             host = member.doors[self._rank].rpartition(":")[0]
-            words[member.group] = Word(location=self._location_of({}, host, member.group))
+            statuses[member.group] = Status(location=self._location_of({}, host, member.group))
         self._restored = True
-        self._copier.restored((step, history, start), quorum.groups, words, self._to_snapshot(state))
+        self._copier.restored((step, history, start), quorum.groups, statuses, self._to_snapshot(state))
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """Return the newest state of the run if it is in memory, else None. A collective of the group.

@@ -38,8 +38,8 @@ class Steps(TrainerWork):
         self._skipped: set[tuple[int, int]] = set()
         """(step, slot) pairs for which no group can compute a finite gradient."""
         most_groups = slots.number + self._ft.spares  # every group but the spares has a slot (config.checks)
-        words = torch.zeros(0 if self._snapshots is None else most_groups, dtype=torch.float64)
-        self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), words)
+        statuses = torch.zeros(0 if self._snapshots is None else most_groups, dtype=torch.float64)
+        self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), statuses)
         """The extra sums of a group that has computed nothing; their lengths are those of every tally."""
 
     def compute(self, step: int, slot: int, *, whole: bool) -> None:
@@ -63,10 +63,10 @@ class Steps(TrainerWork):
 
     def results(self) -> SlotSums:
         tokens, loss = self._slots.tokens_and_losses()
-        words = self._nothing.words.clone()
+        statuses = self._nothing.statuses.clone()
         if self._snapshots is not None:
-            words[self._snapshots.group] = self._snapshots.word()
-        further = StepSums(flat(self._slots.expert_loads), self._slots.reached(), words)
+            statuses[self._snapshots.group] = self._snapshots.status()
+        further = StepSums(flat(self._slots.expert_loads), self._slots.reached(), statuses)
         return SlotSums(tokens, loss, further.pack(), self._slots.held)
 
     def discard(self) -> None:
@@ -88,6 +88,6 @@ class Steps(TrainerWork):
             if groups == 0:
                 param.grad = None
 
-    def words(self, commit: Commit) -> dict[int, int]:
-        words = self._nothing.unpack(commit.extra).words.tolist()
-        return {group: round(word) for group, word in enumerate(words)}
+    def statuses(self, commit: Commit) -> dict[int, int]:
+        statuses = self._nothing.unpack(commit.extra).statuses.tolist()
+        return {group: round(status) for group, status in enumerate(statuses)}

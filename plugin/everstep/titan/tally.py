@@ -32,12 +32,12 @@ class StepSums(Sums):
     Attributes:
         loads: tokens of each expert, the layers concatenated.
         reached: for each trained parameter, the number of groups that have a gradient for it.
-        words: by group id its encoded `snapshot.agreement.Word` about snapshots; empty without snapshots.
+        statuses: by group id its encoded `snapshot.agreement.Status`; empty without snapshots.
     """
 
     loads: torch.Tensor
     reached: torch.Tensor
-    words: torch.Tensor
+    statuses: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ class TrainerWork(ABC):
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         """Change the parameters. Return the norm, before clipping, of the mean gradient or change, and event fields."""
 
-    def words(self, commit: Commit) -> dict[int, int]:
-        """Return group id -> what it says of its last snapshot (`Word.encode`). Empty here: rounds take none."""
+    def statuses(self, commit: Commit) -> dict[int, int]:
+        """Return group id -> what it says of its last snapshot (`Status.encode`). Empty here: rounds take none."""
         return {}
 
     def bits(self, slot: int) -> int:
@@ -169,7 +169,7 @@ class TrainerWork(ABC):
                 self._events.emit("slot_bits", step, bits=bits)
         if self._snapshots is not None:
             with sl.log_trace_span("snapshot"):
-                self._snapshots.committed(commit, self.words(commit), self._whole)
+                self._snapshots.committed(commit, self.statuses(commit), self._whole)
         with sl.log_trace_span("metrics"):
             extra = {"n_tokens_seen": trainer.ntokens_seen, **lr_metrics}
             metrics = self._measures.of(trainer.step, commit, grad_norm, extra)
