@@ -27,13 +27,13 @@ from torchtitan.trainer import Trainer
 from everstep.step.private import local
 from everstep.titan.data import texts
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
-from everstep.titan.slots import Slots
+from everstep.titan.slot_computer import SlotComputer
 
 FOLDER = Path(os.environ.get("EVERSTEP_CAUSES", "."))
 GROUP_ID = "--fault_tolerance.group_id"
 SLOW_S, TOO_MUCH = 0.25, 1 << 47
-_compute, _time = Slots.compute, time.time
-_after: list[Callable[[Slots], None]] = []
+_compute, _time = SlotComputer.compute, time.time
+_after: list[Callable[[SlotComputer], None]] = []
 """Changes to make to the gradients of the current slot, after it is computed."""
 _held: list[object] = []
 _slow_s = 0.0
@@ -65,22 +65,22 @@ def _raises(error: BaseException) -> None:
     raise error
 
 
-def _slow(slots: Slots) -> None:
+def _slow(slots: SlotComputer) -> None:
     global _slow_s
     _slow_s = SLOW_S
 
 
 @torch.no_grad()
-def _scale(slots: Slots, factor: float) -> None:
+def _scale(slots: SlotComputer, factor: float) -> None:
     for param in slots.trainable:
         local(param).mul_(factor)
 
 
-def _flip(slots: Slots) -> None:
+def _flip(slots: SlotComputer) -> None:
     local(slots.trainable[-1]).detach().view(torch.int32).view(-1)[7] ^= 1 << 10
 
 
-def _flip_products(slots: Slots) -> None:
+def _flip_products(slots: SlotComputer) -> None:
     def flipped(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
         wrong = output.detach().clone()
         wrong.view(torch.int32).view(-1)[7] ^= 1 << 10
@@ -90,7 +90,7 @@ def _flip_products(slots: Slots) -> None:
     next(iter(model.layers.values())).feed_forward.register_forward_hook(flipped)
 
 
-def _multiply_wrongly(slots: Slots) -> None:
+def _multiply_wrongly(slots: SlotComputer) -> None:
     def wrong(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         y = torch.bmm(a[None], b[None])[0]
         if b.shape == (256, 256):
@@ -102,13 +102,13 @@ def _multiply_wrongly(slots: Slots) -> None:
     _held.append(library)
 
 
-def _no_gradient(slots: Slots) -> None:
+def _no_gradient(slots: SlotComputer) -> None:
     grad = slots.trainable[0].grad
     assert grad is not None
     local(grad).view(-1)[0] = math.nan
 
 
-def _refuse_connections(slots: Slots) -> None:
+def _refuse_connections(slots: SlotComputer) -> None:
     """Refuse the other groups' connections, as a firewall would: shut down the socket that listens for them."""
     port = int(slots._trainer.participation.column.address.rpartition(":")[2])
     for path in Path("/proc/self/fd").iterdir():
@@ -117,7 +117,7 @@ def _refuse_connections(slots: Slots) -> None:
                 door.shutdown(socket.SHUT_RDWR)
 
 
-ORDERS: dict[str, Callable[[Slots], object]] = {
+ORDERS: dict[str, Callable[[SlotComputer], object]] = {
     "runtime": lambda slots: _raises(RuntimeError("the tokenizer of this host is broken")),
     "key": lambda slots: _raises(KeyError("c4")),
     "memory": lambda slots: _raises(MemoryError()),
@@ -144,7 +144,7 @@ ORDERS: dict[str, Callable[[Slots], object]] = {
 }
 
 
-def _computed(slots: Slots, step: int, slot: int, *, whole: bool) -> None:
+def _computed(slots: SlotComputer, step: int, slot: int, *, whole: bool) -> None:
     name = f"group-{sys.argv[sys.argv.index(GROUP_ID) + 1]}"
     _after.clear()
     for path in map(FOLDER.joinpath, (name, f"{name}.always", f"slot-{slot}", f"slot-{slot}.step-{step}")):
@@ -170,4 +170,4 @@ if _host.exists():  # the host is wrong before its trainer begins
             time.time = lambda: _time() - 3600.0
         case "away":
             time.sleep(1e6)
-Slots.compute = _computed  # pyrefly: ignore[bad-assignment]
+SlotComputer.compute = _computed  # pyrefly: ignore[bad-assignment]

@@ -15,14 +15,14 @@ GRADIENTS = 3
 def main(argv):
     """`everstep.train.main`; the first incarnation of rank EVERSTEP_TEST_KILL = "group/rank" dies in step STEP."""
     from everstep import train
-    from everstep.titan.slots import Slots
+    from everstep.titan.slot_computer import SlotComputer
 
     group = argv[argv.index("--fault_tolerance.group_id") + 1]
     if (
         os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}"
         and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     ):
-        compute = Slots.compute
+        compute = SlotComputer.compute
 
         def dies(slots, step, slot, *, whole):
             if step < STEP:
@@ -42,7 +42,7 @@ def main(argv):
             compute(slots, step, slot, whole=whole)
             os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
 
-        Slots.compute = dies
+        SlotComputer.compute = dies
     train.main(argv)
 
 

@@ -20,7 +20,7 @@ from everstep.attention import product
 from everstep.attention.findings import Deviation
 from everstep.step.private import local
 from everstep.step.reduction import GradientReducer
-from everstep.titan.slots import Slots
+from everstep.titan.slot_computer import SlotComputer
 from small_job import DIM, debugmodel
 
 __all__ = ["debugmodel"]
@@ -29,7 +29,7 @@ SLOT, FIRST, BIT, SUM_BIT = 0, 3, 10, 45
 FAULT, SHARE = os.environ.get("EVERSTEP_TEST_FAULT", ""), os.environ.get("EVERSTEP_TEST_SHARE", "")
 SICK = os.environ.get("EVERSTEP_TEST_SICK", "0").split(",")
 
-_compute_slot, _finish_sums, _row_deviation = Slots.compute, GradientReducer.finish, product.row_deviation
+_compute_slot, _finish_sums, _row_deviation = SlotComputer.compute, GradientReducer.finish, product.row_deviation
 _due = _installed = _flips_sum = False
 _library = torch.library.Library("aten", "IMPL")
 
@@ -91,4 +91,4 @@ def _finish_with_flip(reducer):
         reducer._buckets[0].memory.flat.view(torch.int64)[7] ^= 1 << SUM_BIT
 
 
-Slots.compute, GradientReducer.finish = _compute_with_faults, _finish_with_flip
+SlotComputer.compute, GradientReducer.finish = _compute_with_faults, _finish_with_flip

@@ -19,7 +19,7 @@ from everstep.titan import rounds, run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.rounds import Rounds
-from everstep.titan.slots import Slots
+from everstep.titan.slot_computer import SlotComputer
 from everstep.titan.snapshots import Snapshots
 from everstep.titan.state import TrainingState, slot_seed
 from everstep.titan.steps import Steps
@@ -55,7 +55,7 @@ def test_every_slot_of_every_step_has_random_numbers_of_its_own():
     seeds = {slot_seed(0, step, slot, rank) for step in range(20) for slot in range(-1, 12) for rank in range(3)}
     assert len(seeds) == 20 * 13 * 3
     assert slot_seed(0, 7, 3, 1) == slot_seed(0, 7, 3, 1) != slot_seed(1, 7, 3, 1)
-    Slots._seed(MagicMock(seed=0, **{"source.dp_rank": 1, "_trainer.device.type": "cpu"}), 7, 3)
+    SlotComputer._seed(MagicMock(seed=0, **{"source.dp_rank": 1, "_trainer.device.type": "cpu"}), 7, 3)
     drawn = torch.rand(4)
     torch.manual_seed(slot_seed(0, 7, 3, 1))
     assert torch.equal(drawn, torch.rand(4))

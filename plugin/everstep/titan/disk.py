@@ -22,7 +22,7 @@ from everstep.foreign import replace
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.step import ledger
 from everstep.titan import private
-from everstep.titan.data.slots import SlotSource
+from everstep.titan.data.slot_source import SlotSource
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import (

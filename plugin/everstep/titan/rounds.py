@@ -38,7 +38,7 @@ from everstep.titan.disk import not_saved
 from everstep.titan.group import all_in_group, gather_json, least_in_group, sum_in_group
 from everstep.titan.parts import WORKERS, Parts
 from everstep.titan.round_state import RoundState, packed
-from everstep.titan.slots import OPTIMIZER_SLOT
+from everstep.titan.slot_computer import OPTIMIZER_SLOT
 from everstep.titan.tally import RoundSums, flat
 from everstep.titan.work import TrainerWork
 

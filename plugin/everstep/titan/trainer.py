@@ -35,7 +35,7 @@ from everstep.titan.names import DATALOADER
 from everstep.titan.participation import Participation
 from everstep.titan.place import open_place
 from everstep.titan.rounds import Rounds
-from everstep.titan.slots import Slots
+from everstep.titan.slot_computer import SlotComputer
 from everstep.titan.steps import Steps
 
 
@@ -107,7 +107,7 @@ class EverstepTrainer(titan.Trainer):
         """With exact sums, `work.parameters()` after the last commit, or as recorded in the state that was loaded
         since; empty if unknown."""
         self.streams = streams_of(self.device)
-        self.slots = Slots(self)
+        self.slots = SlotComputer(self)
         self.participation = Participation(self)
         self.disk = DiskCheckpoints(self)
         self.work = Rounds(self) if config.semi_sync.enabled else Steps(self)

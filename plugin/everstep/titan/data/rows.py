@@ -1,4 +1,4 @@
-"""The dataloader for rows of documents, numbered as `slots` defines."""
+"""The dataloader for rows of documents, numbered as `slot_source` defines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from everstep.data.permutation import permutation
-from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.data.slot_source import Batch, SlotSource
 from everstep.titan.data.texts import stdlib_text, token_file
 from everstep.titan.names import BaseDataLoader, BaseTokenizer
 

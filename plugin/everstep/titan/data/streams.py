@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from everstep.data.plain import StreamState, decode_states, encode_states, plain, restored
 from everstep.run.typed import UnfitError
 from everstep.titan.data import private
-from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.data.slot_source import Batch, SlotSource
 from everstep.titan.names import (
     BaseDataLoader,
     BaseTokenizer,

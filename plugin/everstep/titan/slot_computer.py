@@ -16,7 +16,7 @@ from everstep.run.exits import UNFIT_EXIT, TrainerEnds
 from everstep.step.interfaces import OutOfData
 from everstep.step.private import local
 from everstep.titan import private
-from everstep.titan.data.slots import Batch, SlotSource
+from everstep.titan.data.slot_source import Batch, SlotSource
 from everstep.titan.data.streams import SlotStreams
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.names import DATALOADER, DataloaderExhaustedError
@@ -29,7 +29,7 @@ AUDIT_BITS = 1 << 52
 """Number of values that a slot's checksum can have: a tally carries it as a float64."""
 
 
-class Slots:
+class SlotComputer:
     """Computes slots. Gradients add up in `param.grad`; tokens and losses are kept by slot until `discard`.
 
     Args:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from everstep.run.exits import TrainerEnds
-from everstep.titan import slots, work
-from everstep.titan.data.slots import SlotSource
-from everstep.titan.slots import Slots
+from everstep.titan import slot_computer, work
+from everstep.titan.data.slot_source import SlotSource
+from everstep.titan.slot_computer import SlotComputer
 from everstep.titan.steps import Steps
 
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
@@ -17,7 +17,7 @@ HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 
 def step_of(loads, gradients, held, group):
     """A `Steps` with one expert layer, and with gradients for some of its parameters. One group of three is a spare."""
-    slots = Slots.__new__(Slots)
+    slots = SlotComputer.__new__(SlotComputer)
     slots._trainer = SimpleNamespace(device=torch.device("cpu"), parallel_dims=HERE)
     slots.number, slots.source = 2, None
     slots._tokens, slots._rows, slots.computes_eagerly = dict.fromkeys(held, 10), {}, False
@@ -48,7 +48,7 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypat
 
 def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path, monkeypatch):
     """A run that does not load the data's position from a checkpoint may switch to other data."""
-    monkeypatch.setattr(slots, "decoder_vocab_size", lambda spec: 1)
+    monkeypatch.setattr(slot_computer, "decoder_vocab_size", lambda spec: 1)
 
     def start(content, *excluded):
         group = MagicMock()
@@ -56,7 +56,7 @@ def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path,
         group._trainer.dataloader.fingerprint.return_value = content
         group._trainer.config.checkpoint.exclude_from_loading = excluded
         group._trainer.place.run_dir = tmp_path
-        return Slots._opened_source(group)
+        return SlotComputer._opened_source(group)
 
     start("one file")
     start("one file")
