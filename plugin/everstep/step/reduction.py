@@ -41,7 +41,7 @@ BUCKET_BYTES = 32 << 20
 LARGEST_PART = LARGEST / 1000
 """The same for one group's part: if a sum over up to 1,000 groups is beyond LARGEST, a part of it is beyond this."""
 
-Seen = Callable[[torch.Tensor, torch.Tensor], None]
+OnGradient = Callable[[torch.Tensor, torch.Tensor], None]
 """Is called with a parameter and this rank's part of its gradient."""
 
 
@@ -108,22 +108,22 @@ class _Bucket:
     def _new_memory(self) -> _Memory:
         return _Memory(self.params, local(self.params[0]).dtype if self._most is None else torch.float64)
 
-    def fill(self, index: int, see: Seen) -> None:
+    def fill(self, index: int, on_gradient: OnGradient) -> None:
         """Copy a gradient to the memory that is summed. With exact sums, move a slot's gradient to what is held."""
         param = self.params[index]
         grad = None if param.grad is None else local(param.grad)
         if self.held is not None:
             if grad is not None:
-                self._take(index, grad, see)
+                self._take(index, grad, on_gradient)
         elif grad is None:
             self.memory.views[index].zero_()
         else:
             self.memory.views[index].copy_(grad)
         self.filled[index] = True
 
-    def _take(self, index: int, grad: torch.Tensor, see: Seen) -> None:
+    def _take(self, index: int, grad: torch.Tensor, on_gradient: OnGradient) -> None:
         param, waiting = self.params[index], self._waiting[index]
-        see(param, grad)
+        on_gradient(param, grad)
         if grad.numel():
             torch.aminmax(grad, out=self._extremes[index].unbind())
         waiting.append(grad)
@@ -192,7 +192,7 @@ class GradientReducer:
         exact_slots: slots of a step, for exact sums, which have the same bits in every order; 0 for ordinary sums.
         fragments: parameters of each fragment, as indices into `params`. Each step sums one fragment, in turn. Empty if
             each step sums all parameters.
-        see: with exact sums, called once per slot for each gradient.
+        on_gradient: with exact sums, called once per slot for each gradient.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class GradientReducer:
         hooks: bool = True,
         exact_slots: int = 0,
         fragments: Sequence[Sequence[int]] = (),
-        see: Seen = lambda param, grad: None,
+        on_gradient: OnGradient = lambda param, grad: None,
     ) -> None:
         self._streams = streams or Streams()
-        self._is_exact, self._see = exact_slots > 0, see
+        self._is_exact, self._on_gradient = exact_slots > 0, on_gradient
         most = exact.most_of_slot(exact_slots) if self._is_exact else None
         every: list[torch.Tensor] = list(params)
         parts = [[every[at] for at in places] for places in fragments] or [every]
@@ -228,7 +228,7 @@ class GradientReducer:
         for bucket in (bucket for buckets in self._fragments for bucket in buckets if hooks):
             for index, param in enumerate(bucket.params):
                 # FSDP2 runs these hooks itself once the sharded gradient is accumulated.
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, bucket, index))
+                param.register_post_accumulate_grad_hook(partial(self._on_accumulated, bucket, index))
 
     @property
     def _buckets(self) -> list[_Bucket]:
@@ -338,7 +338,7 @@ class GradientReducer:
             for bucket in self._buckets:
                 bucket.give(scale)
 
-    def _on_grad(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
+    def _on_accumulated(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
         if self._armed and bucket.additions[index] == bucket.most_additions[index]:
             self._fill(bucket, index)
@@ -351,7 +351,7 @@ class GradientReducer:
         if stream != self._began_on and stream not in bucket.filled_on:
             self._streams.wait(self._began)
         with torch.no_grad():
-            bucket.fill(index, self._see)
+            bucket.fill(index, self._on_gradient)
         bucket.filled_on[stream] = self._streams.record()
 
     def _fill_rest(self, bucket: _Bucket) -> None:

@@ -244,7 +244,7 @@ class Rounds(TrainerWork):
             for param in slots.trainable:
                 if param.grad is not None:
                     param.grad.mul_(slots.nominal_tokens / tokens)
-        slots.step(inner_step, OPTIMIZER_SLOT - worker)
+        slots.optimizer_step(inner_step, OPTIMIZER_SLOT - worker)
         return tokens, float(loss.sum())
 
     # The round

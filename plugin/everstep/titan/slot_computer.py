@@ -215,7 +215,7 @@ class SlotComputer:
         # A recorded graph adds to the gradient memory that it was recorded with, which has to stay.
         self._trainer.optimizers.zero_grad(set_to_none=self._trainer.config.training.disable_cuda_graphs)
 
-    def step(self, step: int, seeded_as: int = OPTIMIZER_SLOT) -> torch.Tensor:
+    def optimizer_step(self, step: int, seeded_as: int = OPTIMIZER_SLOT) -> torch.Tensor:
         """Clip the gradients, make an optimizer step and return the norm before clipping. `seeded_as` is the slot
         number for `slot_seed`."""
         trainer = self._trainer
@@ -242,7 +242,7 @@ class SlotComputer:
     # Checksums of slots, to compare with those of other groups
 
     @torch.no_grad()
-    def see(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+    def note_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Note, with exact sums, this rank's part of the gradient that the slot in progress gave a parameter."""
         place = self._places[param]
         self._reached.add(place)
@@ -272,7 +272,7 @@ class SlotComputer:
         for param in self.trainable:
             if param.grad is None:
                 continue
-            self.see(param, local(param.grad))
+            self.note_gradient(param, local(param.grad))
             if self.computes_eagerly:
                 param.grad = None
             else:

@@ -31,7 +31,7 @@ class Steps(TrainerWork):
             trainer.streams,
             hooks=slots.computes_eagerly,
             exact_slots=slots.number if trainer.config.fault_tolerance.exact else 0,
-            see=slots.see,
+            on_gradient=slots.note_gradient,
         )
         super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
         self._skips_poison = self._ft.on_poison == "skip"
@@ -77,7 +77,7 @@ class Steps(TrainerWork):
             self._snapshots.wait()
         self.reducer.assign(self._slots.nominal_tokens / float(commit.tokens.sum()))
         self._assign(self._nothing.unpack(commit.extra))
-        return float(self._slots.step(commit.step)), {}
+        return float(self._slots.optimizer_step(commit.step)), {}
 
     def _assign(self, sums: StepSums) -> None:
         """Write the whole batch's expert loads to the buffers that torchtitan's load balancing reads. Set the gradients
