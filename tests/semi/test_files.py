@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.semi.worker_store import Place, WorkerStore
+from everstep.semi.worker_store import StateKey, WorkerStore
 from everstep.snapshot import worker_states
 
 TOKEN, SIZE = b"t" * 32, 5000
 STATE = bytes(range(250)) * (SIZE // 250)
-PLACE = Place(worker=1, round=7, history=0xABC)
+KEY = StateKey(worker=1, round=7, history=0xABC)
 DEADLINE_S = 30.0
 
 
@@ -32,20 +32,20 @@ class Hosts:
             worker_states.write(self.other, name, *data, older=worker_states.OLDER_COPIES)
         return self.other is not None
 
-    def elsewhere(self, name, size):
+    def has_elsewhere(self, name, size):
         return self.other is not None and (self.other / name).exists()
 
     def fetch(self, name, size):
-        return (self.other / name).read_bytes() if self.elsewhere(name, size) else None
+        return (self.other / name).read_bytes() if self.has_elsewhere(name, size) else None
 
 
 def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE, other=None):
     return WorkerStore(Hosts(folder, other), rank=rank, whose=whose, nbytes=nbytes, token=token)
 
 
-def write(store, place, state):
-    store.begin_write(place, state)
-    store.settle(DEADLINE_S)
+def write(store, key, state):
+    store.begin_write(key, state)
+    store.await_copies(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def write(store, place, state):
     ],
 )
 def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, place, reader):
-    store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(PLACE, **place)
-    write(store, PLACE, STATE)
-    if reader.name(other) != store.name(PLACE):
+    store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(KEY, **place)
+    write(store, KEY, STATE)
+    if reader.name(other) != store.name(KEY):
         assert not reader.in_memory(other)
-        (tmp_path / store.name(PLACE)).rename(tmp_path / reader.name(other))
+        (tmp_path / store.name(KEY)).rename(tmp_path / reader.name(other))
     assert reader.in_memory(other)
     assert reader.read(other) is None
 
@@ -74,15 +74,15 @@ def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, place, reade
     ],
 )
 def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, round_, over):
-    store, known = files(tmp_path), replace(PLACE, round=round_)
+    store, known = files(tmp_path), replace(KEY, round=round_)
     other = replace(known, worker=11)
-    for place in (known, other):
-        write(store, place, STATE)
+    for key in (known, other):
+        write(store, key, STATE)
     draft = tmp_path / f".{store.name(known)}-0123.tmp"
     draft.write_bytes(b"torn")
-    write(store, PLACE, STATE)
+    write(store, KEY, STATE)
     assert store.in_memory(known) == draft.exists() == (not over)
-    assert files(tmp_path).read(PLACE) == STATE, "by any group"
+    assert files(tmp_path).read(KEY) == STATE, "by any group"
     assert store.in_memory(other)
 
 
@@ -90,28 +90,28 @@ def test_a_state_is_in_the_memory_of_another_host_when_this_one_has_it_no_more(t
     (here := tmp_path / "here").mkdir()
     (other := tmp_path / "other").mkdir()
     store = files(here, other=other)
-    write(store, PLACE, STATE)
+    write(store, KEY, STATE)
     shutil.rmtree(here)
     assert store.copied_bytes == SIZE
     reader = files(here, other=other)
-    assert not reader.in_memory(PLACE)
-    assert reader.has(PLACE)
-    assert reader.read(PLACE) == STATE
-    copy = other / store.name(PLACE)
+    assert not reader.in_memory(KEY)
+    assert reader.has(KEY)
+    assert reader.read(KEY) == STATE
+    copy = other / store.name(KEY)
     copy.write_bytes(copy.read_bytes()[:-1] + b"?")
-    assert reader.read(PLACE) is None
+    assert reader.read(KEY) is None
 
 
 def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, monkeypatch):
     store, begun = files(tmp_path), threading.Event()
     monkeypatch.setattr(Hosts, "copy", lambda *_: begun.set() or threading.Event().wait())
     for round_ in (7, 8, 9):
-        store.hold(place := replace(PLACE, round=round_), STATE)
+        store.hold(key := replace(KEY, round=round_), STATE)
         before = time.monotonic()
-        why = store.keep(round_, DEADLINE_S)
+        why = store.begin_writes(round_, DEADLINE_S)
         assert time.monotonic() - before < DEADLINE_S / 2
         assert begun.wait(DEADLINE_S)
-        while not store.in_memory(place):
+        while not store.in_memory(key):
             assert time.monotonic() - before < DEADLINE_S
             time.sleep(0.01)
     assert "the copy takes longer than a round" in why
@@ -121,6 +121,6 @@ def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, mon
 
 def test_a_copy_that_fails_in_any_way_is_told_of(tmp_path):
     store = files(tmp_path, other="no Path")
-    write(store, PLACE, STATE)
-    store.hold(replace(PLACE, round=8), STATE)
-    assert "has no copy: unsupported operand" in store.keep(8, DEADLINE_S)
+    write(store, KEY, STATE)
+    store.hold(replace(KEY, round=8), STATE)
+    assert "has no copy: unsupported operand" in store.begin_writes(8, DEADLINE_S)

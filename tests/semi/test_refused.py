@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from everstep.semi.worker_store import Place
+from everstep.semi.worker_store import StateKey
 from everstep.titan import rounds
 
 NOW = 5
@@ -25,17 +25,17 @@ class Group(rounds.Rounds):
         self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
         self._events, self._files, self._weights_changed = MagicMock(), MagicMock(), MagicMock()
         self._disk = MagicMock(**{"is_due.return_value": False})
-        self._from_checkpoint = lambda place: None
+        self._from_checkpoint = lambda key: None
         self.state = MagicMock(
             marks={NOW - 1: None, NOW: None},
-            place=lambda worker, round_: Place(worker, round_, ""),
-            enter=lambda own, round_: setattr(self, "_at", own),
-            leave=lambda: b"wrong5" if self._wrong else b"good5",
+            key=lambda worker, round_: StateKey(worker, round_, ""),
+            begin_round_after=lambda own, round_: setattr(self, "_at", own),
+            own_state=lambda: b"wrong5" if self._wrong else b"good5",
         )
         self.store = MagicMock(
             holds=lambda worker, round_: round_ in self.kept,
-            read=lambda place: self.kept.get(place.round),
-            hold=lambda place, own: self.kept.update({place.round: own}),
+            read=lambda key: self.kept.get(key.round),
+            hold=lambda key, own: self.kept.update({key.round: own}),
         )
         self._slots = MagicMock(
             number=1,

@@ -71,7 +71,7 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
 
 def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_by_the_first(monkeypatch):
     one, lost = MagicMock(_risk="", shares=1), "the host of group 7 is lost"
-    one.store.keep.return_value = ""
+    one.store.begin_writes.return_value = ""
     monkeypatch.setattr(rounds, "gather_json", lambda mine: [mine, ["no room", lost]])
     Rounds._keep(one, 3)
     one._events.emit.assert_called_once_with("workers_unprotected", 3, reason="no room", risk=lost)

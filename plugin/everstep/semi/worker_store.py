@@ -27,7 +27,7 @@ TAG_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StateKey:
     """Identifies a worker's own state.
 
     Attributes:
@@ -54,7 +54,7 @@ class Memory(Protocol):
         """Copy a file to another host, or else to storage. Return whether another host took it. Raises OSError."""
         ...
 
-    def elsewhere(self, name: str, size: int) -> bool:
+    def has_elsewhere(self, name: str, size: int) -> bool:
         """Return whether another host or storage has a file of this name and size."""
         ...
 
@@ -77,57 +77,57 @@ class WorkerStore:
     def __init__(self, memory: Memory, *, rank: int, whose: str, nbytes: int, token: bytes) -> None:
         self._memory = memory
         self._rank, self._whose, self._nbytes, self._token = rank, whose, nbytes, token
-        self.held: dict[int, tuple[Place, bytes]] = {}
+        self.held: dict[int, tuple[StateKey, bytes]] = {}
         """Worker -> its newest state in this process."""
         self.copied_bytes = 0
         """Bytes of state copied to other hosts so far."""
-        self._writes: dict[int, tuple[Place, Future[None]]] = {}
+        self._writes: dict[int, tuple[StateKey, Future[None]]] = {}
         """Worker -> the copy that was begun last, and its completion."""
-        self._kept: list[Place] = []
-        """The states that the last `keep` began to write."""
+        self._kept: list[StateKey] = []
+        """The states that the last `begin_writes` began to write."""
         self.has_memory = False
-        """Whether the last `keep` found the states of the `keep` before in the host's memory."""
+        """Whether the last `begin_writes` found the states of the one before in the host's memory."""
 
     # States
 
-    def hold(self, place: Place, state: bytes) -> None:
+    def hold(self, key: StateKey, state: bytes) -> None:
         """Keep a worker's newest state in this process."""
-        self.held[place.worker] = place, state
+        self.held[key.worker] = key, state
 
     def holds(self, worker: int, round_: int) -> bool:
         """Return whether a worker's state after this round is in this process."""
         return worker in self.held and self.held[worker][0].round == round_
 
-    def let_go(self, known: Iterable[Place]) -> None:
+    def drop_old(self, known: Iterable[StateKey]) -> None:
         """Drop each state in this process that is not one of `known`, or that is older than a known state of the same
         worker whose file is in this host's memory."""
         known = list(known)
-        for worker, (place, _) in list(self.held.items()):
-            newer = (one for one in known if one.worker == worker and one.round > place.round)
-            if place not in known or any(self.in_memory(one) for one in newer):
+        for worker, (key, _) in list(self.held.items()):
+            newer = (one for one in known if one.worker == worker and one.round > key.round)
+            if key not in known or any(self.in_memory(one) for one in newer):
                 del self.held[worker]
 
-    def has(self, place: Place) -> bool:
+    def has(self, key: StateKey) -> bool:
         """Return whether a state is in this process, or in a file on any host or storage, judged by name and size."""
-        is_here = self.holds(place.worker, place.round) or self.in_memory(place)
-        return is_here or self._memory.elsewhere(self.name(place), self._size)
+        is_here = self.holds(key.worker, key.round) or self.in_memory(key)
+        return is_here or self._memory.has_elsewhere(self.name(key), self._size)
 
-    def read(self, place: Place) -> bytes | None:
+    def read(self, key: StateKey) -> bytes | None:
         """Return a state from this process or from a file; None if there is none that is whole and authentic."""
-        held, state = self.held.get(place.worker, (None, b""))
-        if held == place:
+        held, state = self.held.get(key.worker, (None, b""))
+        if held == key:
             return state
-        path = self._memory.folder / self.name(place)
+        path = self._memory.folder / self.name(key)
         with contextlib.suppress(OSError), open_regular(path, links=False, limit=self._size) as file:
             tag, state = file.read(TAG_BYTES), file.read(self._nbytes)
-            if self._is_whole(place, tag, state):
+            if self._is_whole(key, tag, state):
                 return state
         found = memoryview(self._memory.fetch(path.name, self._size) or b"")
         tag, state = bytes(found[:TAG_BYTES]), bytes(found[TAG_BYTES:])
-        return state if self._is_whole(place, tag, state) else None
+        return state if self._is_whole(key, tag, state) else None
 
-    def _is_whole(self, place: Place, tag: bytes, state: bytes) -> bool:
-        return len(state) == self._nbytes and hmac.compare_digest(tag, self._tag(place, state))
+    def _is_whole(self, key: StateKey, tag: bytes, state: bytes) -> bool:
+        return len(state) == self._nbytes and hmac.compare_digest(tag, self._tag(key, state))
 
     # Files
 
@@ -135,68 +135,68 @@ class WorkerStore:
     def _size(self) -> int:
         return TAG_BYTES + self._nbytes
 
-    def name(self, place: Place) -> str:
-        return f"worker-{place.worker}.rank-{self._rank}.round-{place.round}.{place.history:x}"
+    def name(self, key: StateKey) -> str:
+        return f"worker-{key.worker}.rank-{self._rank}.round-{key.round}.{key.history:x}"
 
-    def in_memory(self, place: Place) -> bool:
+    def in_memory(self, key: StateKey) -> bool:
         """Return whether this host's memory has a file of the right name and size for a state."""
         with contextlib.suppress(OSError):
-            return (self._memory.folder / self.name(place)).stat().st_size == self._size
+            return (self._memory.folder / self.name(key)).stat().st_size == self._size
         return False
 
-    def keep(self, round_: int, timeout_s: float) -> str:
+    def begin_writes(self, round_: int, timeout_s: float) -> str:
         """Begin to write the states in this process that are of `round_`, which was just committed. If a worker's
         previous state is not in the host's memory yet, wait up to `timeout_s` for its copy first.
 
         Returns a sentence naming a worker whose state has no copy, and why; "" if every worker's copy is recent.
         Training can go on without a copy, but then the loss of the host's file ends the run.
         """
-        mine = [(place, state) for place, state in self.held.values() if place.round == round_]
-        carried = {place.worker for place, _ in mine}
+        mine = [(key, state) for key, state in self.held.values() if key.round == round_]
+        carried = {key.worker for key, _ in mine}
         self._writes = {worker: begun for worker, begun in self._writes.items() if worker in carried}
-        before = {place.worker for place in self._kept} & carried
-        in_memory = {place.worker for place in self._kept if self.in_memory(place)}
-        self._kept, self.has_memory = [place for place, _ in mine], before <= in_memory
+        before = {key.worker for key in self._kept} & carried
+        in_memory = {key.worker for key in self._kept if self.in_memory(key)}
+        self._kept, self.has_memory = [key for key, _ in mine], before <= in_memory
         wait([done for worker, (_, done) in self._writes.items() if worker not in in_memory], timeout_s)
         why = ""
-        for place, state in mine:
-            known, done = self._writes.get(place.worker, (None, None))
+        for key, state in mine:
+            known, done = self._writes.get(key.worker, (None, None))
             is_done = done is None or done.done()
             error = done.exception() if done is not None and is_done else None
             if known is not None and (error or not is_done or known.round < round_ - 1):
                 reason = error or "the copy takes longer than a round"
-                why = why or f"the state of worker {place.worker} has no copy: {reason}"
-            self.begin_write(place, state, copies=is_done)
+                why = why or f"the state of worker {key.worker} has no copy: {reason}"
+            self.begin_write(key, state, copies=is_done)
         return why
 
-    def settle(self, timeout_s: float) -> None:
+    def await_copies(self, timeout_s: float) -> None:
         """Wait for the copies that were begun, `timeout_s` at most."""
         wait([done for _, done in self._writes.values()], timeout_s)
 
-    def begin_write(self, place: Place, state: bytes, *, copies: bool = True) -> None:
-        """Start a thread that writes a state to this host's memory and copies it if `copies`. `keep` checks both."""
+    def begin_write(self, key: StateKey, state: bytes, *, copies: bool = True) -> None:
+        """Start a thread that writes a state to this host's memory and copies it if `copies`; see `begin_writes`."""
         done: Future[None] = Future()
         if copies:
-            self._writes[place.worker] = place, done
+            self._writes[key.worker] = key, done
         # Not an executor: a process waits for an executor's threads when it exits, and another host may be silent.
-        args = (place, state, done, copies)
+        args = (key, state, done, copies)
         threading.Thread(target=self._run_write, args=args, name="worker-state", daemon=True).start()
 
-    def _run_write(self, place: Place, state: bytes, done: "Future[None]", copies: bool) -> None:
-        name, tag = self.name(place), self._tag(place, state)
+    def _run_write(self, key: StateKey, state: bytes, done: "Future[None]", copies: bool) -> None:
+        name, tag = self.name(key), self._tag(key, state)
         try:
             with contextlib.suppress(OSError), room_for(self._size) as has_room:  # `in_memory` tells the result
                 if has_room:
                     self._memory.write(name, tag, state)
             if copies and self._memory.copy(name, tag, state):
                 self.copied_bytes += self._nbytes
-        except Exception as failed:  # noqa: BLE001  `keep` tells it; without an outcome, no other copy would begin
+        except Exception as failed:  # noqa: BLE001  `begin_writes` tells it; without an outcome, no other copy would begin
             done.set_exception(failed)
         else:
             done.set_result(None)
 
-    def _tag(self, place: Place, state: bytes) -> bytes:
-        of = json.dumps([self._whose, self._rank, self._nbytes, asdict(place)]).encode()
+    def _tag(self, key: StateKey, state: bytes) -> bytes:
+        of = json.dumps([self._whose, self._rank, self._nbytes, asdict(key)]).encode()
         digest = hashlib.blake2b(key=self._token[:64], digest_size=TAG_BYTES, person=b"worker-state")
         digest.update(len(of).to_bytes(8, "little") + of)
         digest.update(state)

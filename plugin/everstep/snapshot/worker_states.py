@@ -127,7 +127,7 @@ class WorkerStates:
         here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
         return [record for record in latest.values() if (record.host, record.segment) != here]
 
-    def elsewhere(self, name: str, size: int) -> bool:
+    def has_elsewhere(self, name: str, size: int) -> bool:
         with contextlib.suppress(OSError):
             if (self._storage / name).stat().st_size == size:
                 return True

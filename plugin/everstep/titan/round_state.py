@@ -16,7 +16,7 @@ from everstep.quorum.heal import HealState
 from everstep.semi.outer import lr_and_momentum
 from everstep.semi.rounds import fragments_of
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import Place
+from everstep.semi.worker_store import StateKey
 from everstep.step.private import local
 from everstep.titan.state import TrainingState
 from everstep.titan.tally import spread
@@ -63,7 +63,7 @@ class RoundState(TrainingState):
         """Name -> outer momentum; empty without momentum."""
         self._keeps_params = self._settings.fragments > 1 or self._settings.mixing > 0
         self.marks: dict[int, Mark] = {}
-        self.begin()
+        self.set_global()
 
     @property
     def in_model(self) -> list[torch.Tensor]:
@@ -86,11 +86,11 @@ class RoundState(TrainingState):
         changes. Every round synchronises all of them: each becomes its mean over the workers."""
         return [local(tensor) for tensor in self._live_balances.values()]
 
-    def balance(self, flat: torch.Tensor) -> None:
+    def set_balances(self, flat: torch.Tensor) -> None:
         """Set the global balances to the values of `flat`: float64 [n], all balances concatenated."""
         spread(flat, self._balances.values())
 
-    def fragment(self, round_: int) -> list[int]:
+    def fragment_of(self, round_: int) -> list[int]:
         """Return the indices in `trained` of the parameters that a round synchronises."""
         return self.fragments[(round_ - 1) % len(self.fragments)]
 
@@ -106,12 +106,12 @@ class RoundState(TrainingState):
         """Bytes of a worker's own state on this rank."""
         return sum(local(tensor).nbytes for tensor in self._own().values())
 
-    def leave(self) -> bytes:
+    def own_state(self) -> bytes:
         """Return this rank's part of a worker's own state, read from the model and the optimizer as they are now."""
         return packed(self._own().values())
 
     @torch.no_grad()
-    def enter(self, own: bytes, round_: int) -> None:
+    def begin_round_after(self, own: bytes, round_: int) -> None:
         """Set model, optimizer and learning rate to the state in which a worker begins the round after `round_`, one of
         `marks`. `own` is the worker's own state after `round_`.
 
@@ -120,7 +120,7 @@ class RoundState(TrainingState):
         _copy(self._live_params.values(), self._global.values())
         _unpack(own, self._own().values())
         live = self.in_model
-        merged = [live[at] for at in self.fragment(round_)]
+        merged = [live[at] for at in self.fragment_of(round_)]
         mine = [tensor.clone() for tensor in merged]
         _unpack(self.marks[round_].merged, [*merged, *self.balances])
         for tensor, kept in zip(merged, mine, strict=True) if self._settings.mixing else ():
@@ -128,7 +128,7 @@ class RoundState(TrainingState):
         self.set_schedules({"last_epoch": round_ * self._settings.round_steps})
 
     @torch.no_grad()
-    def rest(self) -> None:
+    def use_global(self) -> None:
         """Set the model to the global parameters, and the learning rate to the trainer's step."""
         _copy(self._live_params.values(), self._global.values())
         _copy(self._live_balances.values(), self._balances.values())
@@ -136,20 +136,20 @@ class RoundState(TrainingState):
 
     # What all groups have
 
-    def mark(self, round_: int, history: int) -> None:
+    def add_mark(self, round_: int, history: int) -> None:
         """Note that the global parameters are now those after `round_`, with `history`. Drop marks not needed now."""
         trained = self.trained
-        synchronised = [trained[at] for at in self.fragment(round_)]
+        synchronised = [trained[at] for at in self.fragment_of(round_)]
         self.marks[round_] = Mark(history, packed([*synchronised, *self._balances.values()]))
         oldest = round_ - REMEMBERED
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
-    def place(self, worker: int, round_: int) -> Place:
-        """Return the `Place` of a worker's own state after a round of `marks`."""
-        return Place(worker, round_, self.marks[round_].history)
+    def key(self, worker: int, round_: int) -> StateKey:
+        """Return the `StateKey` of a worker's own state after a round of `marks`."""
+        return StateKey(worker, round_, self.marks[round_].history)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def set_global(self) -> None:
         """Take the model's parameters and balances as the global ones, as after loading a checkpoint."""
         _copy(self._global.values(), self._live_params.values())
         _copy(self._balances.values(), self._live_balances.values())
@@ -166,7 +166,7 @@ class RoundState(TrainingState):
     def load(self, state: HealState) -> None:
         super().load(state)
         self.marks = {round_: Mark(history, state.blobs[f"mark/{round_}"]) for round_, history in state.meta[MARKS]}
-        self.rest()
+        self.use_global()
 
     # For checkpoints
 

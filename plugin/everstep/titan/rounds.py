@@ -24,7 +24,7 @@ from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
-from everstep.semi.worker_store import Place, WorkerStore
+from everstep.semi.worker_store import StateKey, WorkerStore
 from everstep.snapshot.keepers import KeeperWatch, end_keepers
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
@@ -115,9 +115,9 @@ class Rounds(TrainerWork):
         try:
             self._take_up(round_, worker, whole=whole)
             tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
-            self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.leave()
+            self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.own_state()
         finally:
-            self._rest()
+            self._use_global()
         self._offer(round_)
         self._round_s = time.monotonic() - begun
         losses = (loss / tokens).tolist()
@@ -128,27 +128,27 @@ class Rounds(TrainerWork):
         # Decided by all ranks: after a heal, one may hold the state and another find it in a file.
         begun, known = time.monotonic(), all_in_group(self.store.holds(worker, self.committed))
         found, state = self._newest(worker)
-        place, state = self._catch_up(found, state, whole=whole)
+        key, state = self._catch_up(found, state, whole=whole)
         if not known and worker not in self._refused:
-            self.store.hold(place, state)
-            again, took_s = place.round - found.round, round(time.monotonic() - begun, 3)
+            self.store.hold(key, state)
+            again, took_s = key.round - found.round, round(time.monotonic() - begun, 3)
             if again:  # no other group has this state; if lost again, it would take even more repeated rounds
-                self.store.begin_write(place, state)
+                self.store.begin_write(key, state)
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
             if self.committed and self._disk.is_due(self._trainer.step):
                 self._add_missing([worker])
-        self._begin(place, state)
+        self._begin_round(key, state)
 
-    def _newest(self, worker: int) -> tuple[Place, bytes]:
-        """Return the place of the worker's newest own state of the current history that all ranks can read, and this
+    def _newest(self, worker: int) -> tuple[StateKey, bytes]:
+        """Return the key of the worker's newest own state of the current history that all ranks can read, and this
         rank's part of it. End the run and raise TrainerEnds if there is none. A collective of the group."""
-        places = [self.state.place(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
-        self._await(places[0])
-        for place in places:
-            state = self.store.read(place) or self._from_checkpoint(place)
+        keys = [self.state.key(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
+        self._await(keys[0])
+        for key in keys:
+            state = self.store.read(key) or self._from_checkpoint(key)
             if all_in_group(state is not None):
                 assert state is not None
-                return place, state
+                return key, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and its states after rounds "
             f"{min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start the run "
@@ -157,11 +157,11 @@ class Rounds(TrainerWork):
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
 
-    def _await(self, place: Place) -> None:
+    def _await(self, key: StateKey) -> None:
         """Wait a limited time for a state that another group may be writing now. A collective of the group."""
         end = time.monotonic() + max(PATIENCE_S, self._round_s)
         while True:
-            is_there = self.store.has(place) or place.worker in self._in_checkpoint(place.round)
+            is_there = self.store.has(key) or key.worker in self._in_checkpoint(key.round)
             here, in_time = least_in_group(is_there, time.monotonic() < end)
             if here or not in_time:
                 return
@@ -171,27 +171,27 @@ class Rounds(TrainerWork):
         """Return worker -> folder of its state in a checkpoint after this round, one of the state's `marks`."""
         return self._disk.workers(round_ * self._steps, self.state.marks[round_].history)
 
-    def _from_checkpoint(self, place: Place) -> bytes | None:
-        folder = self._in_checkpoint(place.round).get(place.worker)
-        into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(place.worker).items()} if folder else {}
+    def _from_checkpoint(self, key: StateKey) -> bytes | None:
+        folder = self._in_checkpoint(key.round).get(key.worker)
+        into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(key.worker).items()} if folder else {}
         return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
-    def _catch_up(self, place: Place, state: bytes, *, whole: bool = False) -> tuple[Place, bytes]:
-        """Bring an own state up to the last commit by making the rounds since `place.round` again. The result must not
+    def _catch_up(self, key: StateKey, state: bytes, *, whole: bool = False) -> tuple[StateKey, bytes]:
+        """Bring an own state up to the last commit by making the rounds since `key.round` again. The result must not
         be used if the worker is in `_refused` afterwards."""
-        while place.round < self.committed:
-            self._begin(place, state)
-            self._inner_steps(place.round + 1, place.worker, whole=whole, synchronises=False)
-            place, state = self.state.place(place.worker, place.round + 1), self.state.leave()
-        return place, state
+        while key.round < self.committed:
+            self._begin_round(key, state)
+            self._inner_steps(key.round + 1, key.worker, whole=whole, synchronises=False)
+            key, state = self.state.key(key.worker, key.round + 1), self.state.own_state()
+        return key, state
 
-    def _begin(self, place: Place, state: bytes) -> None:
-        self.state.enter(state, place.round)
+    def _begin_round(self, key: StateKey, state: bytes) -> None:
+        self.state.begin_round_after(state, key.round)
         self._weights_changed()
 
-    def _rest(self) -> None:
+    def _use_global(self) -> None:
         """Return the model to the global parameters, which it has between computations."""
-        self.state.rest()
+        self.state.use_global()
         self._weights_changed()
 
     def _inner_steps(self, round_: int, worker: int, *, whole: bool, synchronises: bool) -> torch.Tensor:
@@ -210,7 +210,7 @@ class Rounds(TrainerWork):
         """Add the worker's changes of the round's fragment so far to `_changed`. With τ > 0, `reducer.start` begins the
         sum over groups if this is the group's last worker; the sum runs while that worker makes its last τ steps."""
         before, now = self.state.trained, self.state.in_model
-        for at in self.state.fragment(round_):
+        for at in self.state.fragment_of(round_):
             local(self._changed[at]).add_(before[at] - now[at])
         if self._settings.overlap_steps:
             self._offer(round_)
@@ -220,7 +220,7 @@ class Rounds(TrainerWork):
         """Set `param.grad` to `_changed` for the parameters of the round's fragment, and to None for all others."""
         for param in self._slots.trainable:
             param.grad = None
-        for at in self.state.fragment(round_):
+        for at in self.state.fragment_of(round_):
             self._slots.trainable[at].grad = self._changed[at]
 
     def _inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
@@ -278,7 +278,7 @@ class Rounds(TrainerWork):
         self._offer(commit.step)  # `assign` writes the sums to `param.grad`
         self.reducer.assign(1 / self.shares)
         norm = self._slots.clip(float("inf"))
-        places, trained, momentum = self.state.fragment(commit.step), self.state.trained, self.state.momentum
+        places, trained, momentum = self.state.fragment_of(commit.step), self.state.trained, self.state.momentum
         outer_step(
             self._settings,
             [trained[at] for at in places],
@@ -286,11 +286,11 @@ class Rounds(TrainerWork):
             [momentum[at] for at in places] if momentum else [],
         )
         sums = self._nothing.unpack(commit.extra)
-        self.state.balance(sums.balances / self.shares)
-        self.state.mark(commit.step, commit.history)
+        self.state.set_balances(sums.balances / self.shares)
+        self.state.add_mark(commit.step, commit.history)
         for worker, (_, own) in self._held.items():
-            self.store.hold(self.state.place(worker, commit.step), own)
-        self._rest()
+            self.store.hold(self.state.key(worker, commit.step), own)
+        self._use_global()
         self._keep(commit.step)
         saved, self._counted_saved = self._counted_saved, self.store.copied_bytes
         sent, self._counted_sent = self._counted_sent, self._trainer.participation.column.payload_bytes
@@ -306,10 +306,10 @@ class Rounds(TrainerWork):
         """After a commit, begin to write the states of the workers that this group carries, and drop the states that
         are no longer needed. Emit an event when one more failure would end the run, and when it no longer would. A
         collective of the group."""
-        self.store.let_go(self.state.place(worker, r) for worker in range(self.shares) for r in self.state.marks)
+        self.store.drop_old(self.state.key(worker, r) for worker in range(self.shares) for r in self.state.marks)
         self._files.beat("keep", round_)
         # The other groups wait at most join_timeout_s for this one.
-        why = self.store.keep(round_, 0.0 if self._risk else self._ft.join_timeout_s)
+        why = self.store.begin_writes(round_, 0.0 if self._risk else self._ft.join_timeout_s)
         dies = "the host of group {} is lost" if self.store.has_memory else "group {} dies"
         # Ranks may be on different hosts, each with its own part of the states.
         risks = ((told, dies) for told, dies in gather_json([why, dies.format(self._ft.group_id)]) if told)
@@ -336,12 +336,12 @@ class Rounds(TrainerWork):
         self._disk.states[WORKERS] = self
         if self._trainer.step % self._steps:
             self._refuse(f"the checkpoint's step {self._trainer.step} is not the end of a round of {self._steps} steps")
-        self.state.begin()
-        self.state.mark(round_, history)
-        own = self.state.leave()
+        self.state.set_global()
+        self.state.add_mark(round_, history)
+        own = self.state.own_state()
         for worker in () if saved else range(self.shares):
-            self.store.hold(self.state.place(worker, round_), own)
-        self._rest()
+            self.store.hold(self.state.key(worker, round_), own)
+        self._use_global()
         return round_, history
 
     # Checkpoints
@@ -368,7 +368,7 @@ class Rounds(TrainerWork):
             if sum_in_group(worker not in written):
                 own = self._caught_up(worker)
                 self._disk.save(self._trainer.step, self.committed, last=last, part=self.state.on_disk(worker, own))
-        self._rest()
+        self._use_global()
 
     def _caught_up(self, worker: int) -> bytes:
         """Return a worker's own state after the last commit. A collective of the group. Raises CheckpointException if
@@ -376,7 +376,7 @@ class Rounds(TrainerWork):
         _, own = self._catch_up(*self._newest(worker))
         if worker in self._refused:
             self._refused.discard(worker)
-            self._rest()
+            self._use_global()
             raise not_saved(f"an attention check refuses the state of worker {worker}")
         return own
 
@@ -393,8 +393,8 @@ class Rounds(TrainerWork):
         torchtitan to save. Before a state is restored, return the momentum to load into. A collective of the group."""
         if not self.state.marks:
             return dict(self.state.outer)
-        self.state.enter(self._caught_up(0), self.committed)
-        self._rest()
+        self.state.begin_round_after(self._caught_up(0), self.committed)
+        self._use_global()
         return self.state.outer | self._carried()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -402,22 +402,22 @@ class Rounds(TrainerWork):
 
     def serve(self) -> HealState:
         """Return the state for a joiner. It includes the workers' own states that are in no file on this host yet."""
-        unkept = [(place, own) for place, own in self.store.held.values() if not self.store.in_memory(place)]
+        unkept = [(key, own) for key, own in self.store.held.values() if not self.store.in_memory(key)]
         state = super().serve()
-        state.meta[OWN] = [[place.worker, place.round] for place, _ in unkept]
-        state.blobs |= {f"own/{place.worker}": own for place, own in unkept}
+        state.meta[OWN] = [[key.worker, key.round] for key, _ in unkept]
+        state.blobs |= {f"own/{key.worker}": own for key, own in unkept}
         return state
 
     def heal(self, state: HealState) -> None:
         super().heal(state)
         self.store.held.clear()
         for worker, round_ in state.meta[OWN]:
-            self.store.hold(self.state.place(worker, round_), state.blobs[f"own/{worker}"])
+            self.store.hold(self.state.key(worker, round_), state.blobs[f"own/{worker}"])
 
     def close(self, *, leaves: bool) -> None:
         """Wait until the files of the workers' states and the checkpoint are written: other groups need them when they
         take over this group's workers."""
-        self.store.settle(self._ft.join_timeout_s)
+        self.store.await_copies(self._ft.join_timeout_s)
         self._trainer.checkpointer.maybe_wait_for_saving()
         super().close(leaves=leaves)
         if self._keeper is not None:
