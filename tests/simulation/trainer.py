@@ -192,8 +192,8 @@ class SimWork:
         if len(set(notes)) > 1:
             self._world.judge.violate("notes of other steps", f"{self.rank.name} got {notes}")
 
-    def settle(self) -> None:
-        self._same("settle")
+    def await_snapshot(self) -> None:
+        self._same("await_snapshot")
 
     @property
     def state(self) -> State:

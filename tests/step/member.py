@@ -96,7 +96,7 @@ class ToyWork:
     def noted(self, notes: list[bytes]) -> None:
         raise AssertionError("nobody sends notes here")
 
-    def settle(self) -> int:
+    def await_snapshot(self) -> int:
         return -1
 
     def serve(self) -> HealState:

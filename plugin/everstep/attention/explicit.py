@@ -27,7 +27,7 @@ from .findings import Deviation
 from .guard import EXTREME_SCORE, Guard
 from .masks import Visible
 from .private import unseen_by_checkpointing
-from .product import InnerSums, settle
+from .product import InnerSums, check_product
 from .roundoff import (
     accumulator,
     growth,
@@ -312,7 +312,7 @@ class _Products:
         if self.guard is None or not self.checking:
             return y
         with self._timing():
-            return settle(self.guard, section, y, a, b, check, backward=self.backward)
+            return check_product(self.guard, section, y, a, b, check, backward=self.backward)
 
     def _timing(self) -> AbstractContextManager[None]:
         """Measure the time that a check adds."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .compiled import at_once
 from .guard import Guard, look_for_extremes
-from .product import TileSums, bias_sums, settle_rows, tile_sums
+from .product import TileSums, bias_sums, check_rows, tile_sums
 
 
 def weight_sums(guard: Guard, name: str, b: torch.Tensor) -> TileSums:
@@ -77,7 +77,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gu
         with guard.looking():
             look_for_extremes([(guard, section, y)])
         return y
-    return settle_rows(
+    return check_rows(
         guard,
         section,
         y,
@@ -92,7 +92,7 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torc
     dx = guard.touch(section, dy @ weight, backward=True)
     if not guard.checked:
         return dx
-    return settle_rows(
+    return check_rows(
         guard,
         section,
         dx,
@@ -108,7 +108,7 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Te
     dw = guard.touch(section, dy.t() @ x, backward=True)
     if not guard.checked:
         return dw
-    return settle_rows(
+    return check_rows(
         guard,
         section,
         dw,

@@ -1,15 +1,15 @@
 """Checks a matrix product, and repairs it if it is wrong.
 
 There are two kinds of repair. Scores, context and their gradients are large, live for one block only, and are kept in
-the accumulator's precision: there the checksums rebuild the wrong element (`settle`). Projections are stored rounded,
-often to bf16, so a rebuilt element would carry the rounding of a whole tile. They are computed again from their inputs,
-which is exact (`settle_rows`).
+the accumulator's precision: there the checksums rebuild the wrong element (`check_product`). Projections are stored
+rounded, often to bf16, so a rebuilt element would carry the rounding of a whole tile. They are computed again from
+their inputs, which is exact (`check_rows`).
 
 A fault that hit several elements may leave some of them within the bounds. Sums that cannot see all of the damage
 cannot prove that it is repaired. The product is then computed again as a whole, or the slot is refused.
 
-`settle` waits for its verdict. `settle_rows` does so on a CPU only. On an accelerator nothing waits for the verdict,
-and a wrong result refuses the slot.
+`check_product` waits for its verdict. `check_rows` does so on a CPU only. On an accelerator nothing waits for the
+verdict, and a wrong result refuses the slot.
 """
 
 import functools
@@ -173,7 +173,7 @@ def finite_row_deviation(y: torch.Tensor, a: torch.Tensor, sums: TileSums, bias:
     return Deviation(found.residual, found.bound.masked_fill(~(tile_magnitudes(y) <= EXTREME), 0.0))
 
 
-def settle_rows(
+def check_rows(
     guard: Guard,
     section: str,
     y: torch.Tensor,
@@ -226,7 +226,7 @@ def rebuild(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor):
     return correct_both(y, rows, columns, width)
 
 
-def settle(
+def check_product(
     guard: Guard,
     section: str,
     y: torch.Tensor,

@@ -148,7 +148,7 @@ class Work(Protocol):
     def noted(self, notes: list[bytes]) -> None:
         """Take in the `notes` of every group, by ascending group id; empty if they were altered on the way."""
 
-    def settle(self) -> None:
+    def await_snapshot(self) -> None:
         """If a state was restored, wait until this rank's snapshots hold it, or for a timeout."""
 
     def serve(self) -> Any:

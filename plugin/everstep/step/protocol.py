@@ -410,7 +410,7 @@ class StepProtocol:
         """Sum gradients and tally over the groups; return the tally. Raises AttemptFailed if that is not the step."""
         begun, step = self._clock.now(), attempt.step
         results = self._work.results()
-        self._work.settle()
+        self._work.await_snapshot()
         self._files.beat("reduce", step)
         broken = ""
         try:

@@ -96,7 +96,7 @@ class _CheckedInner:
     explicit_path: bool = False
     """Whether attention is computed as matrices."""
 
-    def settle(self, section: AttentionCheck) -> None:
+    def configure(self, section: AttentionCheck) -> None:
         """Choose the path, and adapt the properties of the kernel to this machine. Called before the guard is set."""
         self.explicit_path = section.path == "explicit"
         if getattr(self, "kernel_options", {}).get("BACKEND") == "FLASH":  # accepts certain widths only
@@ -416,7 +416,7 @@ def attach(
         part.register_forward_pre_hook(functools.partial(_remember_masks, checks), with_kwargs=True)
         for fqn, module in part.named_modules():
             if isinstance(module, _CheckedInner):
-                module.settle(section)
+                module.configure(section)
             if isinstance(module, (_CheckedProjection, _CheckedInner)):
                 layer = re.search(r"\b(mtp_)?layers\.(\d+)\.", fqn)
                 name = fqn.rsplit(".", 1)[-1]

@@ -50,7 +50,7 @@ class Snapshots:
         self._rank, self._ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._segment = Segment.of(settings, run_id(token), group)
         self._restored = False
-        """Whether a snapshot of a restored state has been begun, for which `settle` is to wait."""
+        """Whether a snapshot of a restored state has been begun, for which `await_snapshot` is to wait."""
         self._location = self._location_of(os.environ, socket.gethostname(), group)
         self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
@@ -61,7 +61,7 @@ class Snapshots:
         by_group = self._settings.failure_domain == "group"
         return location_of({}, f"group {group}") if by_group else location_of(environment, host)
 
-    def settle(self) -> None:
+    def await_snapshot(self) -> None:
         """After a restore, wait until its snapshot is coded or has failed, for up to `coding_timeout_s` seconds."""
         if self._restored:
             self._restored = False

@@ -313,9 +313,9 @@ class TrainerWork(ABC):
             why = f"{what} is damaged: its parameters have the checksum {now}, those committed had {told}. {remedy}"
             raise TrainerEnds(status, why)
 
-    def settle(self) -> None:
+    def await_snapshot(self) -> None:
         if self._snapshots is not None:
-            self._snapshots.settle()
+            self._snapshots.await_snapshot()
 
     def _whole(self) -> HealState:
         """Return this rank's state, its tensors by reference."""
