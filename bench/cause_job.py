@@ -144,7 +144,7 @@ ORDERS: dict[str, Callable[[SlotComputer], object]] = {
 }
 
 
-def _computed(slots: SlotComputer, step: int, slot: int, *, whole: bool) -> None:
+def _computed(slots: SlotComputer, step: int, slot: int, *, check_all: bool) -> None:
     name = f"group-{sys.argv[sys.argv.index(GROUP_ID) + 1]}"
     _after.clear()
     for path in map(FOLDER.joinpath, (name, f"{name}.always", f"slot-{slot}", f"slot-{slot}.step-{step}")):
@@ -156,7 +156,7 @@ def _computed(slots: SlotComputer, step: int, slot: int, *, whole: bool) -> None
             path.unlink()
         ORDERS[order](slots)
     time.sleep(_slow_s)
-    _compute(slots, step, slot, whole=whole)
+    _compute(slots, step, slot, check_all=check_all)
     for spoil in _after:
         spoil(slots)
 

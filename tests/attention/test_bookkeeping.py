@@ -88,5 +88,5 @@ def test_rates_one_and_zero_are_exact_and_a_slot_in_doubt_is_checked_whole(rate,
     for slot in range(20):
         schedule.begin(1, slot)
         assert len(schedule.checked) == expected
-    schedule.begin(1, 0, whole=True)
+    schedule.begin(1, 0, check_all=True)
     assert len(schedule.checked) == 3

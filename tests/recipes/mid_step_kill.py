@@ -24,9 +24,9 @@ def main(argv):
     ):
         compute = SlotComputer.compute
 
-        def dies(slots, step, slot, *, whole):
+        def dies(slots, step, slot, *, check_all):
             if step < STEP:
-                compute(slots, step, slot, whole=whole)
+                compute(slots, step, slot, check_all=check_all)
                 return
             seen = []
 
@@ -39,7 +39,7 @@ def main(argv):
                 for param in part.parameters():
                     if param.requires_grad:
                         param.register_post_accumulate_grad_hook(on_gradient)
-            compute(slots, step, slot, whole=whole)
+            compute(slots, step, slot, check_all=check_all)
             os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
 
         SlotComputer.compute = dies

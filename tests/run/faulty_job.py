@@ -70,7 +70,7 @@ def _install(slots):
             _flips_sum = True
 
 
-def _compute_with_faults(slots, step, slot, *, whole):
+def _compute_with_faults(slots, step, slot, *, check_all):
     global _due, _installed
     group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
     if step == FIRST and group in SICK and not _installed:  # later starts count as on another machine, without faults
@@ -78,7 +78,7 @@ def _compute_with_faults(slots, step, slot, *, whole):
         _installed = True
     _due = _installed and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)
     try:
-        return _compute_slot(slots, step, slot, whole=whole)
+        return _compute_slot(slots, step, slot, check_all=check_all)
     finally:
         _due = False
 

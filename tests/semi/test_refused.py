@@ -47,8 +47,8 @@ class Group(rounds.Rounds):
             tokens_and_losses=lambda: (torch.zeros(1), torch.zeros(1)),  # every label of the step is masked
         )
 
-    def _compute(self, step, slot, *, whole):
-        self.checked.append(whole)
+    def _compute(self, step, slot, *, check_all):
+        self.checked.append(check_all)
         self._wrong = self.sick
 
 
@@ -60,12 +60,12 @@ def group(monkeypatch):
 
 
 def test_a_round_that_is_made_again_is_kept_only_if_no_check_refused_it(group):
-    group._take_up(NOW + 1, 0, whole=False)
+    group._take_up(NOW + 1, 0, check_all=False)
     assert group.refused() == {0}
     assert NOW not in group.kept
     group._refused.clear()  # the round is discarded, and the device is repaired
     group.sick, group.checked = False, []
-    group._take_up(NOW + 1, 0, whole=True)
+    group._take_up(NOW + 1, 0, check_all=True)
     assert group.checked == [True], "with every check, as the round itself"
     assert (group._at, group.kept[NOW]) == (b"good5", b"good5")
 
@@ -74,7 +74,7 @@ def test_a_state_that_only_one_rank_holds_is_added_to_the_checkpoint_by_all_rank
     group.kept[NOW], group._add_missing = b"good5", MagicMock()
     group._disk.is_due.return_value = True
     monkeypatch.setattr(rounds, "all_in_group", MagicMock(side_effect=[False, True]))
-    group._take_up(NOW + 1, 0, whole=False)
+    group._take_up(NOW + 1, 0, check_all=False)
     group._add_missing.assert_called_once_with([0])
 
 

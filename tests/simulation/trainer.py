@@ -98,9 +98,9 @@ class SimWork:
         """Note a call that all ranks of the group make in the same order."""
         self.rank.life.work.note(self.rank.number, what)
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         world, life = self._world, self.rank.life
-        self._same("compute", step, slot, whole)
+        self._same("compute", step, slot, check_all)
         plan = world.plan
         if (step, slot) >= plan.data_ends:
             raise OutOfData

@@ -66,7 +66,7 @@ class ToyWork:
         self.step = 0
         self.done: list[int] = []
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         time.sleep(self.options.slot_s)
         dist.all_reduce(torch.zeros(1))  # as FSDP does
         self.files.reach("backward", step)

@@ -18,7 +18,7 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     done, injector = [], Injector(Inject(kind="nan"))
     injector.register(0, ("context",))
 
-    def compute(step, slot, whole):
+    def compute(step, slot, check_all):
         done.append("compute")
         injector.begin(step)
         assert injector.strike(0, "context") is not None
@@ -31,7 +31,7 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     with pytest.raises(ZeroDivisionError):
         EverstepTrainer.train(trainer)
     assert done == ["compute", "discard", "warm"]
-    compute(1, 0, whole=False)  # the fault of the first step was not used up
+    compute(1, 0, check_all=False)  # the fault of the first step was not used up
 
 
 @pytest.mark.slow

@@ -93,12 +93,12 @@ class Checks:
         self.schedule.add(layer)
         return Guard(self, layer, name)
 
-    def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
-        """Begin a slot, before its forward. step counts from 1. whole: check every layer, whatever the rate."""
+    def begin(self, step: int, slot: int, *, check_all: bool = False) -> None:
+        """Begin a slot, before its forward. step counts from 1. check_all: check every layer, whatever the rate."""
         self._step, self._slot, self._between_slots = step, slot, False
         self._timed, self._looks, self._kept_bytes = [], [], 0
         self._begun = self.now()
-        self.schedule.begin(step, slot, whole=whole)
+        self.schedule.begin(step, slot, check_all=check_all)
         self.injector.begin(step)
 
     def end(self) -> None:

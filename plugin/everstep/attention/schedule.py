@@ -88,9 +88,9 @@ class Schedule:
         if layer not in self._layers:
             self._layers.append(layer)
 
-    def begin(self, step: int, slot: int, *, whole: bool = False) -> None:
-        """Draw the layers of a slot, before its forward. whole: all layers, whatever their rates."""
-        rates = dict.fromkeys(self._layers, 1.0) if whole else {x: self.rate(x, step) for x in self._layers}
+    def begin(self, step: int, slot: int, *, check_all: bool = False) -> None:
+        """Draw the layers of a slot, before its forward. check_all: all layers, whatever their rates."""
+        rates = dict.fromkeys(self._layers, 1.0) if check_all else {x: self.rate(x, step) for x in self._layers}
         self.checked = drawn(rates, uniform(self.seed, step, slot))
 
     def rate(self, layer: int, step: int) -> float:

@@ -115,7 +115,7 @@ class Holding:
             self._files.beat("compute", step)
             self._reducer.begin_slot(last=done == len(share))
             try:
-                self._work.compute(step, slot, whole=doubted)
+                self._work.compute(step, slot, check_all=doubted)
             except OutOfData:
                 attempt.exhausted = True
                 break

@@ -107,11 +107,11 @@ class Clock(Protocol):
 class Work(Protocol):
     """The trainer. All ranks of the group make the same calls, except for `notes` and `noted`."""
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         """Run forward and backward of one slot of `step`, and add its gradient to `param.grad`.
 
         Args:
-            whole: whether to run every check.
+            check_all: whether to run every check.
 
         Raises:
             OutOfData: there is no data for this slot. Raised on all ranks of the group; nothing was added.

@@ -192,7 +192,7 @@ class DiskCheckpoints:
         """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
         training goes on, but for the `last` one CheckpointException is raised. `commit` is the number for events."""
         self._files.beat("checkpoint", commit)
-        is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.whole` tells once all are there
+        is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.on_complete` tells of the last
         tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
         try:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)

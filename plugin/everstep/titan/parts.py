@@ -82,12 +82,12 @@ class Parts:
     Attributes:
         workers: number of workers whose states make a checkpoint complete.
         history: returns the history of the state that is being written.
-        whole: called with the step, in the group that adds the last part.
+        on_complete: called with the step, in the group that adds the last part.
     """
 
     workers: int
     history: Callable[[], int]
-    whole: Callable[[int], None]
+    on_complete: Callable[[int], None]
 
     def folder(self, target: Path) -> Path:
         """Return the folder in which the parts of `target` are collected."""
@@ -110,7 +110,7 @@ class Parts:
         for part in folder.iterdir():
             part.rename(whole / part.name)
         put_in_place(whole, target)
-        self.whole(step := int(target.name.removeprefix("step-")))
+        self.on_complete(step := int(target.name.removeprefix("step-")))
         give_up(target.parent, step)
 
 

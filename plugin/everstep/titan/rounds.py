@@ -99,8 +99,8 @@ class Rounds(TrainerWork):
         self._risk = ""
         """The failure that would end the run now, e.g. "group 1 dies"; empty if no single one would."""
         self._counted_saved = self._counted_sent = 0
-        whole = lambda step: self._events.emit("checkpoint_saved", step // self._steps)  # noqa: E731
-        self.parts = Parts(self.shares, lambda: trainer.history, whole)
+        on_complete = lambda step: self._events.emit("checkpoint_saved", step // self._steps)  # noqa: E731
+        self.parts = Parts(self.shares, lambda: trainer.history, on_complete)
         self._disk.states[WORKERS] = self
 
     def _refuse(self, why: str) -> None:
@@ -108,13 +108,13 @@ class Rounds(TrainerWork):
 
     # A worker's round
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         """Compute a worker's round. `step` is the number of the round, `slot` that of the worker."""
         round_, worker, begun = step, slot, time.monotonic()
         self._trainer.checkpointer.maybe_wait_for_staging()  # staging reads tensors that change below
         try:
-            self._take_up(round_, worker, whole=whole)
-            tokens, loss = self._inner_steps(round_, worker, whole=whole, synchronises=True)
+            self._take_up(round_, worker, check_all=check_all)
+            tokens, loss = self._inner_steps(round_, worker, check_all=check_all, synchronises=True)
             self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.own_state()
         finally:
             self._use_global()
@@ -123,12 +123,12 @@ class Rounds(TrainerWork):
         losses = (loss / tokens).tolist()
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
-    def _take_up(self, round_: int, worker: int, *, whole: bool) -> None:
+    def _take_up(self, round_: int, worker: int, *, check_all: bool) -> None:
         """Set model and optimizer to the state in which the worker begins the round. A collective of the group."""
         # Decided by all ranks: after a heal, one may hold the state and another find it in a file.
         begun, known = time.monotonic(), all_in_group(self.store.holds(worker, self.committed))
         found, state = self._newest(worker)
-        key, state = self._catch_up(found, state, whole=whole)
+        key, state = self._catch_up(found, state, check_all=check_all)
         if not known and worker not in self._refused:
             self.store.hold(key, state)
             again, took_s = key.round - found.round, round(time.monotonic() - begun, 3)
@@ -176,12 +176,12 @@ class Rounds(TrainerWork):
         into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(key.worker).items()} if folder else {}
         return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
-    def _catch_up(self, key: StateKey, state: bytes, *, whole: bool = False) -> tuple[StateKey, bytes]:
+    def _catch_up(self, key: StateKey, state: bytes, *, check_all: bool = False) -> tuple[StateKey, bytes]:
         """Bring an own state up to the last commit by making the rounds since `key.round` again. The result must not
         be used if the worker is in `_refused` afterwards."""
         while key.round < self.committed:
             self._begin_round(key, state)
-            self._inner_steps(key.round + 1, key.worker, whole=whole, synchronises=False)
+            self._inner_steps(key.round + 1, key.worker, check_all=check_all, synchronises=False)
             key, state = self.state.key(key.worker, key.round + 1), self.state.own_state()
         return key, state
 
@@ -194,13 +194,13 @@ class Rounds(TrainerWork):
         self.state.use_global()
         self._weights_changed()
 
-    def _inner_steps(self, round_: int, worker: int, *, whole: bool, synchronises: bool) -> torch.Tensor:
+    def _inner_steps(self, round_: int, worker: int, *, check_all: bool, synchronises: bool) -> torch.Tensor:
         """Make a worker's optimizer steps of a round. With `synchronises`, add its parameter changes to the group's
         sum τ steps before the end. Return valid tokens and the sum of their losses by step, float64 [2, h]."""
         sums = torch.zeros(2, self._steps, dtype=torch.float64)
         last = self._steps - self._settings.overlap_steps
         for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
-            sums[:, made - 1] = torch.tensor(self._inner_step(round_, inner_step, worker, whole=whole))
+            sums[:, made - 1] = torch.tensor(self._inner_step(round_, inner_step, worker, check_all=check_all))
             if synchronises and made == last:
                 self._synchronise(round_)
         return sums
@@ -223,7 +223,7 @@ class Rounds(TrainerWork):
         for at in self.state.fragment_of(round_):
             self._slots.trainable[at].grad = self._changed[at]
 
-    def _inner_step(self, round_: int, inner_step: int, worker: int, *, whole: bool) -> tuple[float, float]:
+    def _inner_step(self, round_: int, inner_step: int, worker: int, *, check_all: bool) -> tuple[float, float]:
         """Make one optimizer step of a worker; return its valid tokens and the sum of their losses. If a check refuses
         a slot, compute the gradients again with every check. After a second refusal the worker is in `_refused`."""
         slots = self._slots
@@ -231,7 +231,7 @@ class Rounds(TrainerWork):
             slots.discard()
             for slot in slots_of(worker, slots.number, slots.workers):
                 self._files.computes(round_, worker)
-                slots.compute(inner_step, slot, whole=again or whole)
+                slots.compute(inner_step, slot, check_all=again or check_all)
             if self._checks is None or all_in_group(not slots.refused()):
                 break
             if again:

@@ -98,7 +98,7 @@ class SlotComputer:
             )
         return source
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         """Run forward and backward of a slot; see `Work.compute`."""
         trainer, self._slot = self._trainer, slot
         self._seed(step, slot)
@@ -114,7 +114,7 @@ class SlotComputer:
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen = trainer.ntokens_seen
         if self._checks is not None:
-            self._checks.begin(step, slot, whole=whole)
+            self._checks.begin(step, slot, check_all=check_all)
         pipelined = trainer.parallel_dims.pp_enabled
         loss = trainer.forward_backward_step(
             input_dict=list(inputs) if pipelined else inputs[0],
@@ -267,7 +267,7 @@ class SlotComputer:
         loads, reached = [local(load).clone() for load in self.expert_loads], set(self._reached)
         processor = self._trainer.metrics_processor
         counted = processor.ntokens_since_last_log
-        self.compute(step, slot, whole=False)
+        self.compute(step, slot, check_all=False)
         processor.ntokens_since_last_log = counted
         for param in self.trainable:
             if param.grad is None:

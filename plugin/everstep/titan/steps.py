@@ -42,13 +42,13 @@ class Steps(TrainerWork):
         self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), statuses)
         """The extra sums of a group that has computed nothing; their lengths are those of every tally."""
 
-    def compute(self, step: int, slot: int, *, whole: bool) -> None:
+    def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         if self._skips_poison and not all_in_group(not self._is_poison(step, slot)):
             self._slots.hold_nothing(slot)
             self._events.emit("slot_skipped", step, slot=slot)
             return
         self._files.computes(step, slot)
-        self._slots.compute(step, slot, whole=whole)
+        self._slots.compute(step, slot, check_all=check_all)
 
     def _is_poison(self, step: int, slot: int) -> bool:
         return (step, slot) in self._skipped or self._files.is_poison(step, slot)

@@ -203,7 +203,7 @@ class EverstepTrainer(titan.Trainer):
         counted = processor.ntokens_since_last_log
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices), contextlib.suppress(OutOfData):
-            self.slots.compute(1, 0, whole=True)
+            self.slots.compute(1, 0, check_all=True)
             processor.data_loading_times.pop()
         processor.ntokens_since_last_log = counted
         self.work.discard()
