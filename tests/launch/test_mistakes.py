@@ -15,7 +15,7 @@ from everstep import cli
 from everstep.config.sections import FaultTolerance
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
-from everstep.titan.place import open_place
+from everstep.titan.run_context import open_run_context
 from watched import DEADLINE_S, until
 
 GOOD = """
@@ -124,5 +124,5 @@ def test_a_group_that_the_run_does_not_have_is_refused_at_once(tmp_path, monkeyp
     monkeypatch.setenv("RANK", "0")
     ft = FaultTolerance(enable=True, groups=2, group_id=5)
     with pytest.raises(TrainerEnds, match="group_id = 5 is none of this run's groups, 0 to 1") as ended:
-        open_place(SimpleNamespace(fault_tolerance=ft, dump_folder=str(tmp_path)))
+        open_run_context(SimpleNamespace(fault_tolerance=ft, dump_folder=str(tmp_path)))
     assert ended.value.status == USAGE_EXIT

@@ -164,10 +164,10 @@ def main() -> None:
     ft, rank = FaultTolerance(**options.settings), int(os.environ["RANK"])
     host = use_interface(ft.bind_host).address
     dist.init_process_group("gloo")
-    place = SimpleNamespace(run_dir=Path(options.run_dir), token=run_token(Path(options.run_dir)), host=host)
-    place.files, place.events = Files(options, ft, rank), EventLog(place.run_dir, ft.group_id, rank, "worker")
+    context = SimpleNamespace(run_dir=Path(options.run_dir), token=run_token(Path(options.run_dir)), host=host)
+    context.files, context.events = Files(options, ft, rank), EventLog(context.run_dir, ft.group_id, rank, "worker")
     sections = {"semi_sync": SemiSync(), "parallelism": ParallelismConfig(), "debug": SimpleNamespace(seed=0)}
     config = SimpleNamespace(fault_tolerance=ft, **sections)
-    participation = Participation(SimpleNamespace(config=config, place=place, streams=Streams()))
-    participation.run(ToyWork(options, place.files, place.events))
+    participation = Participation(SimpleNamespace(config=config, context=context, streams=Streams()))
+    participation.run(ToyWork(options, context.files, context.events))
     participation.leave()

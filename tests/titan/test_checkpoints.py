@@ -59,7 +59,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monk
 def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_other(tmp_path, manager, monkeypatch):
     """The disk is full at step 10, and has room again at 20; the name of step 30 is taken."""
     trainer, told = MagicMock(checkpointer=manager), []
-    trainer.place.events.emit = lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))
+    trainer.context.events.emit = lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))
     disk = DiskCheckpoints(trainer)
     write_aside(manager, 0, "life")
     with monkeypatch.context() as patch:
@@ -82,4 +82,4 @@ def test_snapshots_outlive_a_stopped_run_that_wrote_no_checkpoint():
     trainer.config.checkpoint.load_only = True
     trainer.disk, trainer.participation.run.return_value = DiskCheckpoints(trainer), Outcome.OVER
     EverstepTrainer.train(trainer)
-    trainer.place.snapshots.close.assert_called_once_with(over=False, leaves=False)
+    trainer.context.snapshots.close.assert_called_once_with(over=False, leaves=False)

@@ -29,7 +29,7 @@ def step_of(loads, gradients, held, group):
         param.grad = torch.ones(2) if has else None
     trainer = MagicMock(slots=slots, model_parts=[])
     trainer.config.fault_tolerance = SimpleNamespace(exact=False, on_poison="stop", spares=1)
-    trainer.place.snapshots = SimpleNamespace(group=group, status=lambda: 7)
+    trainer.context.snapshots = SimpleNamespace(group=group, status=lambda: 7)
     return Steps(trainer)
 
 
@@ -55,7 +55,7 @@ def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path,
         group._trainer.dataloader = create_autospec(SlotSource, instance=True)
         group._trainer.dataloader.fingerprint.return_value = content
         group._trainer.config.checkpoint.exclude_from_loading = excluded
-        group._trainer.place.run_dir = tmp_path
+        group._trainer.context.run_dir = tmp_path
         return SlotComputer._opened_source(group)
 
     start("one file")

@@ -80,7 +80,7 @@ def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_b
 def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
     """Only once, however often it is started again. In the same run and with the same data, the key alone does it."""
     work, trainer = MagicMock(), MagicMock()
-    trainer.place.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
+    trainer.context.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
     told = EverstepTrainer.data.fget(trainer)
     trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
     work._trainer.configure_mock(data=EverstepTrainer.data.fget(trainer), parameters_told="", config=trainer.config)

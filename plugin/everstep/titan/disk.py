@@ -65,7 +65,7 @@ class DiskCheckpoints:
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._config = trainer, trainer.config.checkpoint
         self._manager: Any = trainer.checkpointer
-        self._events, self._files = trainer.place.events, trainer.place.files
+        self._events, self._files = trainer.context.events, trainer.context.files
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """Name -> `Stateful`: what a checkpoint consists of."""
 

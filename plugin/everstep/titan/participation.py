@@ -36,11 +36,11 @@ class Participation:
     """One rank's connections to the other ranks and groups; `run` makes steps with them.
 
     Args:
-        trainer: an `EverstepTrainer` that has set `place` and `streams`.
+        trainer: an `EverstepTrainer` that has set `context` and `streams`.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._config, self._place = config, place = trainer.config, trainer.place
+        self._config, self._context = config, run = trainer.config, trainer.context
         ft: FaultTolerance = config.fault_tolerance
         self._ft = ft
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
@@ -49,16 +49,16 @@ class Participation:
         parallel = asdict(config.parallelism).items()
         self._degrees = tuple(f"{key} = {value}" for key, value in parallel if key.endswith("degree"))
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
-        self.whose = f"{rank} in run {run_id(place.token)}, {', '.join(self._degrees)}"
+        self.whose = f"{rank} in run {run_id(run.token)}, {', '.join(self._degrees)}"
         """Describes whose state this rank has: rank, run and parallelism. Only ranks with an equal one heal from it."""
-        self.door = StateServer(place.host, place.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
+        self.door = StateServer(run.host, run.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,
-            host=place.host,
+            host=run.host,
             connect_timeout=timedelta(seconds=ft.connect_timeout_s),
             reduce_timeout=self._longest_sum,
-            token=place.token,
+            token=run.token,
             streams=trainer.streams,
         )
         self._store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -79,15 +79,15 @@ class Participation:
     def run(self, work: Steps | Rounds) -> Outcome:
         """Announce this group at the lighthouse and make steps until the run is over or the group leaves. Return how it
         ended (see `Driver.run`). Once the group is announced, every quorum waits for it."""
-        ft, semi, place = self._ft, self._config.semi_sync, self._place
+        ft, semi, run = self._ft, self._config.semi_sync, self._context
         if self._ranks.rank == 0:
             given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
             self._membership = Membership(
                 group=ft.group_id,
                 life=self.life,
-                token=place.token,
-                find_lighthouse=lambda: published_address(place.run_dir) or given,
-                fenced=place.files.fenced,
+                token=run.token,
+                find_lighthouse=lambda: published_address(run.run_dir) or given,
+                fenced=run.files.fenced,
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
         give_up = timedelta(seconds=GIVE_UP_STARTS * ft.startup_timeout_s)
@@ -100,7 +100,7 @@ class Participation:
             give_up=give_up,
         )
         clock: Any = SimpleNamespace(now=time.monotonic, sleep=time.sleep)
-        host = Host(clock, place.files, place.events)
+        host = Host(clock, run.files, run.events)
         protocol = StepProtocol(
             group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
             rules=Rules(

@@ -75,16 +75,16 @@ class Rounds(TrainerWork):
         super().__init__(trainer, state, slots.workers, reducer)
         if slots.number % self.shares:
             self._refuse(f"workers = {self.shares} must be a divisor of the number of slots, {slots.number}")
-        place, settings = trainer.place, Snapshot.of(trainer.config.snapshot)
-        segment = Segment.of(settings, run_id(place.token), self._ft.group_id)
+        run, settings = trainer.context, Snapshot.of(trainer.config.snapshot)
+        segment = Segment.of(settings, run_id(run.token), self._ft.group_id)
         failed = lambda why: self._events.emit("warning", text=f"workers' states are not in this host's memory: {why}")  # noqa: E731
-        self._keeper = KeeperWatch.of_first(place.run_dir, place.host, settings, segment, self._events, failed)
+        self._keeper = KeeperWatch.of_first(run.run_dir, run.host, settings, segment, self._events, failed)
         self.store = WorkerStore(
-            WorkerStates(place.run_dir, segment),
+            WorkerStates(run.run_dir, segment),
             rank=dist.get_rank(),
             whose=trainer.participation.whose,
             nbytes=state.own_bytes,
-            token=place.token,
+            token=run.token,
         )
         self._held: dict[int, tuple[RoundSums, bytes]] = {}
         """Worker -> the sums of its round, and this rank's part of its own state after the round."""
@@ -423,4 +423,4 @@ class Rounds(TrainerWork):
         if self._keeper is not None:
             self._keeper.end()
             if not leaves:
-                end_keepers(self._trainer.place.run_dir)
+                end_keepers(self._trainer.context.run_dir)

@@ -38,7 +38,7 @@ class SlotComputer:
 
     def __init__(self, trainer: Any) -> None:
         config, semi = trainer.config, trainer.config.semi_sync
-        self._trainer, self._events = trainer, trainer.place.events
+        self._trainer, self._events = trainer, trainer.context.events
         self._checks: Checks | None = trainer.checks
         self.seed = config.debug.seed or 0
         self.number = trainer.gradient_accumulation_steps
@@ -91,7 +91,7 @@ class SlotComputer:
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
         # What torchtitan's dataloaders read is not known. A run may turn to other data if it loads no position.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        told = not may_differ and differences(trainer.place.run_dir, "data.json", {"it": source.fingerprint()})
+        told = not may_differ and differences(trainer.context.run_dir, "data.json", {"it": source.fingerprint()})
         if told:
             raise TrainerEnds(
                 UNFIT_EXIT, f"this host's data is not that of the run's first start: {told}. Copy the same data here"

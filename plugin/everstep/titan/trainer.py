@@ -33,8 +33,8 @@ from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.names import DATALOADER
 from everstep.titan.participation import Participation
-from everstep.titan.place import open_place
 from everstep.titan.rounds import Rounds
+from everstep.titan.run_context import open_run_context
 from everstep.titan.slot_computer import SlotComputer
 from everstep.titan.steps import Steps
 
@@ -85,7 +85,7 @@ class EverstepTrainer(titan.Trainer):
         if on_cpu:
             cpu.keep_freed_memory()
         if ft.enable:
-            self.place = open_place(config)
+            self.context = open_run_context(config)
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
@@ -94,10 +94,10 @@ class EverstepTrainer(titan.Trainer):
         """torchtitan's profiler, once `train` has built it."""
         if not ft.enable:
             return
-        place = self.place
+        run = self.context
         if ft.exact:
             exactness.after_build()
-            exactness.agree(place.run_dir, exactness.fingerprint(config, self.device))
+            exactness.agree(run.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
         """`data` as recorded in the state that was loaded last, from a checkpoint, a snapshot or another group."""
@@ -111,11 +111,11 @@ class EverstepTrainer(titan.Trainer):
         self.participation = Participation(self)
         self.disk = DiskCheckpoints(self)
         self.work = Rounds(self) if config.semi_sync.enabled else Steps(self)
-        if place.snapshots is not None:
-            place.snapshots.shards = self.work.state.shards()
+        if run.snapshots is not None:
+            run.snapshots.shards = self.work.state.shards()
         parts = self.work.parts if isinstance(self.work, Rounds) else None
         write_aside(self.checkpointer, ft.group_id, self.participation.life, parts)
-        place.events.emit(
+        run.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
             pid=os.getpid(),
@@ -145,12 +145,12 @@ class EverstepTrainer(titan.Trainer):
     def data(self) -> str:
         """The run's id, its data's fingerprint, and whether loading leaves out an earlier position in the data."""
         leaves = " left" if DATALOADER in self.config.checkpoint.exclude_from_loading else ""
-        return f"{run_id(self.place.token)} {self.slots.source.fingerprint()}{leaves}"
+        return f"{run_id(self.context.token)} {self.slots.source.fingerprint()}{leaves}"
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()
         if self.config.fault_tolerance.enable:
-            require_members(self.place.token)
+            require_members(self.context.token)
         return dims
 
     def _attach_checks(self) -> Checks:
@@ -172,7 +172,7 @@ class EverstepTrainer(titan.Trainer):
         if not self.config.fault_tolerance.enable:
             super().train()
             return
-        place, work, group = self.place, self.work, self.config.fault_tolerance.group_id
+        run, work, group = self.context, self.work, self.config.fault_tolerance.group_id
         self._compile()
         self.participation.warm()
         with self.config.profiler.build(
@@ -180,16 +180,16 @@ class EverstepTrainer(titan.Trainer):
         ) as self.profiler:
             end = self.participation.run(work)
         if end is Outcome.FENCED:
-            place.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
+            run.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
             os._exit(FENCED_EXIT)
         leaves = end is Outcome.LEFT
         work.close(leaves=leaves)
         self.participation.leave()
-        if place.snapshots is not None:
+        if run.snapshots is not None:
             # The last checkpoint has the same state, if one is written. `close` ignores `over` if this group leaves.
             over = not work.goes_on() or self.disk.saves_all()
-            place.snapshots.close(over=over, leaves=leaves)
-        why = f"a signal or {stop_file(place.run_dir)} (remove it before torchrun starts the group again) asked for it"
+            run.snapshots.close(over=over, leaves=leaves)
+        why = f"a signal or {stop_file(run.run_dir)} (remove it before torchrun starts the group again) asked for it"
         logger.info(f"Left the run after step {self.step}, as {why}" if leaves else "Training completed")
 
     def _compile(self) -> None:
@@ -197,7 +197,7 @@ class EverstepTrainer(titan.Trainer):
         wait for that. Gradients, data and random numbers stay as they were."""
         if self.device.type == "cpu" and not self.config.compile.enable:
             return
-        self.place.files.beat(STARTUP, 0)
+        self.context.files.beat(STARTUP, 0)
         begin = time.monotonic()
         processor = self.metrics_processor
         counted = processor.ntokens_since_last_log
@@ -209,4 +209,4 @@ class EverstepTrainer(titan.Trainer):
         self.work.discard()
         if self.checks is not None:
             self.checks.injector.renew()
-        self.place.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))
+        self.context.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))

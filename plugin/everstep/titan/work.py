@@ -87,8 +87,8 @@ class TrainerWork(ABC):
         self._trainer, self.state, self.shares, self.reducer = trainer, state, shares, reducer
         self._slots, self._disk = trainer.slots, trainer.disk
         self._ft = trainer.config.fault_tolerance
-        self._events, self._files = trainer.place.events, trainer.place.files
-        self._snapshots, self._checks = trainer.place.snapshots, trainer.checks
+        self._events, self._files = trainer.context.events, trainer.context.files
+        self._snapshots, self._checks = trainer.context.snapshots, trainer.checks
         self._source = self._slots.source
         self._measures = Measures(trainer)
         self._commits = 0

@@ -18,7 +18,7 @@ from everstep.titan.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlace:
+class RunContext:
     """Attributes:
     run_dir: the run directory.
     host: address that this rank's servers listen on and advertise.
@@ -35,10 +35,10 @@ class RunPlace:
     snapshots: Snapshots | None
 
 
-def open_place(config: Any) -> RunPlace:
-    """Return this rank's `RunPlace`. Changes those settings of an `EverstepTrainer.Config`, in place, that groups must
-    not share. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this machine
-    lacks the backend `process_group` or the address `bind_host`, or if the run has no group of this id."""
+def open_run_context(config: Any) -> RunContext:
+    """Return this rank's `RunContext`. Changes those settings of an `EverstepTrainer.Config`, in place, that groups
+    must not share. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
+    machine lacks the backend `process_group` or the address `bind_host`, or if the run has no group of this id."""
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
         # Checked here too: the file may have been checked on another machine, or not at all.
@@ -71,4 +71,4 @@ def open_place(config: Any) -> RunPlace:
     if config.snapshot.enable:
         settings = Snapshot.of(config.snapshot)
         snapshots = Snapshots(run_dir, ft.group_id, host, settings, token, events)
-    return RunPlace(run_dir, host, token, events, files, snapshots)
+    return RunContext(run_dir, host, token, events, files, snapshots)
