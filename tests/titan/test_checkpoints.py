@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.step.attempt import Outcome
-from everstep.titan.disk import DiskCheckpoints, write_aside
+from everstep.titan.disk import DiskCheckpoints, save_via_draft
 from everstep.titan.names import CheckpointManager
 from everstep.titan.trainer import EverstepTrainer
 
@@ -37,7 +37,7 @@ def raises(error):
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monkeypatch):
-    write_aside(manager, 0, "a")
+    save_via_draft(manager, 0, "a")
 
     def saved_at_last():
         manager.save(10)
@@ -51,7 +51,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monk
     manager.save_future = None
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["writing-trainer-0-a"]
     assert manager._find_load_step() == -1
-    write_aside(manager, 0, "b")
+    save_via_draft(manager, 0, "b")
     assert saved_at_last() == ["step-10"]
     assert manager._find_load_step() == 10
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     trainer, told = MagicMock(checkpointer=manager), []
     trainer.context.events.emit = lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))
     disk = DiskCheckpoints(trainer)
-    write_aside(manager, 0, "life")
+    save_via_draft(manager, 0, "life")
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))
         disk.save(10, 10)

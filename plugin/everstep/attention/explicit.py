@@ -74,7 +74,7 @@ def attention(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if guard is not None and guard.idle and not guard.checks.looks_at_rows:
+    if guard is not None and guard.runs_unguarded and not guard.checks.looks_at_rows:
         guard = None
     return _Attention.apply(q, k, v, visible, scale, guard)
 
@@ -295,14 +295,14 @@ class _Products:
 
     def __init__(self, ops: _Operands, guard: Guard | None, *, backward: bool) -> None:
         self.ops, self.backward, self.part = ops, backward, 0
-        self.guard = None if guard is None or guard.idle else guard
+        self.guard = None if guard is None or guard.runs_unguarded else guard
         self.checking = guard is not None and guard.checked
         self.looks = guard if guard is not None and guard.checks.looks_at_rows and not guard.checked else None
 
     def _touch(self, section: str, y: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return y
-        return self.guard.touch(section, y, backward=self.backward, part=self.part, parts=len(self.ops.blocks))
+        return self.guard.inject(section, y, backward=self.backward, part=self.part, parts=len(self.ops.blocks))
 
     def _product(
         self, section: str, a: torch.Tensor, b: torch.Tensor, check: Callable[[torch.Tensor], Deviation]

@@ -51,9 +51,9 @@ class _Inputs(torch.autograd.Function):
         guard: Guard = ctx.guard
         q, k, v = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
-        dq = guard.touch("dq", dq, backward=True)
-        dk = guard.touch("dk", dk, backward=True)
-        dv = guard.touch("dv", dv, backward=True)
+        dq = guard.inject("dq", dq, backward=True)
+        dk = guard.inject("dk", dk, backward=True)
+        dv = guard.inject("dv", dv, backward=True)
         if seen[0] is not None:
             compare_backward(guard, (q, k, v), (dq, dk, dv), seen, ctx.known)
         return dq, dk, dv, None, None
@@ -175,7 +175,7 @@ def attention(
     """
     watched = torch.is_grad_enabled()
     short = q.dtype == accumulator(q.dtype) and q.shape[1] <= SHORT and q.nbytes <= SMALL_BYTES
-    if guard.idle and (short or not guard.checks.looks_at_rows):
+    if guard.runs_unguarded and (short or not guard.checks.looks_at_rows):
         rows = guard.checks.looks_at_rows and watched and v.requires_grad
         v = v.view_as(v) if rows else v
         out, lse = attend(q, k, v)
@@ -191,7 +191,7 @@ def attention(
         q, k, v, *link = _Inputs.apply(q, k, v, guard, (scale, plain_scores, wide_sums))
     out, lse = attend(q, k, v)
     guard.look_at_scores(FORWARD, lse)
-    hit = guard.touch("context", out.detach())
+    hit = guard.inject("context", out.detach())
     if hit.data_ptr() != out.data_ptr():
         out.data.copy_(hit)  # as a fault in the kernel would leave it
     if guard.checked:

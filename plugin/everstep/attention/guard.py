@@ -236,7 +236,7 @@ class Guard:
         return self.layer in self.checks.schedule.checked
 
     @property
-    def idle(self) -> bool:
+    def runs_unguarded(self) -> bool:
         """Whether this module may run as if it had no guard, apart from the looks: its layer is not checked in this
         slot, and no faults are injected."""
         return not (self.checked or self.checks.injector.active)
@@ -249,7 +249,7 @@ class Guard:
         """Measure the time of a look."""
         return self.checks.timing(self.checks._looks)  # noqa: SLF001
 
-    def touch(
+    def inject(
         self, section: str, result: torch.Tensor, *, backward: bool = False, part: int = 0, parts: int = 1
     ) -> torch.Tensor:
         """Return `result`, or a copy with the injected fault that is due. Checkpointing's second forward gets none."""

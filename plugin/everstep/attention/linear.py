@@ -33,7 +33,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
         x: (..., in); weight (out, in); bias (out,) or None. All of one dtype, local tensors.
         guard: of this weight. Findings call the results `NAME.y`, `NAME.dx` and `NAME.dw`, NAME being the guard's.
     """
-    if guard.idle:
+    if guard.runs_unguarded:
         y = F.linear(x, weight, bias)
         guard.checks.look_later(look_for_extremes, (guard, f"{guard.name}.y", y.detach()), y.nbytes)
         return y
@@ -72,7 +72,7 @@ def with_products(project: Callable, input_gradient: Callable, weight_gradient: 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
     """Return y (T, out) of x (T, in), checked."""
     section = f"{guard.name}.y"
-    y = guard.touch(section, F.linear(x, weight, bias))
+    y = guard.inject(section, F.linear(x, weight, bias))
     if not guard.checked:
         with guard.looking():
             look_for_extremes([(guard, section, y)])
@@ -89,7 +89,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gu
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dX (T, in) of dY (T, out), checked."""
     section = f"{guard.name}.dx"
-    dx = guard.touch(section, dy @ weight, backward=True)
+    dx = guard.inject(section, dy @ weight, backward=True)
     if not guard.checked:
         return dx
     return check_rows(
@@ -105,7 +105,7 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torc
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dW (out, in) of dY (T, out) and x (T, in), checked."""
     section = f"{guard.name}.dw"
-    dw = guard.touch(section, dy.t() @ x, backward=True)
+    dw = guard.inject(section, dy.t() @ x, backward=True)
     if not guard.checked:
         return dw
     return check_rows(

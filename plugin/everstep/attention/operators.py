@@ -59,7 +59,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gua
 
 @_operator("touch", lambda x, ticket, section, backward: torch.empty_like(x))
 def _touch(x: torch.Tensor, ticket: torch.Tensor, section: str, backward: bool) -> torch.Tensor:
-    touched = guard_of(ticket).touch(section, x, backward=backward)
+    touched = guard_of(ticket).inject(section, x, backward=backward)
     return torch.empty_like(x).copy_(touched)  # with the strides of the fake result
 
 

@@ -22,7 +22,7 @@ class Schedule:
     def __init__(
         self, entries: Sequence[Fault] = (), seed: int = 0, every_s: float | None = None, faults: Sequence[Fault] = ()
     ):
-        self._left = [(fault, random.Random(f"{seed}.{index}")) for index, fault in enumerate(entries)]
+        self._pending = [(fault, random.Random(f"{seed}.{index}")) for index, fault in enumerate(entries)]
         self._waits_since: dict[int, float] = {}
         self._given_up: list[str] = []
         self._every_s, self._faults = every_s, list(faults)
@@ -32,17 +32,17 @@ class Schedule:
     def due(self, target: Target, now: float) -> Due | None:
         """Return a fault that is due and can be done now; call again for the next. `now` is `time.monotonic()`."""
         begun = target.run.first_commit
-        for entry in list(self._left):
+        for entry in list(self._pending):
             fault, _ = entry
             if begun is None or not fault.is_due(target.run.step, now - begun):
                 continue
             since = self._waits_since.setdefault(id(fault), now)
             reason = why_not(fault, target)
             if reason is None:
-                self._left.remove(entry)
+                self._pending.remove(entry)
                 return entry
             if now - since > fault.patience_s:
-                self._left.remove(entry)
+                self._pending.remove(entry)
                 self.give_up(fault, f" within {fault.patience_s:g} s: {reason}")
         return self._every_so_often(target, now, self._every_s) if self._every_s is not None else None
 
@@ -63,8 +63,8 @@ class Schedule:
 
     def finished(self) -> bool:
         """Whether no fault will become due any more."""
-        return not self._left and self._every_s is None
+        return not self._pending and self._every_s is None
 
     def unmet(self) -> list[str]:
         """Return a sentence for each fault of the campaign that was not done."""
-        return self._given_up + [f"{fault.name} at {fault.when} was not done by the end." for fault, _ in self._left]
+        return self._given_up + [f"{fault.name} at {fault.when} was not done by the end." for fault, _ in self._pending]

@@ -34,7 +34,7 @@ class Account:
     """Kind of event -> number of events."""
     findings: Counter[str] = field(default_factory=Counter)
     """Action (one of ACTIONS) -> number of findings of the attention check."""
-    named: dict[str, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
+    distinct: dict[str, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     """Kind of event -> (step, slot) pairs; of `audit`, (step, differing group). Several groups can report one pair."""
     sessions: list[Session] = field(default_factory=list)
     """Starts of the run, in order. A run that was stopped and started again in the same directory has several."""
@@ -78,9 +78,9 @@ class Account:
             case "training_done":
                 session.done = t
             case "audit" if not event["agreed"]:
-                self.named[kind] |= {(event["step"], group) for group in event["differing"]}
+                self.distinct[kind] |= {(event["step"], group) for group in event["differing"]}
             case "slot_skipped" | "slot_accepted" | "not_finite":
-                self.named[kind].add((event["step"], event["slot"]))
+                self.distinct[kind].add((event["step"], event["slot"]))
             case "finding":
                 self.findings[event["action"]] += 1
             case "attention_schedule":

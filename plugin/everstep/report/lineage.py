@@ -31,7 +31,7 @@ class Commit:
     lr: float | None
     mfu: float | None
     """Model FLOPs utilization in percent, from the first event; None if torchtitan did not measure it."""
-    named: str
+    parent_history: str
     """History that it names as its parent's."""
     continued: bool = False
     """Whether one of its groups had committed the step before, and not loaded or healed since."""
@@ -104,7 +104,7 @@ class Lineage:
             commit = self.by_history[history] = Commit(
                 len(self.commits), step, history, event["t"], tuple(event["groups"]),
                 owners, event["loss"], event.get("took_s"), event["tokens"],
-                event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"), named=parent,
+                event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"), parent_history=parent,
             )  # fmt: skip
             self.commits.append(commit)
             self.tokens += commit.tokens
@@ -119,7 +119,7 @@ class Lineage:
         last commit on which no other builds. If the log lacks the parent that a commit names, the newest commit of the
         nearest step below stands for it."""
         for commit in self.commits:  # a parent can come later in the log than its children
-            commit.parent = self.by_history.get(commit.named) or commit.parent or self._below(commit)
+            commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit)
         parents = {commit.parent.order for commit in self.commits if commit.parent is not None}
         # The newest commit need not be the last in the log: a host whose clock is behind logs it before its parent.
         tips = [commit for commit in self.commits if commit.order not in parents] or self.commits

@@ -51,7 +51,7 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
     for name, what, value in (
         ("tokens", "Valid tokens in committed steps", now.lineage.tokens),
         ("attempts_thrown_away", "Attempts in which a group recomputed a slot it held", now.attempts.thrown_away),
-        ("replicas_diverged", "Groups that audits found to differ, once per audit", len(now.named["audit"])),
+        ("replicas_diverged", "Groups that audits found to differ, once per audit", len(now.distinct["audit"])),
     ):
         yield CounterMetricFamily(f"everstep_{name}", what, value)
     seconds = CounterMetricFamily("everstep_group_seconds", "Seconds by group and state", labels=("group", "state"))

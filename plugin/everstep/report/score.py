@@ -76,7 +76,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "error": account.troubles.error or None,
         "troubles": account.troubles.sentences,
         **times,
-        "replicas_diverged": len(account.named["audit"]),
+        "replicas_diverged": len(account.distinct["audit"]),
         **checks(account),
         "snapshots": account.protection.line() or None,
         **exchanged(account.rounds),
@@ -98,7 +98,7 @@ def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
     the number of samples in a step is unknown, a slot counts as one."""
     counts = dict.fromkeys(("slots_skipped", "samples", "samples_lost", "samples_repeated"), 0.0)
     poison: dict[int, set[int]] = {}
-    for step, slot in account.named["slot_skipped"]:
+    for step, slot in account.distinct["slot_skipped"]:
         poison.setdefault(step, set()).add(slot)
     for commit in final:
         in_a_slot = account.batch / len(commit.owners) if account.batch and commit.owners else 1
@@ -186,8 +186,8 @@ def checks(account: Account) -> dict[str, Any]:
     known = {name: [plan[name] for plan in plans if plan.get(name) is not None] for name in ("overhead", "rate")}
     return {f"findings_{action}": account.findings[action] for action in ACTIONS} | {
         "ranks_unfit": account.counts["unfit"],
-        "slots_accepted": len(account.named["slot_accepted"]),
-        "slots_not_finite": len(account.named["not_finite"]),
+        "slots_accepted": len(account.distinct["slot_accepted"]),
+        "slots_not_finite": len(account.distinct["not_finite"]),
         "attention_coverage": plans[0]["coverage"] if plans else None,
         "attention_overhead": max(known["overhead"], default=None),
         "attention_rate": min(known["rate"], default=None),

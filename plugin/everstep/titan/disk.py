@@ -252,7 +252,7 @@ def _room(folder: str) -> str:
         return ""
 
 
-def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
+def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
     """Have torchtitan's checkpoint manager write to a temporary folder, and rename that once a checkpoint is complete.
     A group that is killed while it writes then leaves nothing that could be taken for a checkpoint, and two groups that
     write the same step, in two histories, do not mix their files. Other managers and remote folders stay as they are.
@@ -267,13 +267,13 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
             why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
             raise TrainerEnds(USAGE_EXIT, why)
         return
-    aside, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
-    for left in Path(manager.folder).glob(f"{aside}*") if is_first else ():
+    prefix, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
+    for left in Path(manager.folder).glob(f"{prefix}*") if is_first else ():
         shutil.rmtree(left, ignore_errors=True)
 
-    def save_aside(state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+    def save_draft(state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         target = Path(checkpoint_id)
-        draft, put = target.with_name(aside + life), functools.partial(put_in_place, target=target)
+        draft, put = target.with_name(prefix + life), functools.partial(put_in_place, target=target)
         if parts is not None and WORKERS in state_dict:
             folder, name = parts.folder(target), FIRST
             if TRAIN_STATE not in state_dict:
@@ -282,28 +282,28 @@ def write_aside(manager: Any, group: int, life: str, parts: Parts | None = None)
             put = functools.partial(parts.bring, folder=folder, name=name, target=target)
         if is_first:  # the other ranks write only after a collective that rank 0 has not reached yet
             shutil.rmtree(draft, ignore_errors=True)
-        name_it = functools.partial(put, draft) if is_first else lambda: None
+        rename = functools.partial(put, draft) if is_first else lambda: None
 
-        def named(done: Future) -> None:
+        def rename_once_done(done: Future) -> None:
             done.result()
-            name_it()
+            rename()
 
         begun = save(manager, state_dict, str(draft), *args, **kwargs)
         if isinstance(begun, AsyncSaveResponse):
-            return dataclasses.replace(begun, upload_completion=_then(begun.upload_completion, named))
+            return dataclasses.replace(begun, upload_completion=_then(begun.upload_completion, rename_once_done))
         if isinstance(begun, Future):
-            return _then(begun, named)
+            return _then(begun, rename_once_done)
         dist.barrier()  # in Hugging Face's format, other ranks may still combine files
         error = ""
         try:
-            name_it()
+            rename()
         except OSError as failed:
             error = str(failed)
         if sum_in_group(bool(error)):
             raise not_saved(error or f"the written checkpoint could not be renamed to {target}")
         return begun
 
-    replace(manager, "dcp_save", save_aside)
+    replace(manager, "dcp_save", save_draft)
 
 
 def _then(begun: Future, act: Callable[[Future], None]) -> Future:

@@ -28,7 +28,7 @@ from everstep.step.attempt import Outcome
 from everstep.step.interfaces import OutOfData
 from everstep.titan import attention, cpu, exactness
 from everstep.titan.data.binding import bind_data
-from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints, write_aside
+from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints, save_via_draft
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.names import DATALOADER
@@ -114,7 +114,7 @@ class EverstepTrainer(titan.Trainer):
         if run.snapshots is not None:
             run.snapshots.shards = self.work.state.shards()
         parts = self.work.parts if isinstance(self.work, Rounds) else None
-        write_aside(self.checkpointer, ft.group_id, self.participation.life, parts)
+        save_via_draft(self.checkpointer, ft.group_id, self.participation.life, parts)
         run.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
