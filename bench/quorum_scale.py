@@ -81,7 +81,7 @@ def request_of(group: int, life: str, number: int, step: int) -> Request:
         finishing=False,
         connected="",
         store=store,
-        doors=(store,),
+        state_addresses=(store,),
     )
 
 

@@ -25,7 +25,7 @@ def member(group, *state, **said):
         "finishing": False,
         "connected": "",
         "store": f"host-{group}:1",
-        "doors": (f"host-{group}:2",),
+        "state_addresses": (f"host-{group}:2",),
         "watches": (f"host-{group}:3",),
     }
     return Request(**fields | said)
@@ -109,7 +109,7 @@ def test_a_group_that_is_there_twice_is_no_quorum():
 
 
 def test_requests_survive_the_wire():
-    said = member(3, 8, 2**62 - 1, connected="ab", doors=("a:1", "b:2"))
+    said = member(3, 8, 2**62 - 1, connected="ab", state_addresses=("a:1", "b:2"))
     assert decode(encode(said)) == said
 
 

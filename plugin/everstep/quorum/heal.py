@@ -180,7 +180,7 @@ class StateServer:
         """The state that is served; None if none is."""
         self._server = wire.Server(host, token, self._talk, timeout, purpose=PURPOSE)
         self.address = self._server.address
-        """`host:port` under which a joiner's `fetch` reaches this door."""
+        """`host:port` under which a joiner's `fetch` reaches this server."""
 
     def serve(self, step: int, history: int, state: HealState) -> None:
         """Open `state` to joiners, until `close`, as the state after the committed step `step` of `history`. It is
@@ -205,7 +205,7 @@ class StateServer:
             copying[0].join()
 
     def fetch(self, addresses: Sequence[str], step: int, history: int, like: HealState) -> "Fetch":
-        """Begin to fetch the state after `step` of `history` from the doors at `addresses`. `like`: a state whose
+        """Begin to fetch the state after `step` of `history` from the servers at `addresses`. `like`: a state whose
         tensors have the same names, dtypes and shapes."""
         wanted = replace(self._of, step=step, history=history)
         return Fetch(addresses, wanted, like.tensors, self._token, self._timeout)
@@ -245,7 +245,7 @@ class Fetch:
     it is still missing when its turn comes again, another source is asked for it too.
 
     Args:
-        addresses: addresses of the sources' doors.
+        addresses: addresses of the sources' servers.
         wanted: names the state to fetch.
         like: tensors with the names, dtypes and shapes that the state's tensors must have.
         token: the run's token.

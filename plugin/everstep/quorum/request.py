@@ -56,7 +56,7 @@ class Request:
         finishing: whether it makes no more steps and waits for the last state to be saved.
         connected: key of the quorum whose process group it is connected in; empty for none.
         store: `host:port` of a TCPStore of this group that the other groups can connect to.
-        doors: by rank, `host:port` where the rank serves its state.
+        state_addresses: by rank, `host:port` where the rank serves its state.
         watches: by rank, `host:port` where the other groups' ranks of the same column connect to it.
         unreached: names of members that one of its ranks lately could not connect to.
         makers: number of groups that make the steps of its last quorum and are not known to have died.
@@ -71,7 +71,7 @@ class Request:
     finishing: bool
     connected: str
     store: str
-    doors: tuple[str, ...]
+    state_addresses: tuple[str, ...]
     watches: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     makers: typed.Count = 0

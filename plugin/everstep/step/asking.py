@@ -42,7 +42,7 @@ class Asker:
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reachability.missing()
         unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
         died = group.sums.watch.died
-        said = self._decisions.gather("ask", [group.door.address, group.sums.address, unreached])
+        said = self._decisions.gather("ask", [group.state_server.address, group.sums.address, unreached])
         request = Request(
             group=group.id,
             life=group.life,
@@ -52,7 +52,7 @@ class Asker:
             finishing=finishing,
             connected=connected,
             store=group.store,
-            doors=tuple(door for door, _, _ in said),
+            state_addresses=tuple(address for address, _, _ in said),
             watches=tuple(watch for _, watch, _ in said),
             unreached=tuple(sorted({name for _, _, names in said for name in names})),
             makers=sum(died.isdisjoint(member.watches) for member in self._makers),

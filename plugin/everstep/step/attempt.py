@@ -26,7 +26,7 @@ class Group:
         ranks: collectives between the ranks of the group.
         membership: rank 0's connection to the lighthouse; None on the other ranks.
         sums: collectives between the ranks of this rank column.
-        door: serves this rank's state to joiners, and fetches another group's.
+        state_server: serves this rank's state to joiners, and fetches another group's.
     """
 
     id: int
@@ -35,7 +35,7 @@ class Group:
     ranks: GroupRanks
     membership: Membership | None
     sums: RankColumn
-    door: StateServer
+    state_server: StateServer
 
 
 @dataclass(frozen=True, slots=True)

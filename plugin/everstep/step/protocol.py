@@ -62,7 +62,7 @@ class StepProtocol:
 
     def __init__(self, *, group: Group, rules: Rules, work: Work, reducer: GradientReducer, host: Host) -> None:
         self.group, self._rules, self._work, self._reducer = group.id, rules, work, reducer
-        self._sums, self._door, self._membership = group.sums, group.door, group.membership
+        self._sums, self._state_server, self._membership = group.sums, group.state_server, group.membership
         self._clock, self._files, self._events = host.clock, host.files, host.events
         self.decisions = Decisions(group.ranks)
         self._asker = Asker(group, self.decisions, host, rules)
@@ -98,7 +98,7 @@ class StepProtocol:
 
     def apply(self, commit: Commit) -> None:
         """Make the optimizer step of a commit. All ranks of the group call this."""
-        self._door.close()
+        self._state_server.close()
         self._work.apply(commit)
         self._have(State(commit.step, commit.history), self._work.checksum())
 
@@ -109,7 +109,7 @@ class StepProtocol:
 
     def _take_over(self, healing: Healing) -> None:
         """Load the healed state, then apply the commits that were made since it."""
-        self._door.close()
+        self._state_server.close()
         self._healing = None
         self._work.heal(healing.fetch.state)
         self._have(healing.state, None)
@@ -256,7 +256,7 @@ class StepProtocol:
         if self.group in quorum.sources:
             self._heal_from(quorum.sources[self.group], attempt)
         if any(self.group in lenders for lenders in quorum.sources.values()):
-            self._door.serve(quorum.state.step, quorum.state.history, self._work.serve())
+            self._state_server.serve(quorum.state.step, quorum.state.history, self._work.serve())
 
     def _heal_from(self, sources: tuple[int, ...], attempt: Attempt) -> None:
         quorum = attempt.quorum
@@ -270,8 +270,8 @@ class StepProtocol:
                 for_step=quorum.state.step,
                 for_history=f"{quorum.state.history:x}",
             )
-        doors = [quorum.member(source).doors[self.decisions.rank] for source in sources]
-        fetch = self._door.fetch(doors, quorum.state.step, quorum.state.history, self._work.serve())
+        addresses = [quorum.member(source).state_addresses[self.decisions.rank] for source in sources]
+        fetch = self._state_server.fetch(addresses, quorum.state.step, quorum.state.history, self._work.serve())
         self._healing = Healing(sources, quorum.state, fetch)
 
     def _give_up_healing(self) -> None:

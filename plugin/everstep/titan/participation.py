@@ -51,7 +51,7 @@ class Participation:
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         self.whose = f"{rank} in run {run_id(run.token)}, {', '.join(self._degrees)}"
         """Describes whose state this rank has: rank, run and parallelism. Only ranks with an equal one heal from it."""
-        self.door = StateServer(run.host, run.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
+        self.server = StateServer(run.host, run.token, timedelta(seconds=HEAL_SUMS * ft.reduce_timeout_s), self.whose)
         self.column = RankColumn(
             ft.process_group,
             column=self._ranks.rank,
@@ -102,7 +102,7 @@ class Participation:
         clock: Any = SimpleNamespace(now=time.monotonic, sleep=time.sleep)
         host = Host(clock, run.files, run.events)
         protocol = StepProtocol(
-            group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.door),
+            group=Group(ft.group_id, self.life, self._store, self._ranks, self._membership, self.column, self.server),
             rules=Rules(
                 work.shares,
                 Dealing(ft.on_loss, ft.groups if semi.enabled else 0, ft.groups, ft.spares),
@@ -121,4 +121,4 @@ class Participation:
         """End heartbeats and transfers of state, so that the other groups go on without this one."""
         if self._membership is not None:
             self._membership.leave()
-        self.door.shutdown()
+        self.server.shutdown()

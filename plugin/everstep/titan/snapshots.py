@@ -106,7 +106,7 @@ class Snapshots:
         start = hashlib.sha256(quorum.key.encode()).hexdigest()[:16]
         statuses = {}
         for member in quorum.members:
-            host = member.doors[self._rank].rpartition(":")[0]
+            host = member.state_addresses[self._rank].rpartition(":")[0]
             statuses[member.group] = Status(location=self._location_of({}, host, member.group))
         self._restored = True
         self._copier.restored((step, history, start), quorum.groups, statuses, self._to_snapshot(state))
