@@ -22,7 +22,7 @@ Word = Annotated[int, typed.Within(NO_STATE, (1 << 63) - 1)]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Names the state after `step`, of `history` (`ledger.extend`); NO_STATE and 0 if a group has none."""
+    """Names the state after `step`, of `history` (`ledger.next_history`); NO_STATE and 0 if a group has none."""
 
     step: Word
     history: Word

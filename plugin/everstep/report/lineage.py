@@ -1,7 +1,7 @@
 """Decides which commits the final state contains.
 
 Every group emits a `commit` event for each step that it commits, so one vote shows as several events with the same
-history (`everstep.step.ledger.extend`). A step can also be committed more than once: after all groups died and an older
+history (`step.ledger.next_history`). A step can also be committed more than once: after all groups died and an older
 state was loaded, or if a group committed it and died before any other group did. Such commits have different histories,
 and each names its parent's. Only the newest commit and those that it builds on are in the final state; they are its
 *lineage*.

@@ -9,10 +9,10 @@ from everstep.step.decisions import Decisions
 
 
 class Answer(NamedTuple):
-    """What rank 0 tells the others: `over` (see `Asker.over`); the reason why there is no quorum, empty if there is
+    """What rank 0 tells the others: `ending` (see `Asker.ending`); the reason why there is no quorum, empty if there is
     one; the quorum's id and encoded members (`request.encode`)."""
 
-    over: str
+    ending: str
     reason: str
     id: int
     members: list[str]
@@ -63,8 +63,8 @@ class Asker:
         if answer.reason:
             waited_s = round(self._host.clock.now() - begun, 3)
             events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
-        if answer.over:
-            return Outcome[answer.over]
+        if answer.ending:
+            return Outcome[answer.ending]
         if answer.reason:
             return None
         self._met = tuple(map(decode, answer.members))
@@ -85,9 +85,9 @@ class Asker:
         except QuorumUnavailable as error:
             reason = str(error)
         # Checked again: the run may have ended while another rank of this group stood still.
-        return Answer(self.over(request.state.step), reason, quorum_id, members)
+        return Answer(self.ending(request.state.step), reason, quorum_id, members)
 
-    def over(self, step: int) -> str:
+    def ending(self, step: int) -> str:
         """Return the name of the outcome that ends this start of the group, which has the state after `step`; empty if
         it goes on. Only rank 0 decides; the other ranks return an empty name.
 

@@ -89,12 +89,12 @@ class Outcome(enum.Enum):
 
 
 class Beginning(NamedTuple):
-    """What one rank tells the others of its group when an attempt begins. `over`: see `Asker.over`. `heal_failed`: why
-    healing failed, or empty. `slot_us`: see `ledger.Row`."""
+    """What one rank tells the others of its group when an attempt begins. `ending`: see `Asker.ending`. `heal_failed`:
+    why healing failed, or empty. `slot_us`: see `ledger.Row`."""
 
     step: int
     history: int
-    over: str
+    ending: str
     asked_to_leave: bool
     gives_up: bool
     lost_peers: bool

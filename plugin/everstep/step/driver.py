@@ -97,7 +97,7 @@ class Driver:
             if not self._decisions.all_true("finish", in_time):
                 raise TimeoutError(f"the other groups neither finished step {step} nor left within {self._give_up}")
             self._files.beat("finish", step)
-            quorum = self._protocol.meet(finishing=True)
+            quorum = self._protocol.ask_quorum(finishing=True)
             if isinstance(quorum, Outcome):
                 return quorum
             # If another group writes the marker just now, one rank may see it and another one not.

@@ -66,7 +66,7 @@ class Judged(NamedTuple):
     summed: bool
     finite: bool
     own_finite: bool
-    whole: bool
+    holds_same: bool
     found: list[int]
 
 
@@ -95,7 +95,7 @@ class Holding:
         self._work.discard()
         self._reducer.forget()
 
-    def heed(self, plan: ledger.Plan, step: int) -> None:
+    def note_plan(self, plan: ledger.Plan, step: int) -> None:
         """Remember which group is asked for each refused slot. Tell the trainer which slots no group can compute."""
         for group, share in plan.shares.items():
             self.held.asked |= dict.fromkeys(plan.doubted.intersection(share), group)
@@ -153,7 +153,7 @@ class Holding:
                 said.append(held.bits.get(slot, 0) if has else 0)
         return said
 
-    def heed_bits(self, attempt: Attempt, tally: ledger.Tally) -> None:
+    def compare_bits(self, attempt: Attempt, tally: ledger.Tally) -> None:
         """Act on bits that all ranks of the group have seen: drop what is held if they differ; once two groups have the
         same bits, emit which groups had other bits."""
         held, differing = self.held, ledger.differing_bits(tally, attempt.plan)
@@ -231,7 +231,7 @@ class Holding:
         mine = Judged(error == "", finite, own_finite, computed == held.slots, sorted(found))
         ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
         refused = {slot for rank in ranks for slot in rank.found}
-        if other := [number for number, rank in enumerate(ranks) if not rank.whole]:
+        if other := [number for number, rank in enumerate(ranks) if not rank.holds_same]:
             here = f"it says {sorted(held.slots)}, and this rank's trainer holds {sorted(computed)}"
             raise GroupBroken(f"the trainers of ranks {other} hold other slots than the ledger says: {here}")
         if not all(rank.own_finite for rank in ranks):

@@ -63,7 +63,7 @@ class Commit:
 
     Attributes:
         step: number of the step, from 1.
-        history: history of the state after this step; see `ledger.extend`.
+        history: history of the state after this step; see `ledger.next_history`.
         parent: history of the state before this step.
         tokens: number of valid tokens by slot, float64 [S].
         loss: sum of the tokens' losses by slot, float64 [S].

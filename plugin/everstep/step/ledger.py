@@ -33,7 +33,7 @@ SLOWER = 1.4
 OnLoss = Literal["redistribute", "shrink"]
 
 
-def extend(history: int, step: int, key: str) -> int:
+def next_history(history: int, step: int, key: str) -> int:
     """Return the history after a commit of `step` in the quorum with this key, 62 bits: a hash chain over all commits
     behind a state. Two groups have the same history only if they committed the same steps in the same quorums."""
     text = f"{history}/{step}/{key}".encode()
@@ -82,7 +82,7 @@ class Row:
         return typed.parse(Row, typed.loads(said), "a row")
 
 
-def objection(rows: Sequence[Row], quorum: Quorum) -> str:
+def why_not_sum(rows: Sequence[Row], quorum: Quorum) -> str:
     """Return why the groups with these rows must not sum in this quorum; empty if they may.
 
     This excludes groups of another quorum, at another step or of another history before any sum.
@@ -154,7 +154,7 @@ class Dealing:
     groups: int = 0
     spares: int = 0
 
-    def at_work(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
+    def working(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
         """Return the rows of those groups in `able` that get slots. Slow groups stand by first, then groups that have
         just come back."""
         most = max(self.groups, len(able)) - self.spares
@@ -187,7 +187,7 @@ def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tu
     if dealing.on_loss == "shrink" and holders:
         certain = []
     pace = paces(able)
-    at: dict[int, list[int]] = {row.group: [] for row in dealing.at_work(able, pace)}
+    at: dict[int, list[int]] = {row.group: [] for row in dealing.working(able, pace)}
     if homes := dealing.homes:
         for slot in certain:
             if slot % homes in at:

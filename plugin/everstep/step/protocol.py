@@ -94,15 +94,15 @@ class StepProtocol:
     def restored(self, step: int, history: int) -> None:
         """Go on from the state after `step` (0: a fresh start), which the caller has loaded."""
         self._give_up_healing()
-        self._have(State(step, history), self._work.checksum())
+        self._set_state(State(step, history), self._work.checksum())
 
     def apply(self, commit: Commit) -> None:
         """Make the optimizer step of a commit. All ranks of the group call this."""
         self._state_server.close()
         self._work.apply(commit)
-        self._have(State(commit.step, commit.history), self._work.checksum())
+        self._set_state(State(commit.step, commit.history), self._work.checksum())
 
-    def _have(self, state: State, checksum: int | None) -> None:
+    def _set_state(self, state: State, checksum: int | None) -> None:
         self.state, self._checksum = state, checksum
         self._holding.start()
         self._tries, self._progress = 0, self._clock.now()
@@ -112,7 +112,7 @@ class StepProtocol:
         self._state_server.close()
         self._healing = None
         self._work.heal(healing.fetch.state)
-        self._have(healing.state, None)
+        self._set_state(healing.state, None)
         self._proven = False
         self._events.emit(
             "heal",
@@ -144,31 +144,31 @@ class StepProtocol:
         if outcome := self._begin():
             return outcome
         begun = self._clock.now()
-        met = self._next or self.meet()
+        quorum = self._next or self.ask_quorum()
         self._next = None
-        if isinstance(met, Outcome):
-            return met
-        if met is None:
+        if isinstance(quorum, Outcome):
+            return quorum
+        if quorum is None:
             return Outcome.LEFT if self.leaving else Outcome.RETRY
-        if met.is_finishing():
-            return Outcome.OVER if self.group in met.able else Outcome.RETRY
-        if self.group in met.left_out:
+        if quorum.is_finishing():
+            return Outcome.OVER if self.group in quorum.able else Outcome.RETRY
+        if self.group in quorum.left_out:
             self._disconnect()
             self._progress = self._clock.now()  # no reason to give up: the others go on, and report this group
             return Outcome.LEFT if self.leaving else Outcome.RETRY
-        if met.state == NOTHING:
-            return met
-        computes = self.state == met.state
-        self._groups_in_run = max(self._groups_in_run, len(met.members))
-        attempt = Attempt(self._tries, begun, met, computes, self._clock.now() - begun)
-        self._take_sides(attempt)
+        if quorum.state == NOTHING:
+            return quorum
+        computes = self.state == quorum.state
+        self._groups_in_run = max(self._groups_in_run, len(quorum.members))
+        attempt = Attempt(self._tries, begun, quorum, computes, self._clock.now() - begun)
+        self._start_or_stop_healing(attempt)
         held = self._holding.held
         outcome, reason = self._carry_out(attempt)
         self._events.emit(
             "attempt",
             attempt.step,
             attempt=attempt.number,
-            quorum_id=met.id,
+            quorum_id=quorum.id,
             committed=isinstance(outcome, Commit),
             reason=reason,
             computed=list(held.computed),
@@ -209,7 +209,7 @@ class StepProtocol:
         mine = Beginning(
             step=self.state.step,
             history=self.state.history,
-            over=self._asker.over(self.state.step),
+            ending=self._asker.ending(self.state.step),
             asked_to_leave=self._files.asked_to_leave(),
             gives_up=waited_s > self._rules.timeouts.give_up.total_seconds(),
             lost_peers=self._connected is not None and not self._sums.size,
@@ -222,8 +222,8 @@ class StepProtocol:
             raise GroupBroken(f"the ranks of this group are at different steps or histories: {ranks}")
         if any(rank.gives_up for rank in ranks):
             raise GaveUp(f"no step could be committed for {waited_s:.0f} s; see this group's events for the reasons")
-        if over := ranks[0].over:
-            return Outcome[over]
+        if ending := ranks[0].ending:
+            return Outcome[ending]
         self.leaving = any(rank.asked_to_leave for rank in ranks)
         self._slot_us = max(rank.slot_us for rank in ranks)
         if any(rank.lost_peers for rank in ranks):
@@ -237,7 +237,7 @@ class StepProtocol:
             self._give_up_healing()
         return None
 
-    def meet(self, *, finishing: bool = False) -> Quorum | Outcome | None:
+    def ask_quorum(self, *, finishing: bool = False) -> Quorum | Outcome | None:
         """Ask for a new quorum; see `Asker.ask`. `finishing`: whether this group makes no more steps."""
         if self._next is not None and len(self._next.able) < len(self._next.members):
             self._disconnect()  # joiners do not know that this was the last step: this ends their wait for rows
@@ -246,7 +246,7 @@ class StepProtocol:
         follows = self._healing.follows if self._healing is not None else NOTHING
         return self._asker.ask(self.state, follows, finishing=finishing, connected=connected)
 
-    def _take_sides(self, attempt: Attempt) -> None:
+    def _start_or_stop_healing(self, attempt: Attempt) -> None:
         """Start or stop healing as the quorum says. Open this group's state to joiners that heal from it."""
         quorum = attempt.quorum
         if attempt.computes:
@@ -279,18 +279,18 @@ class StepProtocol:
             self._healing.fetch.let_go()
             self._healing = None
 
-    def _with_peers(self, point: str, meet: Callable[[], T]) -> T:
-        """Return the result of `meet`, a collective over groups. Raises AttemptFailed if it failed on any rank."""
-        met: list[T] = []
+    def _with_peers(self, point: str, collective: Callable[[], T]) -> T:
+        """Return the result of `collective`, a call over groups. Raises AttemptFailed if it failed on any rank."""
+        results: list[T] = []
         reason = "another rank of this group could not reach the other groups"
         try:
-            met.append(meet())
+            results.append(collective())
         except SumsBroken as broken:
             reason = str(broken)
-        if not self.decisions.all_true(point, bool(met)):
+        if not self.decisions.all_true(point, bool(results)):
             self._disconnect()
             raise AttemptFailed(reason)
-        return met[0]
+        return results[0]
 
     def _connect(self, quorum: Quorum) -> None:
         """Build the process group of a quorum, unless its members are already connected in one."""
@@ -323,9 +323,9 @@ class StepProtocol:
             history=f"{quorum.state.history:x}",
             wait_s=round(attempt.waited_s, 4),
         )
-        self._heed_audit(attempt)
+        self._act_on_audit(attempt)
         self._tell_pace(attempt)
-        self._holding.heed(attempt.plan, attempt.step)
+        self._holding.note_plan(attempt.plan, attempt.step)
         if self.group in attempt.plan.drops:
             self._holding.drop()
 
@@ -355,11 +355,11 @@ class StepProtocol:
             rows = list(map(ledger.Row.decode, self._sums.gather(mine.encode(), late)))
         except UnfitError as error:
             raise SumsBroken(str(error)) from error
-        if objection := ledger.objection(rows, attempt.quorum):
-            raise SumsBroken(objection)
+        if reason := ledger.why_not_sum(rows, attempt.quorum):
+            raise SumsBroken(reason)
         return rows
 
-    def _heed_audit(self, attempt: Attempt) -> None:
+    def _act_on_audit(self, attempt: Attempt) -> None:
         """Act on the checksums in the rows. Raises GroupBroken if this group's differs from that of most groups."""
         differing = ledger.differing_groups(attempt.rows)
         if self._checksum is not None and attempt.computes:
@@ -452,7 +452,7 @@ class StepProtocol:
         same = len({digest for _, digest, _ in votes}) == 1
         attempt.wanted = any(wanting for _, _, wanting in votes)
         if tally is not None and same:
-            self._holding.heed_bits(attempt, tally)
+            self._holding.compare_bits(attempt, tally)
         if tally is None or not same or not all(yes for yes, _, _ in votes):
             if not same or reason != OTHER_BITS:  # else all groups fail the attempt alike: their connections stay
                 self._disconnect()
@@ -483,7 +483,7 @@ class StepProtocol:
         owners = tuple(planned[slot] if count else -1 for slot, count in enumerate(tally.coverage))
         faults = ledger.at_fault(self.group, attempt.rows, held.asked, owners)
         able, parent = tuple(sorted(attempt.plan.shares)), quorum.state.history
-        history = ledger.extend(parent, attempt.step, quorum.key)
+        history = ledger.next_history(parent, attempt.step, quorum.key)
         if not attempt.wanted:
             self._connected = self._next = quorum.moved_on(State(attempt.step, history), able)
         return Commit(

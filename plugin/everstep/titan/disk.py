@@ -168,7 +168,7 @@ class DiskCheckpoints:
         told = {f"{TRAIN_STATE}.{HISTORY}": 0}
         if not (folder / ".metadata").exists() or not self.read(folder, told):
             return False
-        return (told[f"{TRAIN_STATE}.{HISTORY}"] or ledger.extend(0, step, "restored")) == history
+        return (told[f"{TRAIN_STATE}.{HISTORY}"] or ledger.next_history(0, step, "restored")) == history
 
     def require_whole(self, step: int, history: int) -> None:
         """Raise CheckpointException unless there is a complete checkpoint after this step of this history. Waits for it

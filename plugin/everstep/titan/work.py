@@ -297,7 +297,7 @@ class TrainerWork(ABC):
         found = self._disk.load()
         remedy = "Remove it to go on from an older one"
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
-        trainer.history = trainer.history or ledger.extend(0, trainer.step, "restored")
+        trainer.history = trainer.history or ledger.next_history(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
         if leaves_data and trainer.data_told != trainer.data:  # if equal, the checkpoint already has it
             self._source.began_after = trainer.step
