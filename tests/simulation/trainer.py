@@ -183,11 +183,11 @@ class SimWork:
         self.done.clear()
         self.refuses.clear()
 
-    def notes(self, step: int) -> bytes | None:
+    def own_notes(self, step: int) -> bytes | None:
         self._world.scheduler.check()
         return f"{step}".encode() if step % NOTES_EVERY == 0 else None
 
-    def noted(self, notes: list[bytes]) -> None:
+    def receive_notes(self, notes: list[bytes]) -> None:
         self._world.scheduler.check()
         if len(set(notes)) > 1:
             self._world.judge.violate("notes of other steps", f"{self.rank.name} got {notes}")

@@ -90,10 +90,10 @@ class ToyWork:
         self.done.clear()
         self.param.grad = None
 
-    def notes(self, step: int) -> bytes | None:
+    def own_notes(self, step: int) -> bytes | None:
         return None
 
-    def noted(self, notes: list[bytes]) -> None:
+    def receive_notes(self, notes: list[bytes]) -> None:
         raise AssertionError("nobody sends notes here")
 
     def await_snapshot(self) -> int:

@@ -189,7 +189,7 @@ def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():
     events = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields["text"])))
     streams = {3: StreamState(5, {})}
     group = SimpleNamespace(_source=source, _events=events)
-    TrainerWork.noted(group, [b"", b"EVERSTREAM-NEWER[]", encode_states(streams)])
+    TrainerWork.receive_notes(group, [b"", b"EVERSTREAM-NEWER[]", encode_states(streams)])
     assert learnt == [{}, streams]
     [(kind, text)] = told
     assert (kind, text.partition(":")[0]) == ("warning", "stream positions of member 2 of 3 of the quorum are skipped")

@@ -40,7 +40,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
-from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, Asked
+from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, GateMessage
 from everstep.quorum.request import Request, decode, differing_settings, encode, group_of, read_quorum
 from everstep.run import typed
 
@@ -180,7 +180,7 @@ class Gate:
             while True:
                 message = channel.receive_frame()
                 try:
-                    asked = typed.parse(Asked, message)
+                    asked = typed.parse(GateMessage, message)
                     request = decode(asked.said) if asked.said else None
                     if request is not None and asked.replica != request.name:
                         raise ValueError(f"it is of {request.name}, and {asked.replica} sent it")
@@ -220,7 +220,7 @@ class Gate:
         known = (0 < one.request.makers <= making[self._makes.get(name, "")] for name, one in self._waits.items())
         return max(2 * self._every_s, 2 * HEARTBEAT_S) if any(known) else math.inf
 
-    def _is_wanted(self, beat: Asked) -> bool:
+    def _is_wanted(self, beat: GateMessage) -> bool:
         """Whether a group that sent a heartbeat should ask for a quorum."""
         with self._changed:
             return self._split or any(other != beat.replica and self._is_heard(other) for other in self._waits)
@@ -269,7 +269,7 @@ class Gate:
                 self._beaten = begun
                 self._changed.notify_all()
 
-    def _quorum(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
+    def _quorum(self, asked: GateMessage, waiting: _Waiting) -> dict[str, Any] | bytes:
         if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
             return {"failed": "another start of this group has replaced this one"}
         with self._changed:
@@ -281,7 +281,7 @@ class Gate:
                 if self._waits.get(asked.replica) is waiting:
                     del self._waits[asked.replica]
 
-    def _answer(self, asked: Asked, waiting: _Waiting) -> dict[str, Any] | bytes:
+    def _answer(self, asked: GateMessage, waiting: _Waiting) -> dict[str, Any] | bytes:
         until = time.monotonic() + asked.timeout_s
         if not self._wait_for_turn(waiting, until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make steps has asked for the next quorum"}

@@ -29,7 +29,7 @@ SPARE = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
+class GateMessage:
     """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers_hash` of the quorum in which
     the group makes steps, empty for none. With `said`, the encoded `Request`, it asks for the next quorum."""
 
@@ -129,7 +129,7 @@ class Membership:
                     raise
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Request]]:
-        asked = Asked(self._replica, encode(request), max(0.001, (1 - SPARE) * timeout_s))
+        asked = GateMessage(self._replica, encode(request), max(0.001, (1 - SPARE) * timeout_s))
         address = self._published()
         try:
             answer = self._asking.ask(address, asdict(asked), timedelta(seconds=timeout_s))
@@ -159,7 +159,7 @@ class Membership:
                 break
             address = self._published()
             try:
-                beat = asdict(Asked(self._replica, makes=self._makes))
+                beat = asdict(GateMessage(self._replica, makes=self._makes))
                 self.wanted = self._beating.ask(address, beat, self._timeout).get("wanted") is True
                 heard = time.monotonic()
             except wire.WireError:  # the next heartbeat says it again; no group waits at a lighthouse that is away

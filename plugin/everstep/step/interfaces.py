@@ -105,7 +105,7 @@ class Clock(Protocol):
 
 
 class Work(Protocol):
-    """The trainer. All ranks of the group make the same calls, except for `notes` and `noted`."""
+    """The trainer. All ranks of the group make the same calls, except for `own_notes` and `receive_notes`."""
 
     def compute(self, step: int, slot: int, *, check_all: bool) -> None:
         """Run forward and backward of one slot of `step`, and add its gradient to `param.grad`.
@@ -141,12 +141,12 @@ class Work(Protocol):
     def discard(self) -> None:
         """Forget all gradients and sums of the step in progress."""
 
-    def notes(self, step: int) -> bytes | None:
+    def own_notes(self, step: int) -> bytes | None:
         """Return what the other groups should know after `step`; None if no group sends notes now. A rank whose tally
         failed does not call this."""
 
-    def noted(self, notes: list[bytes]) -> None:
-        """Take in the `notes` of every group, by ascending group id; empty if they were altered on the way."""
+    def receive_notes(self, notes: list[bytes]) -> None:
+        """Take in the `own_notes` of every group, by ascending group id; empty if they were altered on the way."""
 
     def await_snapshot(self) -> None:
         """If a state was restored, wait until this rank's snapshots hold it, or for a timeout."""

@@ -471,9 +471,9 @@ class StepProtocol:
     def _tally(self, mine: ledger.Tally, attempt: Attempt) -> ledger.Tally:
         """Return the sum of the groups' tallies, and exchange notes if any are due. Raises SumsBroken."""
         total = self._sums.total(mine.encode(), self._sum_timeout(attempt))
-        notes = self._work.notes(attempt.step)
+        notes = self._work.own_notes(attempt.step)
         if notes is not None:
-            self._work.noted(self._sums.gather(notes))
+            self._work.receive_notes(self._sums.gather(notes))
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:

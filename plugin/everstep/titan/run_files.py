@@ -52,7 +52,7 @@ class RankFiles:
         """See `RunFiles.beat`."""
         self._heartbeat.beat(phase, step)
 
-    def computes(self, step: int, slot: int) -> None:
+    def beat_slot(self, step: int, slot: int) -> None:
         """Write in the beat that this slot is being computed: if the process dies now, its data may be the cause."""
         self._heartbeat.beat("compute", step, slot)
 

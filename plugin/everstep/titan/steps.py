@@ -47,7 +47,7 @@ class Steps(TrainerWork):
             self._slots.hold_nothing(slot)
             self._events.emit("slot_skipped", step, slot=slot)
             return
-        self._files.computes(step, slot)
+        self._files.beat_slot(step, slot)
         self._slots.compute(step, slot, check_all=check_all)
 
     def _is_poison(self, step: int, slot: int) -> bool:

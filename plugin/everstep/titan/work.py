@@ -257,11 +257,11 @@ class TrainerWork(ABC):
         self._events.emit("left" if leaves else "training_done", self.committed)
         self._files.beat(DONE, self.committed)
 
-    def notes(self, step: int) -> bytes | None:
+    def own_notes(self, step: int) -> bytes | None:
         """Return the positions of this group's data streams, with which any group can go on; None if not due."""
         return None if step % self.notes_interval else self._source.known_states() or None
 
-    def noted(self, notes: list[bytes]) -> None:
+    def receive_notes(self, notes: list[bytes]) -> None:
         for place, note in enumerate(notes, 1):
             try:
                 self._source.learn(note)
