@@ -11,7 +11,7 @@ import psutil
 
 from everstep.launch.machine import limited_threads
 from everstep.launch.rendezvous import RendezvousRound
-from everstep.launch.watchdog import Death, failures
+from everstep.launch.restart_rules import Death, failures
 from everstep.launch.worker import log_path
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT

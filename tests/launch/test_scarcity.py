@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from everstep.commands.status import status_of
-from everstep.launch import supervisor, watchdog
+from everstep.launch import restart_rules, supervisor
 from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.run import memory
 from launched import DEADLINE_S, until
@@ -111,10 +111,10 @@ def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(tmp_pat
     monkeypatch.setattr(memory, "MOUNT", tmp_path)
     monkeypatch.setattr(memory, "PROC", own)
     own.write_text(f"3:cpu,cpuacct:/job\n{line}\n")
-    assert watchdog.oom_kills() == 0
+    assert restart_rules.oom_kills() == 0
     counts.parent.mkdir(parents=True, exist_ok=True)
     counts.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert watchdog.oom_kills() == 3
+    assert restart_rules.oom_kills() == 3
 
 
 def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_and_not_given_up(start):

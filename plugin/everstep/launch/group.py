@@ -4,7 +4,7 @@
 
 The launcher's loop calls `tick` again and again. It returns at once, except while an earlier start of the group ends.
 If one rank dies, the others are killed at once by SIGKILL, as there is nothing left to save. The next incarnation
-starts when all processes of the last one, and those that its workers started, are gone. `watchdog` has the rules.
+starts when all processes of the last one, and those that its workers started, are gone. `restart_rules` has the rules.
 """
 
 import errno
@@ -18,9 +18,9 @@ from everstep.launch.forking import ForkRequest
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import limited_threads, storage_complaint
 from everstep.launch.rendezvous import Rendezvous
+from everstep.launch.restart_rules import HOPELESS, WINDOW_S, Death, failures, in_a_row
 from everstep.launch.settings import GroupSettings
 from everstep.launch.shortages import backoff_s
-from everstep.launch.watchdog import HOPELESS, WINDOW_S, Death, failures, in_a_row
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push

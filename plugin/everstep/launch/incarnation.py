@@ -8,8 +8,8 @@ from typing import Any
 
 from everstep.launch.children import Child
 from everstep.launch.rendezvous import RendezvousRound
+from everstep.launch.restart_rules import CRASHES, HOPELESS, Death, describe_exit, oom_kills
 from everstep.launch.settings import GroupSettings
-from everstep.launch.watchdog import CRASHES, HOPELESS, Death, describe_exit, oom_kills
 from everstep.launch.worker import STACKS_SIGNAL, read_error
 from everstep.run import poison
 from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
