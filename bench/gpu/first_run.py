@@ -282,12 +282,12 @@ def from_the_device() -> str:
 
     from everstep.quorum.heal import HealState, _Copy
     from everstep.quorum.streams import streams_of
-    from everstep.snapshot.layout import Plan, State
+    from everstep.snapshot.layout import CopyPlan, State
 
     tensors = {f"model/{number}": torch.arange(1 << 22, device=device()) + number for number in range(4)}
     for tensor in tensors.values():
         tensor.mul_(3)  # still running when the copies are requested
-    plan, streams = Plan(State(tensors), (0,), 0, 0, 1), streams_of(device())
+    plan, streams = CopyPlan(State(tensors), (0,), 0, 0, 1), streams_of(device())
     copy = _Copy(HealState(tensors=tensors), streams, 60)
     copy.begin()
     source_s, _ = timed(copy.join)

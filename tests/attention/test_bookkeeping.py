@@ -72,7 +72,7 @@ def test_an_adaptive_rate_takes_the_share_of_the_time_that_it_may_take(ceiling, 
     schedule = Schedule(None, ceiling)
     spent = trained(schedule, 20, 600, looks_s=looks_s)[40:]
     assert sum(spent) / len(spent) == pytest.approx(ceiling - looks_s, rel=0.15)
-    assert schedule.plan.overhead == pytest.approx(ceiling)
+    assert schedule.check_rate.overhead == pytest.approx(ceiling)
 
 
 def test_a_layer_is_still_drawn_at_times_if_looks_take_all_of_max_overhead():

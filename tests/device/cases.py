@@ -16,7 +16,7 @@ import late
 from everstep.quorum.heal import HealState, _Copy
 from everstep.quorum.in_flight import SumQueue
 from everstep.quorum.streams import DeviceStreams
-from everstep.snapshot.layout import Plan, State
+from everstep.snapshot.layout import CopyPlan, State
 from everstep.step.reduction import GradientReducer
 from late.collectives import work_of
 
@@ -134,7 +134,7 @@ def bucket_freed(planted: bool) -> None:
 def optimizer_over_copy(planted: bool) -> None:
     """A snapshot is copied from the device; then the optimizer changes the parameters."""
     params = {f"model/{n}": ones() for n in range(3)}
-    plan = Plan(State(params), (0,), 0, 0, 1)
+    plan = CopyPlan(State(params), (0,), 0, 0, 1)
     whole, own = np.empty(plan.layout.size, dtype=np.uint8), streams(planted, "synchronize")
     with unwaited(planted):
         plan.copy(whole, b"", own, own.record(), lambda: None)
@@ -145,7 +145,7 @@ def optimizer_over_copy(planted: bool) -> None:
 def copied_before_commit(planted: bool) -> None:
     """A snapshot is copied behind the optimizer's step."""
     params = {"model/0": ones()}
-    plan = Plan(State(params), (0,), 0, 0, 1)
+    plan = CopyPlan(State(params), (0,), 0, 0, 1)
     whole, own = np.empty(plan.layout.size, dtype=np.uint8), streams(planted, "wait")
     params["model/0"].add_(1)
     plan.copy(whole, b"", own, own.record(), lambda: None)

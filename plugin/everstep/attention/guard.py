@@ -16,7 +16,7 @@ import torch
 from .findings import FindingLog, Record
 from .injection import Injector, inject
 from .private import recomputing, unseen_by_checkpointing
-from .schedule import Plan, Schedule
+from .schedule import CheckRate, Schedule
 from .section import AttentionCheck
 
 
@@ -83,7 +83,7 @@ class Checks:
         self._later: defaultdict[Callable[[list[Any]], None], list[Any]] = defaultdict(list)
         self._kept_bytes = 0
         self._slots: deque[_Slot] = deque()
-        self._told: Plan | None = None
+        self._told: CheckRate | None = None
         # Asked once, because looking for a device takes as long as a small check.
         self._device = torch.accelerator.current_accelerator(check_available=True)
 
@@ -173,17 +173,17 @@ class Checks:
         """Return the findings since the last call, as the fields of `finding` events."""
         return self.findings.drain()
 
-    def news(self) -> dict[str, float] | None:
+    def changed_rate(self) -> dict[str, float] | None:
         """Return the overhead and the rate of the checks, as the fields of an event, if one of them changed by a
         quarter since they were last returned; else None. A fixed rate is returned once."""
         fixed, told = self.schedule.fixed, self._told
-        plan = self.schedule.plan if fixed is None else Plan(0.0, fixed)
-        if plan is None or (
-            told is not None and all(0.8 < (x + 1e-9) / (y + 1e-9) < 1.25 for x, y in zip(plan, told, strict=True))
+        rate = self.schedule.check_rate if fixed is None else CheckRate(0.0, fixed)
+        if rate is None or (
+            told is not None and all(0.8 < (x + 1e-9) / (y + 1e-9) < 1.25 for x, y in zip(rate, told, strict=True))
         ):
             return None
-        self._told = plan
-        return plan._asdict() if fixed is None else {"rate": fixed}
+        self._told = rate
+        return rate._asdict() if fixed is None else {"rate": fixed}
 
     def weights_changed(self) -> None:
         """Note that weights changed, by a commit, a heal, a checkpoint or a finding."""

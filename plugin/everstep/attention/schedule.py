@@ -26,7 +26,7 @@ HALF_LIFE_STEPS = 100
 """Steps in which the raised rate of a layer with a finding falls by half."""
 
 
-class Plan(NamedTuple):
+class CheckRate(NamedTuple):
     """overhead: expected time of checks and looks at this rate, divided by the time of the slots without them. rate:
     share of slots in which a layer is checked."""
 
@@ -76,7 +76,7 @@ class Schedule:
         """Seconds that the checks of one layer took in each of the last slots with checks."""
         self._looks: deque[float] = deque(maxlen=REMEMBERED)
         """Seconds that the looks took in each of the last slots."""
-        self.plan: Plan | None = None
+        self.check_rate: CheckRate | None = None
         """The rate that the measured times allow, and the overhead expected at it; None before times are measured."""
         self.checked: frozenset[int] = frozenset()
         """The layers that are checked in the current slot."""
@@ -97,7 +97,7 @@ class Schedule:
         """Return the share of slots in which this layer is checked during a step."""
         if self.fixed is not None:
             return self.fixed
-        usual = 1.0 if self.plan is None else self.plan.rate
+        usual = 1.0 if self.check_rate is None else self.check_rate.rate
         found = self._found.get(layer)
         return usual if found is None else max(usual, 0.5 ** (max(0, step - found) / HALF_LIFE_STEPS))
 
@@ -119,4 +119,4 @@ class Schedule:
             looks = statistics.median(self._looks) / slot_s
             rate = min(1.0, max(0.0, self.max_overhead - looks) / whole) if whole else 1.0
             rate = max(rate, 1 / (SELDOM * len(self._layers)))
-            self.plan = Plan(looks + rate * whole, rate)
+            self.check_rate = CheckRate(looks + rate * whole, rate)

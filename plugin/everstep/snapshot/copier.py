@@ -19,7 +19,7 @@ from everstep.quorum.streams import Event, Streams, streams_of
 from everstep.snapshot.agreement import Agreed, Status, conclude, members_of, named
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment, pairs_of
-from everstep.snapshot.layout import VOLATILE, Plan, State
+from everstep.snapshot.layout import VOLATILE, CopyPlan, State
 from everstep.snapshot.recovery import Share
 from everstep.snapshot.restore import pack_own, whose
 from everstep.snapshot.section import Snapshot
@@ -54,7 +54,7 @@ class Copier:
         self._published_at = 0.0
         """time.monotonic() of the last publication at which the keeper was not silent, or else of the first one."""
         self._unable_until = 0.0
-        self._plan: Plan | None = None
+        self._plan: CopyPlan | None = None
         self._streams: Streams | None = None
         self._volatile: dict[str, torch.Tensor] = {}
         self._job: _Job | None = None
@@ -216,7 +216,7 @@ class Copier:
         members = job.agreed.members
         plan = self._plan
         if plan is None or not plan.fits(job.state, members):
-            plan = self._plan = Plan(job.state, members, group, self._rank, self._ranks)
+            plan = self._plan = CopyPlan(job.state, members, group, self._rank, self._ranks)
         domains = job.agreed.domains(self._settings.parity_group, self._settings.parity)
         parity_group = domains.group_of(group)
         step, history, start = job.moment

@@ -4,9 +4,9 @@ A layout says which box of the whole tensor each shard is. To restore into group
 ranks, other meshes), a rank copies the intersections of its boxes with those of each saved rank, tensor by tensor. A
 tensor that is not sharded is a box like any other. Pipeline stages need nothing more, as their tensors' names differ.
 
-A `Plan` copies and checksums the part of the state that one member, a group that shares the snapshot, stores. On a CPU,
-each MiB is hashed in the trainer's tensors and then copied while it is in the cache. From a device, the part is first
-copied to page-locked memory, on a separate stream, and hashed there; the trainer need not wait for the hashing.
+A `CopyPlan` copies and checksums the part of the state that one member, a group that shares the snapshot, stores. On a
+CPU, each MiB is hashed in the trainer's tensors and then copied while it is in the cache. From a device, the part is
+first copied to page-locked memory, on a separate stream, and hashed there; the trainer need not wait for the hashing.
 """
 
 import json
@@ -203,7 +203,7 @@ class State:
         return next((t.device for t in self.tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
 
 
-class Plan:
+class CopyPlan:
     """The bytes of each tensor that one member copies. Made again when tensors or members change."""
 
     def __init__(self, state: State, members: tuple[int, ...], group: int, rank: int, ranks: int) -> None:

@@ -210,8 +210,8 @@ class TrainerWork(ABC):
         return loss
 
     def _tell(self, commit: Commit, took_s: float, *, lr: dict[str, float], **fields: Any) -> None:
-        if self._checks is not None and (plan := self._checks.news()):
-            self._events.emit("attention_schedule", commit.step, coverage=self._checks.coverage, **plan)
+        if self._checks is not None and (rate := self._checks.changed_rate()):
+            self._events.emit("attention_schedule", commit.step, coverage=self._checks.coverage, **rate)
         self._events.emit(
             "commit",
             commit.step,
