@@ -34,7 +34,7 @@ def step_of(loads, gradients, held, group):
 
 
 def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypatch):
-    monkeypatch.setattr(work, "Measures", MagicMock())
+    monkeypatch.setattr(work, "MetricsLogger", MagicMock())
     computed, idle = step_of([3.0, 4.0], [True, True, False], [0], 0), step_of([0.0, 0.0], [False] * 3, [], 2)
     extra = computed.results().extra + idle.results().extra
     assert idle.statuses(SimpleNamespace(extra=extra)) == {0: 7, 1: 0, 2: 7}, "of the spare, too"

@@ -58,9 +58,9 @@ def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lam
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every quorum, several times a step
     import_all(modules, stopping)
     if "everstep.titan.load" in modules and not stopping():
-        from everstep.titan.load import parse_any
+        from everstep.titan.load import warm_up_parser
 
-        parse_any()
+        warm_up_parser()
 
 
 class _Output(io.FileIO):

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from everstep import wire
-from everstep.quorum.streams import Streams, bring, page_locked, streams_of
+from everstep.quorum.streams import Streams, copy_to_host, page_locked, streams_of
 from everstep.run import typed
 from everstep.run.memory import room_for
 from everstep.run.typed import Count, UnfitError
@@ -115,7 +115,7 @@ class _Copy(threading.Thread):
                 there.copy_(some)
             else:
                 staged = self._staging[: len(some)]
-                bring([(some, staged)], self._streams, self._ready)
+                copy_to_host([(some, staged)], self._streams, self._ready)
                 there.copy_(staged)
             self._tell(self._copied + len(some))
 

@@ -68,7 +68,7 @@ class DeviceStreams(Streams):
             torch.accelerator.set_stream(before)
 
 
-def bring(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], streams: Streams, ready: Event | None) -> None:
+def copy_to_host(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], streams: Streams, ready: Event | None) -> None:
     """Copy each (source, target) to the host, on the separate stream. Returns when all copies are complete.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from everstep.quorum.streams import Event, Streams, bring, page_locked
+from everstep.quorum.streams import Event, Streams, copy_to_host, page_locked
 from everstep.run import typed
 from everstep.snapshot import parity
 from everstep.snapshot.buffer import CHUNK_BYTES, as_table, chunk_digests, chunks
@@ -256,7 +256,7 @@ class CopyPlan:
         size = self.part[1] - self.part[0]
         whole[size:] = np.frombuffer(tail, dtype=np.uint8)
         if self._staging is not None:
-            bring(self._to_stage(self._staging), streams, ready)
+            copy_to_host(self._to_stage(self._staging), streams, ready)
             copied()
         digests = []
         for (begin, end), pieces in zip(chunks(size), self._chunks, strict=True):

@@ -31,9 +31,9 @@ from everstep.titan.parts import (
     Parts,
     cause_of,
     checkpoints_in,
-    give_up,
     put_in_place,
     read_alone,
+    remove_incomplete,
     tensors_in,
     workers_in,
 )
@@ -217,7 +217,7 @@ class DiskCheckpoints:
         reason = f"{cause_of(error)}{_room(folder)}"
         logger.warning(f"The checkpoint of step {step} in {folder} was not written: {reason}. Training goes on.")
         self._events.emit("checkpoint_failed", commit, reason=reason, folder=folder)
-        give_up(Path(folder), step)
+        remove_incomplete(Path(folder), step)
 
     def _save_part(self, step: int, part: dict[str, torch.Tensor], last: bool) -> bool:
         manager = self._manager
@@ -279,7 +279,7 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
             if TRAIN_STATE not in state_dict:
                 draft = target.with_name(f"{draft.name}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
                 name = f"{folder.name}-{draft.name}"
-            put = functools.partial(parts.bring, folder=folder, name=name, target=target)
+            put = functools.partial(parts.add_part, folder=folder, name=name, target=target)
         if is_first:  # the other ranks write only after a collective that rank 0 has not reached yet
             shutil.rmtree(draft, ignore_errors=True)
         rename = functools.partial(put, draft) if is_first else lambda: None

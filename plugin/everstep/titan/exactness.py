@@ -84,7 +84,7 @@ def layout(config: Any) -> str:
     return f"{dist.get_world_size()} {config.training.dtype} {_parallelism(config)}"
 
 
-def agree(run_dir: Path, mine: dict[str, str]) -> None:
+def require_same(run_dir: Path, mine: dict[str, str]) -> None:
     """Raise TrainerEnds if the run's first start had another fingerprint."""
     if told := differences(run_dir, FILE, mine):
         raise TrainerEnds(

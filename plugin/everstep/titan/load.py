@@ -69,7 +69,7 @@ def load_config(
     return config
 
 
-def parse_any() -> None:
+def warm_up_parser() -> None:
     """Have torchtitan parse a command line, so that processes that are forked later need not repeat what its parser
     imports and caches at its first use."""
     ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])

@@ -93,7 +93,7 @@ class Parts:
         """Return the folder in which the parts of `target` are collected."""
         return target.with_name(f"writing-{target.name.removeprefix('step-')}-{self.history():x}")
 
-    def bring(self, draft: Path, folder: Path, name: str, target: Path) -> None:
+    def add_part(self, draft: Path, folder: Path, name: str, target: Path) -> None:
         """Add the written part `draft` to the others, and complete the checkpoint if it is the last. Raises OSError."""
         if (folder / name).exists() or any(target.glob(f"{folder.name}*")):  # this part is there, or all are
             shutil.rmtree(draft)
@@ -111,10 +111,10 @@ class Parts:
             part.rename(whole / part.name)
         put_in_place(whole, target)
         self.on_complete(step := int(target.name.removeprefix("step-")))
-        give_up(target.parent, step)
+        remove_incomplete(target.parent, step)
 
 
-def give_up(folder: Path, step: int) -> None:
+def remove_incomplete(folder: Path, step: int) -> None:
     """Remove incomplete checkpoints up to `step`, which no group will complete, to free their space."""
     for waiting in folder.glob("writing-[0-9]*"):
         if int(waiting.name.split("-")[1]) <= step:

@@ -81,10 +81,10 @@ class Snapshots:
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What all groups know about the snapshots, the same in each, as JSON. A joiner takes it over (`agree`)."""
+        """What all groups know about the snapshots, the same in each, as JSON. A joiner copies it (`set_agreed`)."""
         return self._copier.agreed.to_json()
 
-    def agree(self, agreed: dict[str, Any]) -> None:
+    def set_agreed(self, agreed: dict[str, Any]) -> None:
         """Take over `agreed` from the group that this one heals from."""
         self._copier.agreed = Agreed.from_json(agreed)
 

@@ -97,7 +97,7 @@ class EverstepTrainer(titan.Trainer):
         run = self.context
         if ft.exact:
             exactness.after_build()
-            exactness.agree(run.run_dir, exactness.fingerprint(config, self.device))
+            exactness.require_same(run.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
         """`data` as recorded in the state that was loaded last, from a checkpoint, a snapshot or another group."""

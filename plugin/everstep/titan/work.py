@@ -36,7 +36,7 @@ VALIDATION_LOSS = "validation_metrics/loss"
 """torchtitan's name for the validation loss."""
 
 
-class Measures(BaseLogger):
+class MetricsLogger(BaseLogger):
     """Receives this rank's metrics from torchtitan, which still prints its line to the rank's log. The metrics become
     part of the commit's event, and the curves are drawn from events.
 
@@ -90,7 +90,7 @@ class TrainerWork(ABC):
         self._events, self._files = trainer.context.events, trainer.context.files
         self._snapshots, self._checks = trainer.context.snapshots, trainer.checks
         self._source = self._slots.source
-        self._measures = Measures(trainer)
+        self._measures = MetricsLogger(trainer)
         self._commits = 0
 
     @property
@@ -332,7 +332,7 @@ class TrainerWork(ABC):
         self._taken("peer")
         known = state.meta.get(AGREED_SNAPSHOTS)
         if self._snapshots is not None and known is not None:
-            self._snapshots.agree(known)
+            self._snapshots.set_agreed(known)
 
     def _load(self, state: HealState) -> None:
         """Load a state of the same rank, from another group or from memory."""
