@@ -26,7 +26,7 @@ from statistics import median
 
 import psutil
 
-from everstep.report.score import score, verdict
+from everstep.report.score import broken_promises, score
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import read_records
 
@@ -178,7 +178,7 @@ def main() -> int:
         }
         (run_dir / "endurance.json").write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))
-        broken = verdict(found, may_stop=True)
+        broken = broken_promises(found, may_stop=True)
         if args.kills >= ENOUGH:
             broken += [f"{name} grew" for name, series in growth.items() if not series["flat"]]
         print("\n".join(broken), file=sys.stderr)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.launch.prepare import PrepareOptions, prepare_in_subprocess
-from everstep.report.score import score, verdict
+from everstep.report.score import broken_promises, score
 from everstep.run.events import EventTail, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +153,7 @@ def main() -> int:
         again = Run(args, reference, 1, steps)
         again.process.wait()
         found = score(run_dir, reference)
-        broken = verdict(found, may_stop=True)
+        broken = broken_promises(found, may_stop=True)
         if run.longest_s > run.stall_s:
             broken.append(f"no group committed for {run.longest_s:.1f} s")
         if run.ended_unstopped:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from everstep.cli import COMMANDS
-from everstep.report.score import score, verdict
+from everstep.report.score import broken_promises, score
 from launched import DEADLINE_S
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -63,4 +63,4 @@ def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for
     figures = score(run.run_dir)
     assert figures["give_ups"] == {}
     assert figures["slots_skipped"] == 1
-    assert any("did not enter the model" in sentence for sentence in verdict(figures)), "not in silence"
+    assert any("did not enter the model" in sentence for sentence in broken_promises(figures)), "not in silence"

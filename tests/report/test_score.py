@@ -6,7 +6,7 @@ import pytest
 
 from everstep.commands.report import report
 from everstep.report.account import read
-from everstep.report.score import figures_of, loss_by_step, score, summary, verdict
+from everstep.report.score import broken_promises, figures_of, loss_by_step, score, summary
 from timeline import Timeline, finished_run
 
 
@@ -33,7 +33,7 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     assert figures["healing_s"] == pytest.approx(0.1)
     assert figures["groups_mean"] == pytest.approx((3 * 1 + 3 * 2 + 2 * 4 + 3 * 2) / 9)
     assert losses[8] == pytest.approx(4.2)
-    assert verdict(figures) == []
+    assert broken_promises(figures) == []
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
     ],
 )
 def test_the_verdict_names_what_broke_the_promise(changes, sentence):
-    assert verdict(figures_of(read(finished_run().events)) | changes) == [sentence]
+    assert broken_promises(figures_of(read(finished_run().events)) | changes) == [sentence]
 
 
 def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
     (tmp_path / "events").mkdir()
     empty = score(tmp_path)
     assert (empty["status"], empty["steps"], empty["goodput"]) == ("running", 0, None)
-    assert "No step was committed." in verdict(empty)
+    assert "No step was committed." in broken_promises(empty)
     assert "unknown" in summary(empty)
     run_dir = Timeline().start(0, 0).commit(1, 1, [0]).commit(2, 2, [0]).write(tmp_path)
     with (run_dir / "events" / "group-0.rank-0.jsonl").open("a") as file:
@@ -73,7 +73,7 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
 
     def told():
         figures = figures_of(read(run.events))
-        return figures["status"], verdict(figures, may_stop=True)
+        return figures["status"], broken_promises(figures, may_stop=True)
 
     def end(t, group, status, *before):
         for kind in before:

@@ -198,7 +198,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     assert not any(text.startswith("fine") for text in console), "nobody's words forge a line"
     assert f"WRONG   {found.sentence}" in status_of(tmp_path).splitlines()
     assert f"{escape(found.sentence)}</td>" in page_of(tmp_path).read_text()
-    figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.text(state, 1))}
+    figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.prometheus_text(state, 1))}
     count = {name: figures["everstep_degraded", name] for name in GUARANTEES}
     assert count == dict.fromkeys(GUARANTEES, 0) | {guarantee: 1}
     assert figures["everstep_trouble_info", guarantee, found.sentence] == 1
@@ -208,7 +208,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
 def test_each_is_gone_with_its_cause(cause):
     now = read(story(cause, cured=True)[0].logged)
     assert now.troubles.sentences == []
-    assert b"everstep_trouble_info{" not in metrics.text(now, 1)
+    assert b"everstep_trouble_info{" not in metrics.prometheus_text(now, 1)
 
 
 def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():

@@ -52,7 +52,7 @@ def events(run):
     found = list(read_events(run))
     for event in found:
         shown.apply(event)
-    metrics.text(shown, 1)
+    metrics.prometheus_text(shown, 1)
     view.apply(found)
 
 

@@ -47,7 +47,7 @@ def test_what_somebody_else_wrote_of_a_trouble_or_a_check_ends_no_reader(tmp_pat
         log.emit(kind, 1, **fields)
     for event in read_events(tmp_path):
         shown.apply(event)
-    assert b"everstep_attention_parts_checked 0.0" in metrics.text(shown, 1)
+    assert b"everstep_attention_parts_checked 0.0" in metrics.prometheus_text(shown, 1)
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
     expected = reference(config)
     assert worst(run, expected, steps) <= 1e-5
     assert worst_loss(run, expected) <= 1e-5
-    assert score.verdict(score.score(run.run_dir)) == []
+    assert score.broken_promises(score.score(run.run_dir)) == []
     assert run.events("worker_moved")
 
 
@@ -82,4 +82,4 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
     print("parameters, losses differ by", differences)
     assert max(differences) <= 1e-5
     assert run.events("worker_moved")
-    assert score.verdict(score.score(run.run_dir)) == []
+    assert score.broken_promises(score.score(run.run_dir)) == []

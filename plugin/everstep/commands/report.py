@@ -23,10 +23,10 @@ def report(
         check: End with exit status 1 if the run broke its promise. The summary (with --json: stderr) says how.
     """
     from everstep.report.page import write_report
-    from everstep.report.score import summary, verdict
+    from everstep.report.score import broken_promises, summary
 
     figures = write_report(run_dir, against)
-    broken = verdict(figures) if check else []
+    broken = broken_promises(figures) if check else []
     if json:
         print(dumps(figures, indent=2))
         print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)

@@ -9,7 +9,7 @@ import tyro
 
 from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
-from everstep.report.score import checks, covered, duration, judged
+from everstep.report.score import checks, coverage_text, duration, refusals_text
 from everstep.report.troubles import shortage
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
@@ -52,7 +52,7 @@ def status_of(run_dir: Path) -> str:
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
     found = checks(state)
-    if told := "; ".join(filter(None, (covered(found), judged(found)))):
+    if told := "; ".join(filter(None, (coverage_text(found), refusals_text(found)))):
         lines.append(f"checks  attention: {told}")
     return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
 

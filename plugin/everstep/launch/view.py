@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
 from everstep.report.lineage import Commit
-from everstep.report.score import checks, covered, duration
+from everstep.report.score import checks, coverage_text, duration
 from everstep.report.troubles import Fields, trouble
 
 RATE_WINDOW = 20
@@ -83,7 +83,7 @@ class RunState(Account):
             case "node_bad":
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         if unchecked and self.current.schedules:
-            lines.append(f"attention: {covered(checks(self))}")
+            lines.append(f"attention: {coverage_text(checks(self))}")
         lines = lines or ([describe(event)] if trouble(event) is None else [])
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines if line]
         self.recent.extend(lines)

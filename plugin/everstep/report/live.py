@@ -120,7 +120,7 @@ def tell(
     """
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
-    from everstep.report.metrics import text
+    from everstep.report.metrics import prometheus_text
     from everstep.report.notify import Outlet, Webhook
     from everstep.report.page import report_of, write_pages
     from everstep.report.troubles import shortage
@@ -167,7 +167,7 @@ def tell(
         say(said)
         first = False
         if "metrics" in fds:
-            served["metrics"] = text(now, ft.min_groups)
+            served["metrics"] = prometheus_text(now, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()
             write(now)

@@ -13,7 +13,7 @@ from everstep.report.troubles import GUARANTEES, ROWS
 from everstep.run.event_fields import NEEDED
 
 
-def text(now: Account, min_groups: int) -> bytes:
+def prometheus_text(now: Account, min_groups: int) -> bytes:
     """Return the figures in Prometheus's text format. Counters do not fall back to 0 when the process that serves them
     is started again, as it reads the log from its beginning."""
     registry: Any = SimpleNamespace(collect=lambda: figures(now, min_groups))

@@ -14,7 +14,7 @@ from everstep.report.account import Account
 from everstep.report.faults import fault_rows
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
-from everstep.report.score import KEPT, account_of, figures_of, lines_of, verdict
+from everstep.report.score import KEPT, account_of, broken_promises, figures_of, lines_of
 from everstep.run.files import write_whole
 
 RELOAD_MS = 2500
@@ -66,7 +66,7 @@ def report_of(
         clock=clock,
         figures=figures,
         other=figures_of(other) if other is not None else {},
-        broken=verdict(figures, may_stop=True),
+        broken=broken_promises(figures, may_stop=True),
         kept=KEPT,
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=drawn["curves"],

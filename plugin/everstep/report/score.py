@@ -15,8 +15,8 @@ from everstep.run.directory import require_events
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
-"""Largest difference between the losses of two runs that `verdict` accepts. Sums in another order stay far below it, a
-missing or repeated batch does not."""
+"""Largest difference between the losses of two runs that `broken_promises` accepts. Sums in another order stay far below
+it, a missing or repeated batch does not."""
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about a finding."""
 KEPT = "Every step happened with its whole batch, exactly once."
@@ -79,7 +79,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "replicas_diverged": len(account.distinct["audit"]),
         **checks(account),
         "snapshots": account.protection.line() or None,
-        **exchanged(account.rounds),
+        **exchange_figures(account.rounds),
         **loss_delta(loss_by_step(final), None if other is None else loss_by_step(other.lineage.final())),
     }
 
@@ -144,7 +144,7 @@ def _share(part: float | None, whole: float) -> float | None:
     return None if part is None or whole <= 0 else min(1.0, max(0.0, part / whole))
 
 
-def exchanged(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def exchange_figures(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute what semi-synchronous training sends, from `Account.rounds`. All are None for synchronous training.
 
     `inner_steps`: steps of a round. The others are per inner step. `payload_bytes`: bytes that one rank puts into sums
@@ -194,7 +194,7 @@ def checks(account: Account) -> dict[str, Any]:
     }
 
 
-def covered(figures: Mapping[str, Any]) -> str:
+def coverage_text(figures: Mapping[str, Any]) -> str:
     """Describe what the attention check covers and costs, from the fields of `checks`; "" if nothing is checked."""
     if figures["attention_coverage"] is None:
         return ""
@@ -206,7 +206,7 @@ def covered(figures: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def judged(figures: Mapping[str, Any]) -> str:
+def refusals_text(figures: Mapping[str, Any]) -> str:
     """Describe what became of refused slots, from the fields of `checks`; "" if there were none."""
     counts = (
         ("ranks_unfit", "rank", "sent away as unfit"),
@@ -216,7 +216,7 @@ def judged(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{counted(figures[name], noun)} {what}" for name, noun, what in counts if figures[name])
 
 
-def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
+def broken_promises(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
     """Return a sentence for each way in which a run with these figures of `score` broke the promise; [] if it kept it.
 
     may_stop: Whether a run that was stopped cleanly may end before its last step.
@@ -243,8 +243,8 @@ def verdict(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
 
 
 def summary(figures: dict[str, Any]) -> str:
-    """Format the figures of `score` for a terminal: a table in plain text, then the sentences of `verdict`, or KEPT."""
-    return "\n".join([_table(lines_of(figures)), *(verdict(figures) or [KEPT])])
+    """Format the figures of `score` for a terminal: a table in plain text, then `broken_promises`, or KEPT."""
+    return "\n".join([_table(lines_of(figures)), *(broken_promises(figures) or [KEPT])])
 
 
 def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -281,11 +281,11 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if f["loss_delta_steps"]:
         largest = _number(f["loss_delta_max"], ".3g")
         lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))
-    if attention := covered(f):
+    if attention := coverage_text(f):
         lines.append(("attention", attention))
-    if any(f[f"findings_{action}"] for action in ACTIONS) or judged(f):
+    if any(f[f"findings_{action}"] for action in ACTIONS) or refusals_text(f):
         counts = ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)
-        lines.append(("findings", "; ".join(filter(None, (counts, judged(f))))))
+        lines.append(("findings", "; ".join(filter(None, (counts, refusals_text(f))))))
     if f["snapshots"]:
         lines.append(("memory", f["snapshots"]))
     return lines
