@@ -54,7 +54,7 @@ class OneShot(Injector):
     def begin(self, step: int) -> None:
         """Schedule nothing: `aim` is set from outside."""
 
-    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
+    def fault_for(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         if self.aim is None or self.aim[:2] != (layer, section):
             return None
         fault, self.aim = self.aim[2], None
@@ -93,11 +93,11 @@ class Block(nn.Module):
             return operators.linear(x, module.weight, None, guard)
         x, weight = x.view_as(x), module.weight.view_as(module.weight)
         for part, tensor in (("dx", x), ("dw", weight)):
-            fault = guard.checks.injector.strike(guard.layer, f"{guard.name}.{part}")
+            fault = guard.checks.injector.fault_for(guard.layer, f"{guard.name}.{part}")
             if fault is not None:
                 tensor.register_hook(functools.partial(inject, fault=fault))
         y = linear.linear(x, weight, None, guard)
-        fault = guard.checks.injector.strike(guard.layer, f"{guard.name}.y")
+        fault = guard.checks.injector.fault_for(guard.layer, f"{guard.name}.y")
         if fault is not None:
             y.data.copy_(inject(y.detach(), fault))
         return y

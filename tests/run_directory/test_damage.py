@@ -21,7 +21,7 @@ from everstep.report import metrics
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.directory import End, groups_file, lock_run_dir, number_of_groups, over_file, prepared_file
-from everstep.run.event_fields import NEEDED, fits
+from everstep.run.event_fields import NEEDED, has_valid_fields
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, current_claim, fence_file
 from everstep.run.files import write_json
@@ -87,7 +87,7 @@ def value_of(name):
     """Return a value that a field of this name may have; for a pid, one that no process has."""
     nobody = 1 << 30
     values = (nobody,) if name == "pid" else (4, [0], [[0, 1]], True, "x", {"0": 1}, {"0": "1"}, [nobody])
-    return next(value for value in values if fits({"kind": "other", name: value}))
+    return next(value for value in values if has_valid_fields({"kind": "other", name: value}))
 
 
 COMMANDS = (

@@ -21,7 +21,7 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     def compute(step, slot, check_all):
         done.append("compute")
         injector.begin(step)
-        assert injector.strike(0, "context") is not None
+        assert injector.fault_for(0, "context") is not None
 
     trainer = MagicMock(step=0)
     trainer.device.type, trainer.checks.injector, trainer.slots.compute = "cpu", injector, compute

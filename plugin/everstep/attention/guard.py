@@ -255,7 +255,7 @@ class Guard:
         """Return `result`, or a copy with the injected fault that is due. Checkpointing's second forward gets none."""
         if not backward and recomputing():
             return result
-        fault = self.checks.injector.strike(self.layer, section, part, parts)
+        fault = self.checks.injector.fault_for(self.layer, section, part, parts)
         return result if fault is None else inject(result, fault)
 
     def report(

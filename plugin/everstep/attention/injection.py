@@ -117,7 +117,7 @@ class Injector:
         self._armed, self._hit_step = None, 0
         self.hits.clear()
 
-    def strike(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
+    def fault_for(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         """Return the fault that hits this result, or None. part, parts: the number of the piece and of all pieces, if a
         result is computed in pieces."""
         if self._armed is None or self._armed[:2] != (layer, section):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos.fault import Fault
-from everstep.chaos.kinds import FAULTS, OF_SOME, require
+from everstep.chaos.kinds import FAULTS, OF_SOME, require_kinds
 from everstep.config.errors import ConfigError
 from everstep.config.source import read_source
 from everstep.run import typed
@@ -42,7 +42,7 @@ def read_campaign(path: Path) -> Campaign:
 
 def _fault(table: dict[str, Any], where: str) -> Fault:
     name = typed.parse(str, table.get("name", ""), f"{where}, name")
-    require([name])
+    require_kinds([name])
     where = f"{where} ({name})"
     if foreign := OF_SOME & table.keys() - FAULTS[name].has:
         raise LaunchError(f"{where} has the unknown key {min(foreign)!r}.")

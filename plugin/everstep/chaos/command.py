@@ -11,7 +11,7 @@ import tyro
 from everstep.chaos.campaign import Campaign, read_campaign
 from everstep.chaos.cluster import find_target
 from everstep.chaos.fault import Fault
-from everstep.chaos.kinds import FAULTS, require, why_never
+from everstep.chaos.kinds import FAULTS, require_kinds, why_never
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Schedule
 from everstep.launch.view import describe
@@ -55,7 +55,7 @@ def chaos(
         raise LaunchError("--faults needs --every SECONDS, as a campaign file names its own faults.")
     planned = read_campaign(campaign) if campaign else Campaign([])
     schedule, asked = _plan(planned, every, seed, faults.split(",") if faults else DEFAULT_FAULTS)
-    for_s = seconds(for_) if for_ else None
+    for_s = parse_duration(for_) if for_ else None
     if run_dir is None:
         raise LaunchError("give the directory of a live run; `everstep chaos --list` lists the kinds of faults.")
     target = find_target(run_dir)
@@ -85,14 +85,14 @@ def _plan(
     if every_s is not None and every_s <= 0:
         raise LaunchError("--every must be more than 0 seconds.")
     if names != ["all"]:
-        require(names)
+        require_kinds(names)
     faults = [Fault(name=name) for name in (FAULTS if names == ["all"] else names)]
     seed = campaign.seed if seed is None else seed
     asked = campaign.faults if names == ["all"] else [*faults, *campaign.faults]
     return Schedule(campaign.faults, seed, every_s, faults), asked
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Parse a duration such as 90, 90s, 10m, 2h or 1d into seconds. Raises LaunchError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     if found is None or float(found[1]) == 0:

@@ -159,7 +159,7 @@ FAULTS = {
 }
 
 
-def require(names: Iterable[str]) -> None:
+def require_kinds(names: Iterable[str]) -> None:
     """Raise LaunchError, with the nearest kind, for a name that is no kind."""
     for name in names:
         if name not in FAULTS:

@@ -15,7 +15,7 @@ from everstep.commands.doctor import as_text, has_errors, run_checks
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.launch import lighthouse_job, slurm
 from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_or_prepare
-from everstep.run.directory import LaunchError, default_run_dir, leaves_nothing, make_run_dir
+from everstep.run.directory import LaunchError, default_run_dir, make_run_dir, removed_if_refused
 from everstep.run.token import own_token, require_own, require_run
 
 
@@ -72,7 +72,7 @@ def submit(
     if (groups or 1) < 1 or nodes_per_group < 1 or ranks_per_node < 1:
         raise LaunchError("--groups, --nodes-per-group and --ranks-per-node must be at least 1.")
     if not dry_run:
-        slurm.require("sbatch")
+        slurm.require_program("sbatch")
     try:
         words = shlex.split(lighthouse_flags)
     except ValueError as error:
@@ -131,7 +131,7 @@ def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: in
     if run_dir.is_dir():
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # raises if the run is submitted already
-    with leaves_nothing(run_dir):
+    with removed_if_refused(run_dir):
         make_run_dir(run_dir)
         found = prepare_in_subprocess(replace(options, run_dir=str(run_dir)))
         _print_findings(found, nodes_per_group, run_dir)

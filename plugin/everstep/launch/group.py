@@ -23,7 +23,7 @@ from everstep.launch.settings import GroupSettings
 from everstep.launch.shortages import backoff_s
 from everstep.launch.worker import error_path, log_path
 from everstep.run import devices, fence
-from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push
+from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
 from everstep.run.directory import End, ended_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
@@ -133,7 +133,7 @@ class Group:
         self._heart.beat(phase)
         if self.settings.job or self.settings.nodes > 1:  # other hosts read these beats
             run_dir, group, node_rank = self.settings.run_dir, self.settings.group, self.settings.node_rank
-            push([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])
+            push_to_server([beat_path(run_dir, group, 0), agent_beat_path(run_dir, group, node_rank)])
 
     # Twice a second
 

@@ -168,7 +168,7 @@ class Incarnation:
                 return None
             slot = beat.step, beat.slot
             known = poison.poisoned(run_dir, slot)
-            poison.strike(run_dir, slot, group, self.number, worked=death.committed)
+            poison.record_crash(run_dir, slot, group, self.number, worked=death.committed)
             groups = poison.poisoned(run_dir, slot)
         except OSError as error:  # a full disk must not prevent a restart
             print(f"the slot at which group {group} died could not be recorded: {error}", flush=True)

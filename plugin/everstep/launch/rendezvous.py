@@ -16,7 +16,7 @@ from everstep.launch.machine import listen
 from everstep.launch.settings import GroupSettings
 from everstep.run.beats import age_s, agent_beat_path
 from everstep.run.fence import Fenced
-from everstep.run.files import hold_alone, open_own, read_typed
+from everstep.run.files import lock_for_life, open_own, read_typed
 
 UNLIMITED_RESTARTS = 2**31 - 1
 NOTE_BYTES = 1024
@@ -104,7 +104,7 @@ class Rendezvous:
         self._fd = -1
         if settings.nodes > 1:
             path = self._path(settings.node_rank)
-            if not hold_alone(path.with_suffix(".alive")):
+            if not lock_for_life(path.with_suffix(".alive")):
                 raise Fenced(f"group {settings.group} has an agent on its node {settings.node_rank} already")
             self._fd = open_own(path)
             self._say(replace(read_typed(_Note, path) or self._mine, ranks=settings.ranks, ended=False))

@@ -224,7 +224,7 @@ def _sbatch(command: Sequence[str]) -> str:
     return call(command).strip().partition(";")[0]
 
 
-def require(program: str) -> None:
+def require_program(program: str) -> None:
     """Raise LaunchError if there is no such program here."""
     if shutil.which(program) is None:
         raise LaunchError(f"there is no {program} here: run this on a login node of a Slurm cluster.")
@@ -232,7 +232,7 @@ def require(program: str) -> None:
 
 def call(command: Sequence[str]) -> str:
     """Run a command of Slurm and return its output. Raises LaunchError if it fails or there is no Slurm here."""
-    require(command[0])
+    require_program(command[0])
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -23,10 +23,10 @@ from everstep.run.directory import (
     ask_to_stop,
     ended_file,
     groups_file,
-    leaves_nothing,
     lock_run_dir,
     number_of_groups,
     prepared_file,
+    removed_if_refused,
     stop_file,
 )
 from everstep.run.events import EventLog, EventTail
@@ -202,7 +202,7 @@ class Supervisor:
 def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int:
     """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix."""
     run_dir = Path(settings.options.run_dir).resolve()
-    with leaves_nothing(run_dir, Refused):
+    with removed_if_refused(run_dir, Refused):
         lock_run_dir(run_dir)
         own_token(run_dir)
         return Supervisor(settings, run_dir, on_events).run()

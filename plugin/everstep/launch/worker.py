@@ -18,7 +18,7 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
-from everstep.run.files import hold_alone, write_whole
+from everstep.run.files import lock_for_life, write_whole
 from everstep.run.regular import read_regular
 
 EXIT_TIMEOUT_S = 10.0
@@ -117,7 +117,7 @@ def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
     path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
-    while not hold_alone(path):
+    while not lock_for_life(path):
         if time.monotonic() > deadline:
             raise TimeoutError(f"an earlier process of rank {rank} of group {group} still holds {path}: kill it")
         time.sleep(0.02)

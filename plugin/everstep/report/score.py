@@ -15,8 +15,8 @@ from everstep.run.directory import require_events
 from everstep.run.events import read_events
 
 LOSS_TOLERANCE = 1e-4
-"""Largest difference between the losses of two runs that `broken_promises` accepts. Sums in another order stay far below
-it, a missing or repeated batch does not."""
+"""Largest difference between the losses of two runs that `broken_promises` accepts. Sums in another order stay far
+below it, a missing or repeated batch does not."""
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about a finding."""
 KEPT = "Every step happened with its whole batch, exactly once."

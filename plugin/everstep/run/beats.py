@@ -10,7 +10,7 @@ writer and a reader on the same host share. The writer's pid tells a worker's be
 A reader on another host compares the file's modification time with that of a probe file that it writes now. Both times
 are then the file server's, and no host's wall clock matters. Over NFS a write stays in the writer's page cache for up
 to half a minute, and a reader's view of a file may be as old. So the agent pushes its own beats and those of rank 0 to
-the server twice a second (`push`), and readers open a file before they ask for its time. SHARED_LAG_S covers the rest.
+the server twice a second, and readers open a file before they ask for its time. SHARED_LAG_S covers the rest.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def load_beat(path: Path) -> Beat | None:
     return Beat(pid, mono, step, "".join(c if c.isprintable() else "?" for c in name), slot, boot)
 
 
-def push(paths: list[Path]) -> None:
+def push_to_server(paths: list[Path]) -> None:
     """Send the newest beats of this host to the file server, so that other hosts see them."""
     for path in paths:
         with contextlib.suppress(OSError):  # no such file yet, or a shortage: the next push is soon

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import hold_alone, lock_holder, read_json, read_typed
+from everstep.run.files import lock_for_life, lock_holder, read_json, read_typed
 
 
 class LaunchError(Exception):
@@ -21,7 +21,7 @@ def default_run_dir(config: Path, now: time.struct_time) -> Path:
 
 
 @contextlib.contextmanager
-def leaves_nothing(path: Path, refusal: type[Exception] = LaunchError) -> Iterator[None]:
+def removed_if_refused(path: Path, refusal: type[Exception] = LaunchError) -> Iterator[None]:
     """Remove the folder `path` again if the body ends with `refusal` and the folder did not exist before. Parent
     folders that were made for it are removed as well, if they are empty."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -56,7 +56,7 @@ def lock_run_dir(run_dir: Path) -> None:
     lock = lock_file(run_dir)
     try:
         make_run_dir(run_dir)
-        alone = hold_alone(lock)
+        alone = lock_for_life(lock)
         if alone:
             os.utime(lock)
     except OSError as error:

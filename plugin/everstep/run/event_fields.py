@@ -113,7 +113,7 @@ _CHECKS_OF_A_RUN = {**_CHECKS, "groups": typed.converter(Annotated[int, Within(1
 """In `run_started`, `groups` is the number of groups."""
 
 
-def fits(event: dict[str, Any]) -> bool:
+def has_valid_fields(event: dict[str, Any]) -> bool:
     """Return whether an event has the fields that its kind needs, each of its type."""
     if any(event.get(name) is None for name in NEEDED.get(event["kind"], ())):
         return False

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from everstep.run.event_fields import OF_RANK_0, fits
+from everstep.run.event_fields import OF_RANK_0, has_valid_fields
 from everstep.run.files import open_own
 from everstep.run.regular import NotRegularError, open_regular
 
@@ -120,7 +120,7 @@ def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not fits(event):
+    if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not has_valid_fields(event):
         return None
     if kinds is not None and event["kind"] not in kinds:
         return None

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from everstep.run.beats import DONE, age_s, agent_beat_path, read_beat
-from everstep.run.files import hold_alone, locked, read_typed, write_json
+from everstep.run.files import lock_for_life, locked, read_typed, write_json
 
 LEASE_S = 10.0
 """Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
@@ -78,7 +78,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
                 f"group {group} was started again as {before} on {before.host}; if that start has ended for good, "
                 f"for instance on another cluster, remove {path}"
             )
-        alone = hold_alone(path.with_suffix(".alive"))
+        alone = lock_for_life(path.with_suffix(".alive"))
         if not alone and before is not None and before == claim:
             raise Fenced(
                 f"group {group} is run by process {before.pid} on {before.host} already; to replace that one, start "
@@ -88,7 +88,7 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
     while before and before != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
     if not alone:  # the earlier start held this lock
-        hold_alone(path.with_suffix(".alive"))
+        lock_for_life(path.with_suffix(".alive"))
 
 
 def _is_gone(run_dir: Path, group: int) -> bool:

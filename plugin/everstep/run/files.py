@@ -122,7 +122,7 @@ def file_system_now(folder: Path) -> float:
         os.close(fd)
 
 
-def hold_alone(path: Path) -> bool:
+def lock_for_life(path: Path) -> bool:
     """Lock a file for this process; return False if another live process holds the lock, else True, also if the file
     system has no locks. The lock ends with this process. A process that this one forks does not hold it."""
     fd = open_own(path)
@@ -139,8 +139,8 @@ _FLOCK = "hhqqi4x"
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid of another process that holds a file by `hold_alone`; 0 if that process is on another machine or
-    outside of this container; None if there is none. Raises OSError."""
+    """Return the pid of another process that holds a file by `lock_for_life`; 0 if that process is on another machine
+    or outside of this container; None if there is none. Raises OSError."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with open_regular(path, links=False) as file:
         kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))

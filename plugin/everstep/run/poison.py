@@ -24,7 +24,7 @@ def _place(run_dir: Path, slot: Slot) -> Path:
     return Path(run_dir) / "state" / "struck" / f"{slot[0]}-{slot[1]}"
 
 
-def strike(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool) -> None:
+def record_crash(run_dir: Path, slot: Slot, group: int, incarnation: int, *, worked: bool) -> None:
     """Record that workers of `group` crashed at this slot. `worked`: whether they had committed a step before."""
     name = f"{group}.{incarnation}.{'worked' if worked else 'new'}"
     write_whole(_place(run_dir, slot) / name)
