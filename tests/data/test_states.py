@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from damage import damaged
-from everstep.data.plain import StreamState, decode_states, encode_states, plain, restored
+from everstep.data.plain import StreamState, decode_states, encode_states, from_plain, to_plain
 
 
 class Bomb:
@@ -23,8 +23,8 @@ def test_a_pickle_is_never_executed():
     bomb = pickle.dumps(Bomb())
     with pytest.raises(ValueError, match="not stream states"):
         decode_states(bomb)
-    (known,) = decode_states(encode_states({0: StreamState(1, plain(bomb))})).values()
-    assert restored(known.state) == bomb
+    (known,) = decode_states(encode_states({0: StreamState(1, to_plain(bomb))})).values()
+    assert from_plain(known.state) == bomb
 
 
 def test_damaged_states_are_refused_or_are_plain_values():
@@ -32,7 +32,7 @@ def test_damaged_states_are_refused_or_are_plain_values():
         "_snapshot": {"_iterator_state": {"rng": torch.arange(40), "big": 1 << 70, "x": [1.5, None, ("a", b"bytes")]}},
         3: np.ones((2, 3), np.float32),
     }
-    states = {7: StreamState(2**40, plain([])), 0: StreamState(5, plain(state))}
+    states = {7: StreamState(2**40, to_plain([])), 0: StreamState(5, to_plain(state))}
     data = encode_states(states)
     assert decode_states(data) == states
     assert decode_states(b"") == {}
@@ -43,4 +43,4 @@ def test_damaged_states_are_refused_or_are_plain_values():
     for _ in range(2000):
         with contextlib.suppress(ValueError):  # a refusal; any other exception fails the test
             for known in decode_states(damaged(data, chance)).values():
-                restored(known.state)
+                from_plain(known.state)

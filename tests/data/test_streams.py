@@ -17,7 +17,7 @@ from torchtitan.hf_datasets.text_datasets import (
 )
 
 from data.conftest import built
-from everstep.data.plain import StreamState, decode_states, encode_states, plain
+from everstep.data.plain import StreamState, decode_states, encode_states, to_plain
 from everstep.titan.data.streams import SlotStreams, _stateful
 
 
@@ -197,7 +197,7 @@ def test_where_a_state_leaves_something_out_streams_are_read_from_their_beginnin
         heir.learn(owner.known_states())
         if step > 1:  # an older checkpoint may contain such a state
             loader = owner._live[1].loader
-            state = plain(_stateful(loader).state_dict(loader))
+            state = to_plain(_stateful(loader).state_dict(loader))
             heir.learn(encode_states({1: StreamState(step - 1, state)}))
         heir.committed(step - 1)
         for group in (heir, owner):

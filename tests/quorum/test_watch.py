@@ -93,8 +93,8 @@ def test_a_peer_that_is_not_there_is_named(members):
 def test_a_peer_that_answers_but_could_not_be_connected_for_days_is_still_tried():
     peers = Reachability(TOKEN, timedelta(seconds=1))
     peers._failures["127.0.0.1:1"] = 2000
-    peers.failed(["127.0.0.1:1"])
-    assert peers.missing() == {"127.0.0.1:1"}
+    peers.note_failed(["127.0.0.1:1"])
+    assert peers.unreachable() == {"127.0.0.1:1"}
 
 
 def test_connections_of_process_groups_that_came_to_nothing_are_given_back(members):

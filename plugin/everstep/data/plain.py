@@ -31,7 +31,7 @@ class StreamState:
     """Number of batches read from the beginning of the stream."""
 
     state: Any
-    """The dataloader's state, as `plain` converts it."""
+    """The dataloader's state, as `to_plain` converts it."""
 
 
 def encode_states(states: dict[int, StreamState]) -> bytes:
@@ -53,7 +53,7 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
     return {stream: StreamState(position, state) for stream, position, state in found}
 
 
-def plain(value: Any, place: str = "state") -> Any:
+def to_plain(value: Any, place: str = "state") -> Any:
     """Convert `value` to a form for `typed.dumps`. Raises UnfitError, which names `place`, for anything but None, bool,
     int, float, str, bytes, numpy arrays and tensors of numbers, lists, tuples, and dicts whose keys are int or str."""
     kind = type(value)
@@ -69,10 +69,10 @@ def plain(value: Any, place: str = "state") -> Any:
         return _array(value, place)
     try:
         if kind in (list, tuple):
-            items = [plain(item, f"{place}[{i}]"[:200]) for i, item in enumerate(value)]
+            items = [to_plain(item, f"{place}[{i}]"[:200]) for i, item in enumerate(value)]
             return items if kind is list else {"tuple": items}
         if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
-            return {"dict": [[plain(key), plain(item, f"{place}[{key!r}]"[:200])] for key, item in value.items()]}
+            return {"dict": [[to_plain(key), to_plain(item, f"{place}[{key!r}]"[:200])] for key, item in value.items()]}
     except RecursionError:
         raise UnfitError(f"{place[:200]} is nested too deeply") from None
     raise UnfitError(f"{place} is of type {kind.__module__}.{kind.__qualname__}, which states must not contain")
@@ -86,22 +86,22 @@ def _array(value: Any, place: str) -> Any:
     if str(array.dtype) not in _DTYPES:
         raise UnfitError(f"{place} is of type {array.dtype}, which states must not contain")
     if isinstance(value, np.generic):
-        return plain(value.item(), place)
+        return to_plain(value.item(), place)
     kind = "tensor" if isinstance(value, torch.Tensor) else "array"
     return {kind: [str(array.dtype), list(array.shape), base64.b64encode(array.tobytes()).decode()]}
 
 
-def restored(node: Any) -> Any:
-    """Return the value that `plain` converted, with tensors on the CPU. Raises UnfitError."""
+def from_plain(node: Any) -> Any:
+    """Return the value that `to_plain` converted, with tensors on the CPU. Raises UnfitError."""
     try:
-        return _restored(node)
+        return _from_plain(node)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UnfitError(f"the state is damaged: {str(error)[:200]}") from error
 
 
-def _restored(node: Any) -> Any:
+def _from_plain(node: Any) -> Any:
     if isinstance(node, list):
-        return [_restored(item) for item in node]
+        return [_from_plain(item) for item in node]
     if not isinstance(node, dict):
         return node
     ((kind, content),) = node.items()
@@ -113,9 +113,9 @@ def _restored(node: Any) -> Any:
         case "bytes":
             return base64.b64decode(content, validate=True)
         case "tuple":
-            return tuple(_restored(list(content)))
+            return tuple(_from_plain(list(content)))
         case "dict":
-            found = {_restored(key): _restored(item) for key, item in content}
+            found = {_from_plain(key): _from_plain(item) for key, item in content}
             if not all(type(key) in (int, str) for key in found):
                 raise ValueError("a key is neither a string nor an integer")
             return found

@@ -129,7 +129,7 @@ class RankColumn:
                 self._stores[place.store] = building.store
             if len(self._stores) > STORES_KEPT:
                 del self._stores[next(iter(self._stores))]  # the least recently used one
-            self.reachability.reached(place.others.values())
+            self.reachability.note_reached(place.others.values())
             with self._lock:
                 self._queues, self._rank, self.size = queues, place.rank, len(place.peers)
             self._place, self._gathered = building.key, 0
@@ -137,7 +137,7 @@ class RankColumn:
         if lost or not queues:
             self.abort()
             if not lost:  # that a member left says nothing about which ones can be reached
-                self.reachability.failed(place.peers[peer] for peer in building.unreached)
+                self.reachability.note_failed(place.peers[peer] for peer in building.unreached)
             reason = "a member left while the groups connected"
             raise SumsBroken(reason if lost else f"could not connect to the other groups: {error}")
 

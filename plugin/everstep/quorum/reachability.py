@@ -34,7 +34,7 @@ class Reachability:
         """Address → failures to connect in a row."""
         self._missing: set[str] = set()
 
-    def failed(self, addresses: Iterable[str]) -> None:
+    def note_failed(self, addresses: Iterable[str]) -> None:
         """Note that connecting to these peers failed. The wait before a peer is tried doubles with each failure in a
         row, also if it has answered since: its watch may be reachable while its other ports are not."""
         with self._lock:
@@ -46,13 +46,13 @@ class Reachability:
                     wait_s = min(MOST_S, LOOK_S * 2.0 ** min(again, 20))  # 2.0**1024 raises OverflowError
                     threading.Thread(target=self._ask, args=(address, wait_s), name="reachability", daemon=True).start()
 
-    def reached(self, addresses: Iterable[str]) -> None:
+    def note_reached(self, addresses: Iterable[str]) -> None:
         """Note that these peers were connected."""
         with self._lock:
             for address in addresses:
                 self._failures.pop(address, None)
 
-    def missing(self) -> frozenset[str]:
+    def unreachable(self) -> frozenset[str]:
         """Return the addresses of the peers that cannot be reached."""
         with self._lock:
             return frozenset(self._missing)

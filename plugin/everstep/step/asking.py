@@ -39,7 +39,7 @@ class Asker:
             state, follows, finishing, connected: see `Request`.
         """
         self._asked += 1
-        begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reachability.missing()
+        begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reachability.unreachable()
         unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
         died = group.sums.watch.died
         said = self._decisions.gather("ask", [group.state_server.address, group.sums.address, unreached])

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from everstep.data.plain import StreamState, decode_states, encode_states, plain, restored
+from everstep.data.plain import StreamState, decode_states, encode_states, from_plain, to_plain
 from everstep.run.typed import UnfitError
 from everstep.titan.data import private
 from everstep.titan.data.slot_source import Batch, SlotSource
@@ -59,7 +59,7 @@ class _Stream:
                 known = None
             _let_states_be_copies(self.loader)
             if known:
-                _stateful(self.loader).load_state_dict(self.loader, restored(known.state))
+                _stateful(self.loader).load_state_dict(self.loader, from_plain(known.state))
             self._batches = iter(self.loader)
         self.position = self.began_at = known.position if known else 0
 
@@ -73,7 +73,7 @@ class _Stream:
         """Return position and state. Raises UnfitError if a dataloader restored from it would give other batches."""
         if self._lost:
             raise UnfitError(f"the state does not contain {self._lost}")
-        return StreamState(self.position, plain(_stateful(self.loader).state_dict(self.loader)))
+        return StreamState(self.position, to_plain(_stateful(self.loader).state_dict(self.loader)))
 
 
 def _let_states_be_copies(loader: BaseDataLoader) -> None:
