@@ -54,6 +54,7 @@ class Fault:
 
     @property
     def when(self) -> str:
+        """Its time in a campaign, in words: a step, or seconds after the first commit."""
         return f"step {self.at_step}" if self.at_step is not None else f"{self.at_s:g} s"
 
     def is_due(self, step: int, since_first_s: float) -> bool:

@@ -27,8 +27,7 @@ class Runner:
         self.injected = 0
         self._events = EventLog(target.run_dir, None, None, "chaos")
         self._held: list[tuple[float, dict[str, Any], list[Proc]]] = []
-        """Faults that last: when each ends (`time.monotonic()`), fields of its end's event, and the stopped
-        processes."""
+        """Faults that last: when each ends (`time.monotonic()`), its end event's fields, and the stopped processes."""
 
     def tick(self, now: float) -> None:
         """Inject all faults that are due. `now` is `time.monotonic()`."""

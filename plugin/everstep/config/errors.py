@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A config cannot be used. `str()` is one sentence for the user, with file, line and key if known, and what is
-    wrong."""
+    """A config cannot be used. `str()` is one sentence for the user: file, line and key if known, and what is wrong."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

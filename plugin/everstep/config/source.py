@@ -48,8 +48,7 @@ class Source:
         return describe(path) if written == path else f"{describe(path)} ({describe(written)} in the file)"
 
     def error(self, path: Path, message: str) -> ConfigError:
-        """Return a ConfigError whose message begins with file and line of `path`, or with the file alone if no line is
-        known."""
+        """Return a ConfigError that begins with file and line of `path`, or with the file alone if no line is known."""
         message = "".join(c if c.isprintable() else "?" for c in message)  # a key may contain terminal control codes
         line = line_of(self.text, self.as_written(path))
         return ConfigError(f"{self.file}:{line}: {message}" if line else f"{self.file}: {message}")

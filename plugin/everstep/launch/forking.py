@@ -52,8 +52,7 @@ class ForkRequest:
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules` without touching a GPU, until `stopping()` is true. Raises the error of a module that cannot be
-    imported."""
+    """Import `modules` without touching a GPU, until `stopping()` is true. Raises the error of a failed import."""
     os.environ.setdefault(devices.LOOK_ONLY, "1")
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every quorum, several times a step
     import_all(modules, stopping)

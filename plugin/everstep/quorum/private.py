@@ -18,8 +18,7 @@ def revoked(error: Any) -> bool:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return options of an NCCL communicator that is created without peers and whose messages take `timeout` at
-    most."""
+    """Return options of an NCCL communicator that is created without peers. Its messages take at most `timeout`."""
     options = c10d.ProcessGroupNCCL.Options()
     options.enable_reconfigure = True
     replace(options, "_timeout", timeout)

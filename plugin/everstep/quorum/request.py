@@ -89,8 +89,7 @@ def encode(request: Request) -> str:
 
 @functools.lru_cache(1024)
 def decode(text: str) -> Request:
-    """Read what `encode` returned; raises UnfitError for anything else. Cached, as most requests are read
-    repeatedly."""
+    """Read what `encode` returned; raises UnfitError for anything else. Cached, as most requests are read again."""
     return typed.parse(Request, typed.loads(text), "a request")
 
 
@@ -123,6 +122,7 @@ class Quorum:
         return tuple(member.group for member in self.members)
 
     def member(self, group: int) -> Request:
+        """Return the request of a member. Raises ValueError for another group."""
         return self.members[self.groups.index(group)]
 
     def is_finishing(self) -> bool:

@@ -141,6 +141,7 @@ class Session:
 
     @property
     def end(self) -> float:
+        """Time of its `run_ended`, or else of its newest event."""
         return self.last if self.ending is None else self.ending["t"]
 
     @property

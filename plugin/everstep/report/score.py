@@ -160,6 +160,7 @@ def exchange_figures(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def loss_by_step(commits: Iterable[Commit]) -> dict[int, float]:
+    """Return step -> loss; of a step that was made again, the loss of the last commit."""
     return {commit.step: float(commit.loss) for commit in commits}
 
 

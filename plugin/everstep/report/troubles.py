@@ -359,6 +359,7 @@ class Troubles:
 
     @property
     def sentences(self) -> list[str]:
+        """One sentence for each trouble that holds now."""
         return [one.sentence for one in self.now.values()]
 
 

@@ -17,6 +17,7 @@ ADDRESS = re.compile(r"https?://(?:\[[A-Za-z0-9.:%]{1,253}\]|[A-Za-z0-9._:-]{1,2
 
 
 def address_file(run_dir: Path) -> Path:
+    """Return the file with the lighthouse's address."""
     return Path(run_dir) / "state" / "lighthouse.json"
 
 

@@ -43,6 +43,7 @@ class Claim:
 
     @classmethod
     def parse(cls, text: str) -> "Claim":
+        """The inverse of `str`. Raises ValueError."""
         job, _, restart = text.partition(".")
         if not (job.isdecimal() and restart.isdecimal()):
             raise ValueError(f'{ENVIRONMENT} is "{text}"; it must be JOB.RESTART, for example 7.0')
@@ -50,6 +51,7 @@ class Claim:
 
 
 def fence_file(run_dir: Path, group: int) -> Path:
+    """Return the file that holds the highest claim to a group so far."""
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 

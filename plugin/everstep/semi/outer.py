@@ -13,6 +13,7 @@ from everstep.semi.section import SemiSync
 
 
 def lr_and_momentum(settings: SemiSync) -> tuple[float, float]:
+    """Return the outer step's learning rate and momentum. Local SGD takes the mean of the workers."""
     return (1.0, 0.0) if settings.method == "local_sgd" else (settings.outer_lr, settings.outer_momentum)
 
 

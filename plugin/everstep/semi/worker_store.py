@@ -136,6 +136,7 @@ class WorkerStore:
         return TAG_BYTES + self._nbytes
 
     def name(self, key: StateKey) -> str:
+        """Return the name of a state's file."""
         return f"worker-{key.worker}.rank-{self._rank}.round-{key.round}.{key.history:x}"
 
     def in_memory(self, key: StateKey) -> bool:

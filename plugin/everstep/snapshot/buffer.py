@@ -40,8 +40,7 @@ ENLARGE = "snapshot.segment_dir; Docker: --shm-size"
 
 
 class SnapshotError(RuntimeError):
-    """A buffer cannot be allocated, written or trusted, or a keeper cannot be started. The message says which and
-    why."""
+    """A buffer cannot be allocated, written or trusted, or a keeper not started. The message says which and why."""
 
 
 def allocate(fd: int, path: Path, size: int, reserve_bytes: int) -> None:
@@ -111,6 +110,7 @@ def chunk_digests(payload: memoryview) -> np.ndarray:
 
 
 def as_table(digests: Sequence[int]) -> np.ndarray:
+    """Return the chunk table with these digests."""
     return np.array(digests, dtype="<u8")
 
 
@@ -168,8 +168,7 @@ class BufferReader:
         return None if short else header
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from payload and table, end to end, from `offset` on. Raises SnapshotError if the file was
-        truncated."""
+        """Fill `view` from payload and table, end to end, from `offset` on. Raises SnapshotError if it is truncated."""
         got = 0
         while got < len(view):
             n = os.preadv(self._fd, [view[got:]], HEADER_BYTES + offset + got)
@@ -250,8 +249,7 @@ class BufferWriter:
         return np.frombuffer(self._map, dtype=np.uint8, count=payload_bytes, offset=HEADER_BYTES)
 
     def publish(self, header: Header, table: np.ndarray) -> Header:
-        """Write the table, then the header. Fills in the root, which `header` lacks, and returns the complete
-        header."""
+        """Write the table, then the header. Fills in the root, which `header` lacks. Returns the whole header."""
         assert self._map is not None
         whole = replace(header, root=root_of(table))
         at = HEADER_BYTES + header.payload_bytes

@@ -67,6 +67,7 @@ class Waits:
 
     @contextlib.contextmanager
     def on(self, *groups: int) -> Iterator[None]:
+        """Count the time of the body as time in which all of these groups were waited for."""
         began = time.monotonic()
         try:
             yield
@@ -242,8 +243,7 @@ class _Giver:
         return giver
 
     def ask(self, first: int, length: int) -> None:
-        """Request the shard in bytes [first, first + length) of the payload, or what the payload has of it. Raises
-        CodingError."""
+        """Request the shard in bytes [first, first + length), or what the payload has of it. Raises CodingError."""
         count = min(length, self.header.payload_bytes - first)
         if count > 0:
             try:

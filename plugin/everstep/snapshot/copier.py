@@ -264,8 +264,7 @@ class Copier:
 
 
 def buffer_to_write(anchor: Moment | None, headers: Sequence[Header | None]) -> int:
-    """Return the index of the buffer to write: an empty or damaged one if there is one, else the oldest that is not the
-    anchor."""
+    """Return the index of the buffer to write: an empty or damaged one, else the oldest that is not the anchor."""
 
     def order(index: int) -> tuple[bool, bool, int]:
         header = headers[index]
@@ -276,6 +275,8 @@ def buffer_to_write(anchor: Moment | None, headers: Sequence[Header | None]) -> 
 
 @dataclass
 class _Job:
+    """One snapshot, from its begin to its event."""
+
     moment: Moment
     agreed: Agreed
     """What was agreed when the snapshot began."""

@@ -38,6 +38,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Entry:
+    """One local tensor of a layout."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -57,8 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, dtypes, shapes and offsets of a state's tensors, sorted by dtype and name, so that equal states have equal
-    layouts."""
+    """Names, dtypes, shapes and offsets of tensors, sorted by dtype and name: equal states have equal layouts."""
 
     entries: tuple[Entry, ...]
     size: int
@@ -119,6 +120,7 @@ def box_of(entry: Entry) -> Box:
 
 
 def whole_shape(entry: Entry) -> tuple[int, ...]:
+    """Return the shape of the tensor of which a local tensor is a shard."""
     return entry.shard.shape if entry.shard else entry.shape
 
 

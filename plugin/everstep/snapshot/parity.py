@@ -248,8 +248,7 @@ class Code:
 
 
 def part_bounds(state_bytes: int, members: int, index: int) -> tuple[int, int]:
-    """Return begin and end of the part of a state that the member at `index` copies. Parts are contiguous, aligned and
-    nearly equal."""
+    """Return begin and end of the part of the member at `index`. Parts are contiguous, aligned and nearly equal."""
     units = -(-state_bytes // ALIGNMENT)
     begin, end = (units * i // members * ALIGNMENT for i in (index, index + 1))
     return min(begin, state_bytes), min(end, state_bytes)

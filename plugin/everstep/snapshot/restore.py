@@ -160,8 +160,7 @@ def nearest_first(groups: Iterable[int], first: int) -> list[int]:
 
 
 def _fetch_all(column: Column, sinks: Mapping[str, wire.Pieces], group: int, token: bytes, timeout: timedelta) -> None:
-    """Fetch all buffers of a column into their sinks (by `Header.name`), from several keepers at the same time. Raises
-    RestoreError."""
+    """Fetch a column's buffers into their sinks (by `Header.name`), several keepers at once. Raises RestoreError."""
     order = {one: place for place, one in enumerate(nearest_first({held.header.group for held in column.held}, group))}
     by_keeper: dict[str, list[Header]] = defaultdict(list)
     for held in sorted(column.held, key=lambda held: order[held.header.group]):

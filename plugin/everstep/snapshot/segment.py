@@ -49,8 +49,7 @@ class Notes:
     sequence: int = -1
     """`Header.sequence` of the newest snapshot that the keeper has begun to verify and code."""
     coded: bool = False
-    """Whether parity over the other members' verified parts is published here; without parity, whether its part is
-    verified."""
+    """Whether parity over the others' verified parts is published here; else whether its part is verified."""
     settled: bool = False
     """Whether the keeper's work on it is over."""
     reason: str = ""
@@ -101,6 +100,7 @@ class Segment:
             path.unlink(missing_ok=True)
 
     def file(self, kind: Kind, rank: int, index: int) -> Path:
+        """Return the path of one of the rank's buffers, which need not exist."""
         return self.path / f"group-{self.group}.rank-{rank}.{_FILE_WORD[kind]}-{index}"
 
     def files(self, kind: Kind, rank: int) -> list[Path]:

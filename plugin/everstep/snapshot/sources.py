@@ -84,6 +84,7 @@ class Decision:
 
     @property
     def from_memory(self) -> bool:
+        """Whether the state is restored from keepers, not from disk."""
         return self.source in ("memory", "older", "parity")
 
 

@@ -115,8 +115,7 @@ class Healing:
     full: bool = False
 
     def keep(self, commit: Commit, reducer: GradientReducer) -> None:
-        """Keep a commit with a copy of its summed gradients. If this host has no memory for that, healing has
-        failed."""
+        """Keep a commit with a copy of its summed gradients. Without host memory for that, healing has failed."""
         with self.fetch.room(reducer.nbytes) as has_room:
             self.full = self.full or not has_room
             if not self.full:

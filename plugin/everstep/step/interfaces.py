@@ -195,7 +195,8 @@ class RunFiles(Protocol):
     def ended_for_all(self) -> bool:
         """Whether the run ended at `finished_step` for every group, not only for those that were asked to leave."""
 
-    def mark_finished(self, step: int, *, for_all: bool) -> None: ...
+    def mark_finished(self, step: int, *, for_all: bool) -> None:
+        """Record that the state after `step` is saved. `for_all`: not only because groups were asked to leave."""
 
     def is_over(self) -> bool:
         """Whether the run has made all its steps."""

@@ -155,8 +155,7 @@ class Dealing:
     spares: int = 0
 
     def working(self, able: Sequence[Row], pace: Mapping[int, float]) -> list[Row]:
-        """Return the rows of those groups in `able` that get slots. Slow groups stand by first, then groups that have
-        just come back."""
+        """Return the rows of the groups in `able` that get slots. Slow groups stand by first, then those just back."""
         most = max(self.groups, len(able)) - self.spares
         return sorted(able, key=lambda row: (pace[row.group] > 1.0, row.slot_us == 0, row.group))[:most]
 

@@ -76,8 +76,7 @@ class _Bucket:
         self._empty = [True] * len(params)
         """By parameter, whether nothing is held: then `held` has values of an earlier step there."""
         self._waiting: list[list[torch.Tensor]] = [[] for _ in params]
-        """By parameter, a slot's gradient that is added together with the next slot's: this halves the passes over
-        `held`."""
+        """By parameter, a slot's gradient that is added with the next slot's: this halves the passes over `held`."""
         first = local(params[0])
         self._extremes = torch.zeros(len(params), 2, dtype=first.dtype, device=first.device)
         """With exact sums: the least and the largest element of the last gradient of each parameter."""
@@ -259,8 +258,7 @@ class GradientReducer:
         self._last = self._armed = False
 
     def start(self) -> None:
-        """Start all sums, as the attempt's gradients are complete though its last slot is not done. Does nothing in an
-        earlier slot."""
+        """In the attempt's last slot, start all sums: its gradients are complete though the slot is not done."""
         if self._last:
             self._start_rest()
 

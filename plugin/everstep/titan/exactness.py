@@ -79,8 +79,7 @@ def _parallelism(config: Any) -> str:
 
 
 def layout(config: Any) -> str:
-    """Return what a checksum of a group's parameters depends on besides their values. Checksums can be compared only if
-    it is equal."""
+    """Return what a checksum of parameters depends on besides their values. To compare two, it must be equal."""
     return f"{dist.get_world_size()} {config.training.dtype} {_parallelism(config)}"
 
 

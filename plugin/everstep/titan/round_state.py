@@ -180,6 +180,7 @@ class RoundState(TrainingState):
 
     @torch.no_grad()
     def load_outer(self, saved: dict[str, Any]) -> None:
+        """Set the outer momentum to that of a checkpoint."""
         _copy(self.outer.values(), (saved[name] for name in self.outer))
 
 

@@ -75,8 +75,7 @@ class SlotComputer:
         """With exact sums, slot -> index in `trainable` -> `rows_of` its gradient: input of the slot's checksum."""
         self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
         """Whether backward runs the parameters' hooks, and allocates a gradient that is None. A replayed graph does
-        neither, and while a graph is recorded no sum may start. Some pipeline schedules add weight gradients without
-        hooks."""
+        neither, and while a graph is recorded no sum may start. Some pipeline schedules run no hooks for weights."""
         self._refused: set[int] = set()
         """Slots in which this rank's checks found an error and did not repair it."""
 
@@ -164,8 +163,7 @@ class SlotComputer:
         return moved, labels.to(device, non_blocking=True)
 
     def tokens_and_losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the valid tokens and the sum of their losses by slot, summed over the group's ranks: float64 [S] each,
-        on the CPU."""
+        """Return valid tokens and the sum of their losses by slot, over the group's ranks: float64 [S], on the CPU."""
         device, dims = self._trainer.device, self._trainer.parallel_dims
         tokens = torch.zeros(self.number, dtype=torch.float64)
         loss = torch.zeros(self.number, dtype=torch.float64, device=device)

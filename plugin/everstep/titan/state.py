@@ -130,8 +130,7 @@ class TrainingState:
         self._counters.load_state_dict(state.meta["counters"])
 
     def set_schedules(self, state: dict[str, Any]) -> None:
-        """Set the learning rate schedules, and the rates that the optimizers use next, which torchtitan's schedules do
-        not restore."""
+        """Set the learning rate schedules, and the rates used next, which torchtitan's schedules do not restore."""
         self._lr_schedulers.load_state_dict(state)
         for scheduler in self._lr_schedulers:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

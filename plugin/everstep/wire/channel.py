@@ -155,6 +155,7 @@ class Channel:
             got += n
 
     def receive(self, nbytes: int) -> bytes:
+        """Return the next bytes, exactly so many. Raises like `receive_into`."""
         data = bytearray(nbytes)
         self.receive_into(memoryview(data))
         return bytes(data)
