@@ -22,7 +22,7 @@ def test_what_replaces_nothing_is_an_error():
         foreign.replace(Base(), "_count", 0)
 
 
-def test_names_that_are_looked_for_in_silence_are_there():
+def test_names_whose_absence_raises_nothing_exist():
     assert EXPERT_LOADS in inspect.getsource(moe)
     assert "_local_tensor" in DTensor.__slots__
 

@@ -62,7 +62,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("old", "new"), [("", ""), *WRONG], ids=range(len(WRONG) + 1))
-def test_what_no_run_can_be_made_of_is_a_sentence(old, new, config_class):
+def test_a_damaged_config_is_refused_in_a_sentence(old, new, config_class):
     assert old in GOOD
     said = refusal(GOOD.replace(old, new) if old else GOOD, config_class)
     assert (said is None) == (not old)

@@ -202,7 +202,7 @@ def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     assert not out.exists()
 
 
-def test_what_is_no_whole_token_file_is_not_packed_over(corpus, packed):
+def test_pack_overwrites_nothing_but_a_complete_token_file(corpus, packed):
     foreign, folder = packed.with_name("foreign"), packed.with_name("folder")
     foreign.write_bytes(b"other")
     folder.mkdir()

@@ -156,7 +156,7 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
     assert "does not know the run's token" in told[0]["reason"]
 
 
-def test_what_is_no_request_of_a_group_ends_its_own_connection(make):
+def test_a_message_that_is_no_request_ends_its_own_connection(make):
     good, gate = quorum(7), make.gate()
     for message in (
         {},
@@ -189,7 +189,7 @@ def test_a_group_that_is_too_few_is_told_so(make):
         member.ask(a_request(0), timedelta(seconds=2))
 
 
-def test_who_waits_in_vain_is_told_why(make):
+def test_a_group_that_gets_no_quorum_is_told_why(make):
     """And not only that the last retry, shortly before the timeout, got no answer."""
     at = [make.gate(2)]
     members = [make.member(group, at) for group in range(2)]
@@ -216,7 +216,7 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
             waits.result(timeout=1)
 
 
-def test_who_dies_while_nobody_asks_is_not_waited_for_by_those_who_ask_next(make):
+def test_a_quorum_does_not_wait_for_a_group_that_died_before_it_was_asked_for(make):
     _, members = met(make, 3)
     time.sleep(BEATS_S)
     members[2].leave()
@@ -288,7 +288,7 @@ def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(mak
     assert min(waits_s) < 0.75, "a quorum that is not believed is asked for again, which takes longer"
 
 
-def test_those_that_ask_at_once_do_not_wake_each_other(make, monkeypatch):
+def test_requests_that_come_together_do_not_wake_each_other(make, monkeypatch):
     looked, look = [], Gate._stood_still
     slow_client(monkeypatch, 0.005)
     _, members = met(make, 60)

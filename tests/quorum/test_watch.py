@@ -62,7 +62,7 @@ def test_a_killed_process_is_noticed_within_the_grace_time(monkeypatch, seen_fir
         peer.wait()
 
 
-def test_who_gives_up_has_left_already_or_is_cut_off_has_not_died(members):
+def test_a_member_that_gave_up_left_or_was_cut_off_has_not_died(members):
     watches, losses = members
 
     def cut(channel, key):

@@ -205,7 +205,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
 
 
 @pytest.mark.parametrize("cause", [cause for cause, (*_, cure) in CAUSES.items() if cure])
-def test_each_is_gone_with_its_cause(cause):
+def test_a_trouble_ends_with_its_cause(cause):
     now = read(story(cause, cured=True)[0].logged)
     assert now.troubles.sentences == []
     assert b"everstep_trouble_info{" not in metrics.prometheus_text(now, 1)
@@ -237,7 +237,7 @@ NO_QUORUM = "a lighthouse that cannot be reached"
     ("a worker's state on a full disk", *STARTED, False),
     *((cause, *ENDED, False) for cause in ("failing alike", "hung in a sum", "a device's memory")),
 ])  # fmt: skip
-def test_none_stays_when_who_told_of_it_is_well_or_gone(cause, kind, fields, told):
+def test_a_trouble_ends_when_its_process_recovers_or_is_replaced(cause, kind, fields, told):
     """Processes that start in its place do not know of the trouble. Events of another group do not end it."""
     line, _, words = story(cause)
     add(line, 1020, 20, kind, fields)
@@ -245,7 +245,7 @@ def test_none_stays_when_who_told_of_it_is_well_or_gone(cause, kind, fields, tol
     assert told or read(line.logged).troubles.sentences == []
 
 
-def test_what_is_no_cause_is_no_trouble():
+def test_normal_events_make_no_trouble():
     """A first snapshot that survives no host is no trouble either, for instance with one host only."""
     line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
     for index, (kind, fields) in enumerate([

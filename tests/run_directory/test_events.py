@@ -134,14 +134,14 @@ def test_a_disk_that_takes_a_part_of_an_event_costs_that_one_and_is_said_once(tm
     assert (said.count("No space left"), said.count("\n")) == (1, 1)
 
 
-def test_what_a_host_slept_is_in_the_dates(tmp_path, monkeypatch):
+def test_event_times_include_the_time_that_a_host_slept(tmp_path, monkeypatch):
     log, clock = EventLog(tmp_path, None, None, "chaos"), time.clock_gettime
     before = log.emit("before")["t"]
     monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 3600 * (which == time.CLOCK_BOOTTIME))
     assert 3600 < log.emit("after")["t"] - before < 3660
 
 
-def test_where_a_run_is_is_told_without_reading_every_step_of_it(tmp_path, monkeypatch):
+def test_the_state_of_a_run_is_found_without_reading_every_step(tmp_path, monkeypatch):
     """Rare events count wherever they are in the log. Of kinds of every step the newest counts, in its order."""
     monkeypatch.setattr(events, "NEAR", 15_000)
     steps, commit = 500, {"groups": [0, 1], "loss": 1.0, "tokens": 1.0}

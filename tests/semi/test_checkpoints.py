@@ -106,7 +106,7 @@ def peak_mb(pid):
 
 
 @pytest.mark.slow
-def test_the_memory_of_who_writes_and_of_who_reads_does_not_grow_with_the_workers(start, tmp_path):
+def test_writing_and_reading_take_no_more_memory_with_more_workers(start, tmp_path):
     """Each group carries one worker. Compared is the peak of all trainers from a start to its second checkpoint."""
     peaks = {}
     for workers in (2, 4):

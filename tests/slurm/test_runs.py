@@ -245,7 +245,7 @@ def test_workers_groups_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_was_lost_in_all_of_that(shared):
+def test_the_shared_run_lost_nothing_in_the_tests_above(shared):
     shared.assert_as_without_failures()
 
 

@@ -113,7 +113,7 @@ def test_what_has_no_place_in_the_sum_is_seen_by_every_group(bad, at):
     assert reducer.own_finite()
 
 
-def test_what_was_forgotten_is_not_in_the_sum_of_an_attempt_without_slots():
+def test_a_forgotten_slot_is_not_in_the_sum_of_an_attempt_without_slots():
     """As if the refused slot was dealt to another group, and this one has nothing else to compute."""
     params, sums, reducer = made()
     for slots in ([1], []):
@@ -185,7 +185,7 @@ def test_the_largest_gradients_of_all_slots_have_room(slots):
         assert (into - exact.OFFSET).tolist() == [sign * most * (slots - 2.0**-24)] * 3
 
 
-def test_what_is_halfway_between_two_quanta_goes_the_same_way_whatever_it_is_added_to():
+def test_a_value_halfway_between_two_quanta_is_rounded_alike_in_every_sum():
     """In vectorised loops and in their remainders, contiguous or not, for all magnitudes at which halves exist."""
     halves = torch.arange(1, 200, 2) * 2.0**-41
     large = torch.tensor([2.0**10, 1.0, 0.5, 2.0**-17 + 2.0**-40])

@@ -148,7 +148,7 @@ def refusing(group, refused=(), disputed=(), held=(), not_finite=()):
         ([refusing(0, [0]), refusing(1, [0]), refusing(2, [0])], 0, False),
     ],
 )
-def test_who_is_asked_for_a_refused_slot(rows, asked, accepted):
+def test_which_group_computes_a_refused_slot(rows, asked, accepted):
     plan = ledger.plan(rows, 4)
     assert [group for group, share in plan.shares.items() if 0 in share] == [asked]
     assert (0 in plan.accepted) == accepted
@@ -220,7 +220,7 @@ def test_every_audited_slot_has_another_group_that_computes_it_and_none_is_alone
     assert ledger.plan([row(0)], 8, audited=audited).auditors == {}
 
 
-def test_who_is_outvoted_computes_the_slot_no_more_and_a_third_one_audits_a_doubted_one():
+def test_an_outvoted_group_computes_the_slot_no_more_and_a_third_audits_it():
     doubted = ledger.plan([refusing(0, [3]), refusing(1, [3]), row(2)], 8, audited=(3,))
     assert 3 not in doubted.shares[2]
     assert doubted.auditors == {3: 2}

@@ -57,7 +57,7 @@ ABLE = member(0, 8, 12)
         ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),
     ],
 )
-def test_what_all_members_make_of_a_quorum(members, step, history, able, sources):
+def test_all_members_read_the_same_quorum(members, step, history, able, sources):
     for told in (members, members[::-1]):
         quorum = read_quorum(3, told)
         assert (quorum.state, quorum.able, quorum.sources) == (State(step, history), able, sources)

@@ -49,7 +49,7 @@ def test_a_thousand_strangers_keep_no_member_out_and_few_descriptors(server):
         one.close()
 
 
-def test_who_opens_a_door_may_have_a_descriptor_for_each_member():
+def test_a_server_raises_its_limit_of_descriptors():
     """A trainer needs two for each other group, and those of its connections for sums."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
@@ -99,7 +99,7 @@ def test_a_listener_that_drips_does_not_hold_a_member_and_is_not_said_to_refuse(
     listener.close()
 
 
-def test_who_was_let_in_for_one_service_is_not_for_another():
+def test_a_server_of_one_service_refuses_a_connection_for_another():
     server = wire.Server("127.0.0.1", TOKEN, echo, SOON, purpose="keeper")
     with pytest.raises(wire.WireError, match="did not accept the run's token"):
         answers(server.address, purpose="heal")
@@ -107,7 +107,7 @@ def test_who_was_let_in_for_one_service_is_not_for_another():
     server.close()
 
 
-def test_what_is_no_address_is_said():
+def test_a_wrong_address_is_refused():
     for address in ("", ":1", "h:", "h:x", "h:65536", "h:²", "h:-1", "a b:1", "a\x1b[m:1", "x" * 300 + ":1", "[::1:1"):
         with pytest.raises(wire.WireError, match="not an address"):
             wire.parse_address(address)
