@@ -56,7 +56,7 @@ def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert "rank 1 was killed by SIGKILL" in died["reason"]
     assert "was killed by SIGKILL" in run.wait_for("workers_died", after=begin, group=1)["reason"]
     run.wait_for("lighthouse_started", after=begin)
-    assert "The lighthouse died (exit code -9): no group can join or leave" in run.said()
+    assert "The lighthouse died (exit code -9): no group can join or leave" in run.console()
     for group in (0, 1):
         run.wait_for("commit", after=run.wait_for("workers_started", after=begin, group=group)["t"], group=group)
     faults = {event["fault"]: event for event in run.events("fault", after=begin)}

@@ -72,7 +72,7 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     inner = steps * sections.get("semi_sync", {}).get("sync_steps", 1)
     alone = {**sections, "snapshot": {"enable": False}, "checkpoint": {"enable": False}}
     reference = start(Watched, "cpu", "--groups", "1", "--steps", str(inner), *args, **alone)
-    assert reference.wait(600) == 0, reference.said()
+    assert reference.wait(600) == 0, reference.console()
     figures = score.score(late.run_dir, reference.run_dir)
     assert (figures["status"], figures["first_step"], figures["last_step"]) == ("stopped", 1, steps)
     assert figures["loss_delta_steps"] == steps

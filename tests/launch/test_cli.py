@@ -50,7 +50,7 @@ def test_a_run_that_cannot_go_on_ends_and_says_why(start, groups, flags, starts,
     assert groups <= len(run.events("workers_started")) <= starts
     (ended,) = run.events("run_ended")
     assert ended["status"] == "failed"
-    assert all(word in ended["reason"] and word in run.said() for word in words)
+    assert all(word in ended["reason"] and word in run.console() for word in words)
     assert "in group 0" not in ended["reason"], "the first line says what it is"
 
 
@@ -59,7 +59,7 @@ def test_a_slot_that_ends_whoever_computes_it_is_skipped_where_that_is_asked_for
     assert run.process.wait(DEADLINE_S) == 0
     (poison,) = run.events("poison_slot")
     assert (poison["step"], poison["slot"], poison["groups"], poison["action"]) == (6, 2, [0, 1, 2], "skip")
-    assert "The slot is skipped" in run.said()
+    assert "The slot is skipped" in run.console()
     figures = score(run.run_dir)
     assert figures["give_ups"] == {}
     assert figures["slots_skipped"] == 1

@@ -55,7 +55,7 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     assert ended["t"] < second["t"]
     twice = agent("--training.steps", "1000000", job=7, restart=1)
     assert twice.process.wait(DEADLINE_S) == FENCED_EXIT
-    assert f"is run by process {new.process.pid} on" in twice.said()
+    assert f"is run by process {new.process.pid} on" in twice.console()
     assert read_beat(agent_beat_path(new.run_dir, 0)).phase == "watching", "the first one has not ended"
     assert new.process.poll() is None
     new.process.kill()

@@ -77,7 +77,7 @@ def started(run_dir, number):
 
 def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
     one = agent("--training.steps", "1000000", published=False)
-    until(lambda: "waiting for a lighthouse's address in" in one.said(), "it to be said")
+    until(lambda: "waiting for a lighthouse's address in" in one.console(), "it to be said")
     assert one.events("workers_started") == []
     publish_address(tmp_path / "run", "http://127.0.0.1:1")
     one.wait_for("commit")
@@ -86,4 +86,4 @@ def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_t
     assert one.events("agent_ended")[-1]["status"] == "stopped"
     late = agent("--training.steps", "1000000", published=False)
     assert late.process.wait(DEADLINE_S) == 0
-    assert f"stopped: {stop_file(tmp_path / 'run')} exists" in late.said()
+    assert f"stopped: {stop_file(tmp_path / 'run')} exists" in late.console()

@@ -132,13 +132,13 @@ def test_a_run_that_its_launcher_cannot_go_on_with_says_why_it_ends(start):
     assert run.process.wait(DEADLINE_S) == 1
     (ended,) = run.events("run_ended")
     assert (ended["status"], "Not a directory" in ended["reason"]) == ("failed", True)
-    assert "Traceback" not in run.said()
+    assert "Traceback" not in run.console()
 
 
 def test_a_run_directory_belongs_to_one_live_run(run, start):
     second = type(run)(run.run_dir, 2, 2, *ENDLESS, temporary=run.temporary)
     assert second.process.wait(DEADLINE_S) == 2
-    assert f"in use by a run that is still going (pid {run.process.pid})" in second.said()
+    assert f"in use by a run that is still going (pid {run.process.pid})" in second.console()
 
 
 def test_ctrl_c_twice_ends_a_run_at_once_but_not_what_passes_on_the_first(other):

@@ -49,7 +49,7 @@ def test_a_launcher_that_has_no_room_for_anything_now_and_then_loses_no_group(st
     spans = [(one["t"] - TOLD_S, one["t"] + one["again_s"] + TOLD_S) for one in told]
     silent = [(when, what) for when, what in made if not any(begin < when < end for begin, end in spans)]
     assert not silent, f"{len(silent)} of {len(made)} are not told: {silent[:5]}"
-    assert "This is retried in" in run.said()
+    assert "This is retried in" in run.console()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(DEADLINE_S) == 0
 
@@ -62,7 +62,7 @@ def test_a_launcher_without_descriptors_says_so_on_the_console_too(start):
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (8, before[1]))
     os.kill(run.workers(0)[0], signal.SIGKILL)
-    until(lambda: "Events: [Errno 24] Too many open files" in run.said(), "the shortage", TOLD_S)
+    until(lambda: "Events: [Errno 24] Too many open files" in run.console(), "the shortage", TOLD_S)
     until(lambda: "Group 0: [Errno 24] Too many" in status_of(run.run_dir), "its group, by name once", TOLD_S)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
     run.wait_for("commit", after=time.time(), group=0)
@@ -127,7 +127,7 @@ def test_a_group_that_fails_again_and_again_while_another_commits_is_summed_up_a
     gaps = [later - earlier for earlier, later in itertools.pairwise(deaths)]
     assert gaps[-1] > max(4.0, gaps[0]), "it is started again later each time"
     assert run.events("agent_ended") == []
-    assert told["reason"].removeprefix("group") in run.said()
+    assert told["reason"].removeprefix("group") in run.console()
     summed_up = re.escape(told["reason"][1:]).replace("3", r"\d+", 1)
     assert re.search(summed_up, status_of(run.run_dir)), "however often it is by now"
     assert re.search(r"has failed \d+ times in a row", page_of(run.run_dir).read_text())

@@ -60,7 +60,7 @@ def make():
         one.close()
 
 
-def connected(address):
+def connect(address):
     return wire.connect(address, TOKEN, SOON, purpose=PURPOSE)
 
 
@@ -72,20 +72,20 @@ def quorum(group, number=1):
     return {"replica": name_of(group, LIFE), "said": encode(a_request(group, number)), "timeout_s": 8.0}
 
 
-def asks(member, group, number, state=FRESH):
+def ask(member, group, number, state=FRESH):
     return [found.group for found in member.ask(a_request(group, number, state), SOON)[1]]
 
 
 def all_ask(members, number, later_s=0.0):
     """Let each member ask, all but the first one `later_s` later. Return the groups of each member's quorum."""
     with ThreadPoolExecutor(len(members)) as pool:
-        first = pool.submit(asks, members[0], 0, number, State(1, 1))
+        first = pool.submit(ask, members[0], 0, number, State(1, 1))
         time.sleep(later_s)
-        rest = [pool.submit(asks, member, group, number, State(1, 1)) for group, member in enumerate(members[1:], 1)]
+        rest = [pool.submit(ask, member, group, number, State(1, 1)) for group, member in enumerate(members[1:], 1)]
         return [one.result() for one in (first, *rest)]
 
 
-def met(make, count):
+def members_of_a_quorum(make, count):
     """Return a gate and `count` members that have been in a quorum together."""
     at = [make.gate(count)]
     members = [make.member(group, at) for group in range(count)]
@@ -93,7 +93,7 @@ def met(make, count):
     return at, members
 
 
-def asks_until_together(member, group, state):
+def ask_until_together(member, group, state):
     """Ask, and ask again if the quorum has an old start of a group, as groups do. Return whether that succeeded."""
     for number in range(2, 50):
         with contextlib.suppress(QuorumUnavailable):
@@ -120,7 +120,7 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
     members = [make.member(group, [lighthouse], token=lighthouse.token) for group in range(3)]
     stop, refused = threading.Event(), []
 
-    def pose():
+    def send_as_strangers():
         while not stop.is_set():
             for name in ("stray-job_0", name_of(0, LIFE)):
                 try:
@@ -130,7 +130,7 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
                 except Exception:  # noqa: BLE001  the Rust client's
                     refused.append(True)
             try:
-                connected(lighthouse.address)
+                connect(lighthouse.address)
             except wire.WireError as error:
                 refused.append("did not accept the run's token" in str(error))
             with contextlib.suppress(OSError), socket.create_connection(wire.parse_address(lighthouse.address)) as sock:
@@ -138,14 +138,14 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
 
     waits_s = []
     with ThreadPoolExecutor(len(members)) as pool:
-        list(pool.map(asks, members, range(3), [1] * 3))  # now the gate has heard all groups
-        thread = threading.Thread(target=pose)
+        list(pool.map(ask, members, range(3), [1] * 3))  # now the gate has heard all groups
+        thread = threading.Thread(target=send_as_strangers)
         thread.start()
         while len(refused) < 5:
             time.sleep(0.01)
         for number in range(2, 12):
             begun = time.monotonic()
-            assert list(pool.map(asks, members, range(3), [number] * 3)) == [[0, 1, 2]] * 3
+            assert list(pool.map(ask, members, range(3), [number] * 3)) == [[0, 1, 2]] * 3
             waits_s.append(time.monotonic() - begun)
     stop.set()
     thread.join()
@@ -167,7 +167,7 @@ def test_a_message_that_is_no_request_ends_its_own_connection(make):
         good | {"timeout_s": -1},
         good | {"more": 1},
     ):
-        channel = connected(gate.address)
+        channel = connect(gate.address)
         with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
         channel.close()
@@ -194,8 +194,8 @@ def test_a_group_that_gets_no_quorum_is_told_why(make):
     at = [make.gate(2)]
     members = [make.member(group, at) for group in range(2)]
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(asks, members[0], 0, 1, State(0, 1))
-        assert asks(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
+        other = pool.submit(ask, members[0], 0, 1, State(0, 1))
+        assert ask(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
     with pytest.raises(QuorumUnavailable, match="none of the groups that make steps has asked"):
         members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
 
@@ -203,13 +203,13 @@ def test_a_group_that_gets_no_quorum_is_told_why(make):
 def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
     """A gate that hears of an old start last takes it for the one that counts, until the old start finds that it is
     fenced. Its timeout is the longest one that a config may have, which the gate must accept."""
-    (at, members), fenced = met(make, 2), threading.Event()
+    (at, members), fenced = members_of_a_quorum(make, 2), threading.Event()
     with ThreadPoolExecutor(3) as pool:
         old = make.member(0, at, "old", fenced.is_set)
         waits = pool.submit(old.ask, dataclasses.replace(a_request(0), life="old"), timedelta(seconds=3e8))
         time.sleep(BEATS_S)
         assert not waits.done()
-        found = [pool.submit(asks_until_together, *both, State(1, 1)) for both in zip(members, range(2), strict=True)]
+        found = [pool.submit(ask_until_together, *both, State(1, 1)) for both in zip(members, range(2), strict=True)]
         fenced.set()
         assert [one.result() for one in found] == [True, True]
         with contextlib.suppress(QuorumUnavailable):  # or it was in a quorum before it read its fence
@@ -217,7 +217,7 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
 
 
 def test_a_quorum_does_not_wait_for_a_group_that_died_before_it_was_asked_for(make):
-    _, members = met(make, 3)
+    _, members = members_of_a_quorum(make, 3)
     time.sleep(BEATS_S)
     members[2].leave()
     begun = time.monotonic()
@@ -250,7 +250,7 @@ def slow_client(monkeypatch, heartbeat_s):
 def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_group_is_heard_again(make, monkeypatch):
     """Each heartbeat lasts longer than the interval at which the lighthouse checks for a quorum."""
     slow_client(monkeypatch, 0.06)
-    at, members = met(make, 3)
+    at, members = members_of_a_quorum(make, 3)
     with pytest.raises(QuorumUnavailable):
         members[0].ask(a_request(0, 2, State(1, 1)), timedelta(seconds=JOIN_S / 2))
     members[0].leave()
@@ -258,15 +258,15 @@ def test_a_request_that_failed_does_not_become_a_quorum_of_its_own_when_its_grou
     members[0] = make.member(0, at)
     time.sleep(BEATS_S)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(asks, members[0], 0, 3, State(1, 1))
+        first = pool.submit(ask, members[0], 0, 3, State(1, 1))
         time.sleep(JOIN_S / 2)
-        pool.submit(asks, members[1], 1, 3, State(1, 1))
+        pool.submit(ask, members[1], 1, 3, State(1, 1))
     assert first.exception() or first.result() != [0]  # on a busy machine it may have been too late for the others
 
 
 def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of_that_one(make, monkeypatch):
     late = slow_client(monkeypatch, 0.0)
-    _, members = met(make, 3)
+    _, members = members_of_a_quorum(make, 3)
     time.sleep(BEATS_S)
     assert all_ask(members, 2) == [[0, 1, 2]] * 3
     time.sleep(0.3)  # the lighthouse takes all groups for alive for another 0.3 s
@@ -278,7 +278,7 @@ def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(mak
     """A round of heartbeats to all groups takes longer than the interval between rounds, as with hundreds of groups.
     One of four tries has to succeed, as a busy machine may be even later."""
     late, waits_s = slow_client(monkeypatch, 0.09), [1.0]
-    _, members = met(make, 3)
+    _, members = members_of_a_quorum(make, 3)
     late["quorum"] = 0.18
     while len(waits_s) <= 4 and min(waits_s) > 0.75:
         time.sleep(BEATS_S)
@@ -291,7 +291,7 @@ def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(mak
 def test_requests_that_come_together_do_not_wake_each_other(make, monkeypatch):
     looked, look = [], Gate._stood_still
     slow_client(monkeypatch, 0.005)
-    _, members = met(make, 60)
+    _, members = members_of_a_quorum(make, 60)
     time.sleep(BEATS_S)
     monkeypatch.setattr(Gate, "_stood_still", lambda gate: looked.append(gate) or look(gate))
     assert {len(found) for found in all_ask(members, 2)} == {60}
@@ -301,7 +301,7 @@ def test_requests_that_come_together_do_not_wake_each_other(make, monkeypatch):
 def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at_the_lighthouse(make):
     """The group has closed the connection of the earlier request, as the gate was silent for a heartbeat timeout."""
     gate = make.gate(heartbeat_timeout_s=1.0)
-    *beats, old, one, new = (connected(gate.address) for _ in range(5))
+    *beats, old, one, new = (connect(gate.address) for _ in range(5))
     stop = threading.Event()
 
     def beat(seconds):
@@ -331,14 +331,14 @@ def test_groups_that_make_steps_apart_hear_of_each_other(make):
     places = [[make.gate(1)], [make.gate(1)]]
     members = [make.member(group, at) for group, at in enumerate(places)]
     for group, member in enumerate(members):
-        assert asks(member, group, 1, State(1, 1)) == [group]
+        assert ask(member, group, 1, State(1, 1)) == [group]
     places[0][0].close()
     places[0][0] = places[1][0]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [True, True]
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(asks, members[0], 0, 2, State(1, 1))
+        waits = pool.submit(ask, members[0], 0, 2, State(1, 1))
         time.sleep(JOIN_S)
-        assert asks(members[1], 1, 2, State(1, 1)) == waits.result() == [0, 1]
+        assert ask(members[1], 1, 2, State(1, 1)) == waits.result() == [0, 1]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [False, False]

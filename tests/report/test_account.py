@@ -9,20 +9,20 @@ from everstep.report.score import figures_of, loss_by_step
 from timeline import Timeline
 
 
-def begun():
+def first_commit():
     """Return the log of two groups with slots of four samples that have committed step 1."""
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, global_batch_size=16).start(1, 0, 1)
     return run.attempt(2, 1, 0, [0, 2]).attempt(2.01, 1, 1, [1, 3]).commit(2.1, 1, [0, 1])
 
 
-def killed(run, t, *groups):
+def add_kill(run, t, *groups):
     run.fault(t, "kill-group", [*groups])
     for group in groups:
         run.add(t + 0.01, "workers_died", group, role="agent", reason="killed", exitcodes={"0": -9})
     return run
 
 
-def back(run, t, step, history):
+def add_rejoin(run, t, step, history):
     """Add events: group 0 restarts, heals and takes part in a step together with group 1."""
     run.start(t, 0).heal(t + 0.5, 0, 1, step, history)
     return run.attempt(t + 2, step, 0, [0, 2]).attempt(t + 2, step, 1, [1, 3]).commit(t + 2.1, step, [0, 1])
@@ -30,21 +30,21 @@ def back(run, t, step, history):
 
 STORIES = {
     "a group that dies with a commit that no other has": (
-        lambda run: back(
-            killed(run.commit(4, 2, [0, 1], by=[0], loss=9.0), 4.1, 0).attempt(6, 2, 1, [0, 2]).commit(6.1, 2, [1]),
+        lambda run: add_rejoin(
+            add_kill(run.commit(4, 2, [0, 1], by=[0], loss=9.0), 4.1, 0).attempt(6, 2, 1, [0, 2]).commit(6.1, 2, [1]),
             7, 3, None,
         ),
         [1.0, 2.0, 3.0], {"commits_dropped": 1, "kills": 1, "attempts": 3, "rejoins": [5.0]},
     ),
     "all die and load an older state": (
-        lambda run: killed(
+        lambda run: add_kill(
             run.attempt(4, 2, 0, [0, 2]).attempt(4, 2, 1, [1, 3]).commit(4.1, 2, [0, 1], loss=9.0), 5, 0, 1
         ).start(8, 0, 1, step=2, source="disk")
         .attempt(10, 2, 0, [0, 2]).attempt(10, 2, 1, [1, 3]).commit(10.1, 2, [0, 1]),
         [1.0, 2.0], {"commits_dropped": 1, "slots_recomputed": 4, "attempts": 3, "rejoins": [5.1, 5.1]},
     ),
     "a group that is back has its part when it owns a slot, or there are fewer than groups": (
-        lambda run: killed(killed(run, 3, 0).commit(4, 2, [1]), 5, 0).start(6, 0).heal(6.5, 0, 1, 3)
+        lambda run: add_kill(add_kill(run, 3, 0).commit(4, 2, [1]), 5, 0).start(6, 0).heal(6.5, 0, 1, 3)
         .commit(7, 3, [0, 1], owners=[1, 1, 1, 1]).commit(8, 4, [0, 1], owners=[1]),
         [1.0, 2.0, 3.0, 4.0], {"kills": 2, "attempts": 1, "rejoins": [5.0, 3.0]},
     ),
@@ -78,7 +78,7 @@ STORIES = {
 @pytest.mark.parametrize("story", STORIES)
 def test_the_figures_are_those_of_the_story(story):
     happens, losses, expected = STORIES[story]
-    account = read(happens(begun()).events)
+    account = read(happens(first_commit()).events)
     figures = figures_of(account)
     assert [*loss_by_step(account.lineage.final()).items()] == [*enumerate(losses, 1)]
     counts = ("commits_dropped", "attempts_thrown_away", "slots_recomputed", "samples_lost", "samples_repeated")
@@ -94,7 +94,7 @@ def test_the_figures_are_those_of_the_story(story):
     assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
 
 
-def life(*story):
+def log_of(*story):
     """Return the log of ("up" | "died", t, group), ("well", t, group) for a good end, (fault, t, group or groups)."""
     run = Timeline()
     for what, t, group in story:
@@ -110,16 +110,16 @@ def life(*story):
 @pytest.mark.parametrize(
     ("run", "faults", "deaths"),
     [
-        (life(("up", 0, 1), ("kill-worker", 1, 1), ("died", 1.1, 1), ("up", 2, 1), ("died", 5, 1)),
+        (log_of(("up", 0, 1), ("kill-worker", 1, 1), ("died", 1.1, 1), ("up", 2, 1), ("died", 5, 1)),
          [("kill-worker", (1,)), ("died", (1,))], 2),
-        (life(("up", 0, 1), ("died", 5, 1), ("died", 5.1, 1)), [("died", (1,))], 1),
-        (life(("up", 0, 1), ("up", 0, 2), ("kill-worker", 1, 1), ("died", 1.2, 2)),
+        (log_of(("up", 0, 1), ("died", 5, 1), ("died", 5.1, 1)), [("died", (1,))], 1),
+        (log_of(("up", 0, 1), ("up", 0, 2), ("kill-worker", 1, 1), ("died", 1.2, 2)),
          [("kill-worker", (1,)), ("died", (2,))], 1),
-        (life(("up", 0, 1), ("up", 0, 2), ("power-cut", 1, None), ("died", 1.2, 2), ("died", 1.2, 1)),
+        (log_of(("up", 0, 1), ("up", 0, 2), ("power-cut", 1, None), ("died", 1.2, 2), ("died", 1.2, 1)),
          [("power-cut", ())], 2),
-        (life(("up", 0, 1), ("up", 0, 2), ("kill-all", 1, [1, 2]), ("died", 1.2, 2), ("died", 1.2, 1)),
+        (log_of(("up", 0, 1), ("up", 0, 2), ("kill-all", 1, [1, 2]), ("died", 1.2, 2), ("died", 1.2, 1)),
          [("kill-all", (1, 2))], 2),
-        (life(("up", 0, 1), ("well", 5, 1)), [], 1),
+        (log_of(("up", 0, 1), ("well", 5, 1)), [], 1),
     ],
 )  # fmt: skip
 def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, deaths):

@@ -17,7 +17,7 @@ def served():
     return listening.getsockname()
 
 
-def asked(place, host="localhost", path="/"):
+def get(place, host="localhost", path="/"):
     """Return status and content of an answer."""
     connection = http.client.HTTPConnection(*place, timeout=30)
     connection.request("GET", path, headers={"Host": host})
@@ -51,7 +51,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
     assert slow == []
     for connection in held:
         connection.close()
-    assert asked(place) == (200, b"<!doctype")
+    assert get(place) == (200, b"<!doctype")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_64_connections_that_say_nothing_or_little_hold_sixteen_at_most_and_not_
 def test_a_name_that_is_not_this_machines_reads_nothing(host, status, monkeypatch):
     monkeypatch.setattr(serve.socket, "getfqdn", lambda: "Node7.example")
     place = served()
-    found, content = asked(place, host)
+    found, content = get(place, host)
     assert (found, b"<!doctype" in content) == (status, status == 200)
     for path in ("/token", "/config.toml", "/../token"):  # no other file of a run directory is served
-        assert asked(place, host, path)[0] in (403, 404)
+        assert get(place, host, path)[0] in (403, 404)

@@ -163,7 +163,7 @@ def add(line, t, step, kind, fields):
         line.add(t, kind, group, step, role=role, rank=rank, **fields)
 
 
-def story(cause, cured=False):
+def log_of(cause, cured=False):
     guarantee, events, words, cure = CAUSES[cause]
     line = (
         Timeline()
@@ -185,7 +185,7 @@ def samples(text):
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
-    line, guarantee, words = story(cause)
+    line, guarantee, words = log_of(cause)
     line.write(tmp_path)
     events = list(read_events(tmp_path))
     state = RunState()
@@ -206,7 +206,7 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
 
 @pytest.mark.parametrize("cause", [cause for cause, (*_, cure) in CAUSES.items() if cure])
 def test_a_trouble_ends_with_its_cause(cause):
-    now = read(story(cause, cured=True)[0].logged)
+    now = read(log_of(cause, cured=True)[0].logged)
     assert now.troubles.sentences == []
     assert b"everstep_trouble_info{" not in metrics.prometheus_text(now, 1)
 
@@ -239,7 +239,7 @@ NO_QUORUM = "a lighthouse that cannot be reached"
 ])  # fmt: skip
 def test_a_trouble_ends_when_its_process_recovers_or_is_replaced(cause, kind, fields, told):
     """Processes that start in its place do not know of the trouble. Events of another group do not end it."""
-    line, _, words = story(cause)
+    line, _, words = log_of(cause)
     add(line, 1020, 20, kind, fields)
     assert any(words in sentence for sentence in read(line.logged).troubles.sentences) is told
     assert told or read(line.logged).troubles.sentences == []
@@ -278,10 +278,10 @@ def test_each_is_told_once_whoever_says_it_and_however_often(told):
 
 
 def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
-    line = story("no room for a snapshot")[0]
+    line = log_of("no room for a snapshot")[0]
     line.add(1050, "run_ended", role="supervisor", status="stopped", reason="stopped cleanly")
     line.add(1060, "run_started", role="supervisor", groups=3)
-    ended = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="done", reason="finished")
+    ended = log_of("data at its end")[0].add(1050, "run_ended", role="supervisor", status="done", reason="finished")
     submitted = Timeline().start(1, 0).commit(2, 1, (0,)).add(3, "unfit", 0, 1, reason="rank 0 is sick")
     submitted.add(4, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
     submitted.add(5, "agent_up", 0, role="agent", pid=7)
@@ -293,7 +293,7 @@ def test_a_run_that_is_stopped_has_not_run_out_of_data():
     line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=9).start(1, 0).commit(2, 1, (0,))
     line.add(4, "training_done", 0, 1).add(5, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
     assert read(line.events).troubles.sentences == []
-    late = story("data at its end")[0].add(1050, "run_ended", role="supervisor", status="stopped", reason="asked to")
+    late = log_of("data at its end")[0].add(1050, "run_ended", role="supervisor", status="stopped", reason="asked to")
     assert read(late.events).troubles.sentences == []
 
 

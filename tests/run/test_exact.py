@@ -88,7 +88,7 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
     killed, is_step = hit.kill(*victims, ranks=slice(-1, None)), shape not in STEPS_OF_COMMIT
     if is_step:  # two rounds may be over before the group is back
         hit.wait_for("training_started", after=killed, group=1)
-    assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
+    assert [clean.wait(), hit.wait()] == [0, 0], hit.console()
     found = compare(clean.run_dir, hit.run_dir)
     assert (found.diverged, found.differing) == ("", "")
     assert found.steps == found.checksums - 1 == 8 // STEPS_OF_COMMIT.get(shape, 1)
@@ -105,7 +105,7 @@ def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, t
     config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4}, fault_tolerance=together)
     sick(monkeypatch, "flip")
     run = start(config, "--groups", "2")
-    assert run.wait() == 0, run.said()
+    assert run.wait() == 0, run.console()
     sick(monkeypatch, "")
     status, told = replayed(run.run_dir, 5)
     owners = run.events("commit", step=5)[0]["owners"]
@@ -144,7 +144,7 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, 
     sick(monkeypatch, flip)
     config = config_of(tmp_path, "flips", steps=6, fault_tolerance=settings)
     hit = start(config, "--groups", str(groups))
-    assert [clean.wait(), hit.wait()] == [0, 0], hit.said()
+    assert [clean.wait(), hit.wait()] == [0, 0], hit.console()
     found = compare(clean.run_dir, hit.run_dir)
     assert (found.differing, found.checkpoint) == ("", hit.events("commit")[-1]["step"])
     losses = [score.loss_by_step(score.account_of(run.run_dir).lineage.final()) for run in (clean, hit)]
@@ -170,8 +170,8 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
     )
     run = start(config)
     assert run.wait() == 1
-    assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.said()
-    assert "Traceback" not in run.said()
+    assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.console()
+    assert "Traceback" not in run.console()
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, m
     last = run.stop()
     steps = last * STEPS_OF_COMMIT.get(shape, 1)
     clean = start(config, "--groups", "1", *each, "--steps", str(steps))
-    assert clean.wait(1200.0) == 0, clean.said()
+    assert clean.wait(1200.0) == 0, clean.console()
     found = compare(clean.run_dir, run.run_dir)
     print(f"{faults} faults in {legs} legs, {found}")
     assert (found.diverged, found.differing, found.checkpoint, found.steps) == ("", "", steps, last)

@@ -51,7 +51,7 @@ def same_losses(run, other):
 
 def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(with_fault, monkeypatch):
     wrong = with_fault("kernel")
-    assert wrong.status == 0, wrong.said()
+    assert wrong.status == 0, wrong.console()
     assert len(refusals(wrong, 0)) == ASK_AFTER
     assert not refusals(wrong, 1)
     assert wrong.events("commit", step=FIRST)[0]["owners"][SLOT] == 1
@@ -65,7 +65,7 @@ def test_an_error_of_one_group_names_it_and_a_bound_that_all_leave_names_nobody(
 
     monkeypatch.setenv("EVERSTEP_TEST_SICK", "0,1")
     narrow = with_fault("bound")
-    assert narrow.status == 0, narrow.said()
+    assert narrow.status == 0, narrow.console()
     assert sum(len(refusals(narrow, group)) for group in GROUPS) == ASK_AFTER + 1
     steps = range(FIRST, STEPS + 1)
     assert [(event["step"], event["slot"]) for event in narrow.events("slot_accepted")] == [(s, SLOT) for s in steps]
@@ -89,7 +89,7 @@ def test_what_two_sick_groups_compute_is_never_committed(with_fault, monkeypatch
         (5, "kernel", "1.0", 1.0),
     ):
         run = with_fault(fault, groups, share, slots=6, frequency=frequency)
-        assert run.status == 0, run.said()
+        assert run.status == 0, run.console()
         assert run.events("slot_refused")
         assert {event["group"] for kind in ("slot_refused", "unfit") for event in run.events(kind)} <= {0, 1}
         assert not run.events("slot_accepted")
@@ -108,7 +108,7 @@ def test_a_gradient_whose_norm_overflows_is_never_committed(start, tmp_path):
             **{"attention_check.inject": inject},
         )
         runs.append(start(config, "--groups", "2"))
-        assert runs[-1].wait() == 0, runs[-1].said()
+        assert runs[-1].wait() == 0, runs[-1].console()
     clean, hit = runs
     assert all(math.isfinite(event["grad_norm"]) for event in hit.events("commit"))
     reasons = {event["reason"] for event in hit.events("slot_refused")}

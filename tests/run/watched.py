@@ -134,7 +134,7 @@ class Followed:
             over = self.process is not None and self.process.poll() is not None
             result = condition()
             if over and not result:
-                pytest.fail(f"the run ended ({self.process.poll()}) before {what}: {self.said()}")
+                pytest.fail(f"the run ended ({self.process.poll()}) before {what}: {self.console()}")
             return result
 
         return until(found, what)
@@ -162,7 +162,7 @@ class Followed:
         self.wait_for("workers_started", group=group)
         return self.events("workers_started", group=group)[-1]["pids"]
 
-    def said(self):
+    def console(self):
         return self.output.read_text() if self.output.exists() else ""
 
     def tree(self):
@@ -219,12 +219,12 @@ class Watched(Followed):
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the run did not end within {deadline_s:g} s: {self.said()[-2000:]}")
+            pytest.fail(f"the run did not end within {deadline_s:g} s: {self.console()[-2000:]}")
 
     def stop(self):
         """Stop the run cleanly, and return the number of steps that it made."""
         self.process.send_signal(signal.SIGINT)
-        assert self.wait() == 0, self.said()
+        assert self.wait() == 0, self.console()
         return self.events("commit")[-1]["step"]
 
     def end(self):

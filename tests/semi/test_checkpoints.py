@@ -52,7 +52,7 @@ def test_each_group_writes_what_it_carries_and_a_run_of_other_groups_goes_on_fro
         if step > saved * SYNC_STEPS:
             shutil.rmtree(later)
     again = start(toml, "--groups", str(groups), run_dir=run.run_dir)
-    assert again.wait() == 0, again.said()
+    assert again.wait() == 0, again.console()
     told = again.events("training_started")[0]
     assert (told["source"], told["step"]) == ("disk", saved + 1)
     assert worst(again, reference(toml), STEPS) <= 1e-5
@@ -77,7 +77,7 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     newest = max(checkpoints(run.run_dir))
     assert (newest > before * SYNC_STEPS) == (lost == (1,))
     again = start(toml, run_dir=run.run_dir)
-    assert again.wait() == 0, again.said()
+    assert again.wait() == 0, again.console()
     assert again.events("training_started")[0]["step"] == newest // SYNC_STEPS + 1
     assert worst(again, reference(toml), STEPS) <= 1e-5
 

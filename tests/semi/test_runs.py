@@ -50,7 +50,7 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
     run.wait_for("checkpoint_saved")
     killed = run.kill(*both)
     assert run.wait_for("training_started", killed)["source"] == "disk"
-    assert run.wait() == 0, run.said()
+    assert run.wait() == 0, run.console()
     expected = reference(config)
     assert worst(run, expected, steps) <= 1e-5
     assert worst_loss(run, expected) <= 1e-5
@@ -77,7 +77,7 @@ def test_groups_of_two_ranks_are_what_the_paper_says_also_when_one_dies_within_a
     run.wait_for("commit")
     run.wait_for_phase(1, {"compute"})
     run.kill(1, ranks=slice(1, 2))
-    assert run.wait() == 0, run.said()
+    assert run.wait() == 0, run.console()
     differences = worst(run, reference(config), 160), worst_loss(run, reference(config))
     print("parameters, losses differ by", differences)
     assert max(differences) <= 1e-5

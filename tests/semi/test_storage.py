@@ -34,7 +34,7 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
     assert told["risk"] == f"group {told['group']} dies"
     run.wait_for("commit", step=6)
     killed = run.kill(1)
-    assert run.wait() == 1, run.said()
+    assert run.wait() == 1, run.console()
     ended = run.events("run_ended")[-1]
     assert "the state of worker" in ended["reason"]
     assert "Start the run again" in ended["reason"]
@@ -46,14 +46,14 @@ def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, refer
     told = run.wait_for("workers_unprotected")
     assert "No space left" in told["reason"]
     assert told["risk"] == f"the host of group {told['group']} is lost"
-    run.until(lambda: "is lost now, the run ends" in run.said(), "the risk to be said")
+    run.until(lambda: "is lost now, the run ends" in run.console(), "the risk to be said")
     killed = run.kill(1)
     run.wait_for("worker_moved", killed, group=0)
     moved = run.events("worker_moved", killed, group=0)
     run.wait_for("worker_moved", killed, group=1)
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
     run.wait_for("workers_protected", killed, group=0)
-    assert run.wait() == 0, run.said()
+    assert run.wait() == 0, run.console()
     assert max(event["rounds_again"] for event in moved) <= 1, "what was just being written"
     assert worst(run, reference(toml), ROUNDS * SYNC_STEPS) <= 1e-5
     shutil.rmtree(small, ignore_errors=True)
@@ -72,6 +72,6 @@ def test_a_host_that_is_lost_with_its_memory_costs_no_state_and_no_storage(start
         shutil.rmtree(segment)
     run.wait_for("worker_moved", killed, group=0)
     moved = run.events("worker_moved", killed, group=0)
-    assert run.wait() == 0, run.said()
+    assert run.wait() == 0, run.console()
     assert max(event["rounds_again"] for event in moved) <= 2, "what was just being copied"
     assert worst(run, reference(toml), ROUNDS * SYNC_STEPS) <= 1e-5

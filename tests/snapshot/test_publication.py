@@ -38,7 +38,7 @@ def publish(writer: BufferWriter, step: int, size: int = SIZE) -> None:
     writer.publish(header_of(step, size), chunk_digests(payload.data))
 
 
-def what_is_there(path: Path) -> int | None:
+def readable_step(path: Path) -> int | None:
     """Return the step that a reader accepts, and check that it has the bytes of that step; None if there is none."""
     reader = BufferReader(path)
     header = reader.header()
@@ -123,8 +123,8 @@ def test_killed_at_any_line_of_a_publication_the_buffer_holds_one_step_or_none(f
     for number in [*range(1, total + 1, every), total + 1]:
         take(1)
         die_at_line(lambda: take(3), number)
-        found.append(what_is_there(buffers[1]))
-        assert what_is_there(buffers[0]) == 2, "the other buffer must not suffer"
+        found.append(readable_step(buffers[1]))
+        assert readable_step(buffers[0]) == 2, "the other buffer must not suffer"
     assert found[0] == 1, "before the first line nothing has changed"
     assert found[-1] == 3, "after the last line all has"
     assert set(found) == {1, None, 3}

@@ -38,7 +38,7 @@ class Collectives:
         return [min(each) for each in zip(*self.gather(values), strict=True)]
 
 
-def both(do):
+def on_both_ranks(do):
     """Call `do` for both ranks of a group at the same time. Returns the results by rank."""
 
     def as_rank(rank):
@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
 
 
 def commit(run, step: int) -> None:
-    said = {group: both(lambda rank, group=group: run[group, rank].status()) for group in GROUPS}
+    said = {group: on_both_ranks(lambda rank, group=group: run[group, rank].status()) for group in GROUPS}
     what = SimpleNamespace(step=step, history=1, able=tuple(GROUPS))
     for group in GROUPS:
 
@@ -80,11 +80,11 @@ def commit(run, step: int) -> None:
             statuses = {each: said[each][rank] for each in GROUPS}
             run[group, rank].committed(what, statuses, lambda: state_of(step))
 
-        both(committed)
+        on_both_ranks(committed)
     wait_until(lambda: all(each._copier.idle for each in run.values()))
 
 
-def noted(run, group: int, rank: int, **notes) -> None:
+def write_notes(run, group: int, rank: int, **notes) -> None:
     """Write a keeper's notes on a rank's newest snapshot."""
     copier = run[group, rank]._copier
     if copier._newest is not None:
@@ -97,13 +97,13 @@ def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
     commit(run, 1)
     for group, rank in run:
         if (rank, group) in ((1, 0), (1, 1)):  # the keeper of group 0's second host stands still
-            noted(run, group, rank, blamed_group=0)
+            write_notes(run, group, rank, blamed_group=0)
         else:
-            noted(run, group, rank, coded=True)
+            write_notes(run, group, rank, coded=True)
     commit(run, 2)
     assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
     for group, rank in run:
-        noted(run, group, rank, coded=True)
+        write_notes(run, group, rank, coded=True)
     commit(run, 3)
     assert {each._copier.agreed.anchor for each in run.values()} == {(2, 1, "")}
     assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
