@@ -21,7 +21,7 @@ from everstep.data.byte_ids import BYTES, Encoder
 from everstep.data.inputs import documents, identity, input_files
 from everstep.data.token_format import HEAD, DataError, Footer
 from everstep.run import typed
-from everstep.run.files import hold_alone
+from everstep.run.files import lock_for_life
 
 CHUNK_TOKENS = 8 << 20
 _BATCH_DOCUMENTS = 1 << 8
@@ -67,7 +67,7 @@ def pack(
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
         raise DataError(f"{folder} is a symbolic link: remove it.")
-    if not hold_alone(folder / "lock"):
+    if not lock_for_life(folder / "lock"):
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     draft = _Draft(folder, encoder.vocab_size, source)
     texts = itertools.islice(documents(files, text_key), draft.footer.documents + draft.footer.left_out, None)
