@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from everstep.step.attempt import Outcome
 from everstep.titan.disk import DiskCheckpoints, save_via_draft
 from everstep.titan.names import CheckpointManager
+from everstep.titan.parts import checkpoints_in, put_in_place
 from everstep.titan.trainer import EverstepTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,7 +67,7 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
         patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))
         disk.save(10, 10)
         manager.maybe_wait_for_saving()
-    (tmp_path / "checkpoint" / "step-30").touch()
+    (tmp_path / "checkpoint" / "step-30").symlink_to("nowhere")
     for step in (20, 25, 30, 40):
         disk.save(step, step)
     manager.maybe_wait_for_saving()
@@ -77,9 +78,21 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     assert "Not a directory" in told[2][2]
 
 
-def test_snapshots_outlive_a_stopped_run_that_wrote_no_checkpoint():
+def test_a_group_that_dies_while_it_replaces_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
+    for name in ("draft", "step-10"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    monkeypatch.setattr("shutil.rmtree", raises(SystemExit))
+    with pytest.raises(SystemExit):
+        put_in_place(tmp_path / "draft", tmp_path / "step-10")
+    assert [*checkpoints_in(tmp_path)] == [10]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_without_checkpoints_snapshots_outlive_a_run_that_was_stopped_but_not_one_that_is_over(over):
     trainer = MagicMock()
+    trainer.context.files.is_over.return_value = over
     trainer.config.checkpoint.load_only = True
     trainer.disk, trainer.participation.run.return_value = DiskCheckpoints(trainer), Outcome.OVER
     EverstepTrainer.train(trainer)
-    trainer.context.snapshots.close.assert_called_once_with(over=False, leaves=False)
+    trainer.context.snapshots.close.assert_called_once_with(over=over, leaves=False)

@@ -122,8 +122,10 @@ def remove_incomplete(folder: Path, step: int) -> None:
 
 
 def put_in_place(draft: Path, target: Path) -> None:
-    """Rename a complete checkpoint to `target`. One of the same step, from before the run went back, is removed."""
+    """Rename a complete checkpoint to `target`. One of the same step, from before the run went back, is removed. That
+    comes last, as it takes long for a large one, and the group may die meanwhile."""
+    replaced = draft.with_name(f"{draft.name}-replaced")  # removed at the group's next start if it dies here
     if target.exists():
-        (target / ".metadata").unlink(missing_ok=True)  # without it, torchtitan ignores the folder
-        shutil.rmtree(target)
+        target.rename(replaced)
     draft.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)

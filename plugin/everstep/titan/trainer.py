@@ -188,7 +188,7 @@ class EverstepTrainer(titan.Trainer):
         self.participation.leave()
         if run.snapshots is not None:
             # The last checkpoint has the same state, if one is written. `close` ignores `over` if this group leaves.
-            over = not work.goes_on() or self.disk.saves_all()
+            over = run.files.is_over() or self.disk.saves_all()
             run.snapshots.close(over=over, leaves=leaves)
         why = f"a signal or {stop_file(run.run_dir)} (remove it before torchrun starts the group again) asked for it"
         logger.info(f"Left the run after step {self.step}, as {why}" if leaves else "Training completed")
