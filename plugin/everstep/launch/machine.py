@@ -89,7 +89,11 @@ def storage_complaint(run_dir: Path) -> str:
     """Return what is wrong with this node's storage, or "": the run directory or a local temporary folder cannot be
     written, or shared memory has too little room for what a trainer's processes exchange. A trainer would fail later
     because of it. Raises OSError if the run directory is full, which is not the node's fault."""
-    for folder in (run_dir / "state", Path(tempfile.gettempdir())):
+    try:
+        folders = run_dir / "state", Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        return f"there is no temporary folder: {error.strerror}"
+    for folder in folders:
         try:
             _write(folder)
         except OSError as error:
