@@ -62,6 +62,8 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         keeps._add_new_ranks()
         assert list(keeps._coders) == [(3, 0)]
         assert [place.group for place in peers.read_records(tmp_path)] == [3]
+        monkeypatch.setattr(peers, "ask", lambda *asked: {"pid": os.getpid()})
+        assert keepers.find_keeper(tmp_path, 3, settings) is None, "no keeper of this version answers so"
     finally:
         keeps._server.close()
 

@@ -139,7 +139,7 @@ class KeeperWatch(threading.Thread):
 
 def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> KeeperRecord | None:
     """Return this host's keeper of a group if it is alive and answers; else None."""
-    with contextlib.suppress(OSError, ValueError, TypeError, wire.WireError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, wire.WireError):
         token = read_token(run_dir)
         record = peers.read_record(peers.record_file(run_dir, group))
         if record is None:
