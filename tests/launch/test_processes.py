@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from everstep.launch.worker import OOM_SCORE
+from everstep.run.directory import groups_file
+from everstep.run.files import write_json
 from everstep.run.stops import SAME_S
 from launched import DEADLINE_S, alive, until
 
@@ -122,6 +124,16 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
         run.wait_for("commit", after=resumed + 1.0, group=group)
     assert [run.workers(group) for group in range(2)] == before
     assert not [one for one in run.events("workers_stalled") if one["t"] > stopped]
+
+
+def test_a_leaving_group_that_dies_does_not_fail_the_run_that_goes_on_without_it(start):
+    run = start(2, 1, "--training.steps", "200")
+    run.wait_for("commit", group=1)
+    os.kill(run.workers(1)[0], signal.SIGSTOP)  # it cannot end cleanly
+    write_json(groups_file(run.run_dir), {"groups": 1})
+    run.wait_for("agent_ended", group=0, status="done")
+    os.kill(run.workers(1)[0], signal.SIGKILL)
+    assert run.process.wait(DEADLINE_S) == 0
 
 
 def test_a_run_that_its_launcher_cannot_go_on_with_says_why_it_ends(start):

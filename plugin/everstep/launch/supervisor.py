@@ -107,8 +107,9 @@ class Supervisor:
         return self._cut_short or all(group.end for group in groups)
 
     def _end(self, cannot_go_on: str) -> tuple[str, str]:
-        """Return the status with which the run ended, and the reason."""
-        ends = [group.end for group in self._launcher.groups if group.end is not None]
+        """Return the status with which the run ended, and the reason. It does not depend on groups that were told to
+        leave: the others go on without them."""
+        ends = [group.end for group in self._launcher.groups if group.end is not None and not group.leaves]
         kinds = {end.status for end in ends}
         if self._cut_short:
             return "stopped", "stopped at once, without a final checkpoint"
