@@ -178,7 +178,7 @@ def main() -> int:
         }
         (run_dir / "endurance.json").write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))
-        broken = broken_promises(found, may_stop=True)
+        broken = broken_promises(found)
         if args.kills >= ENOUGH:
             broken += [f"{name} grew" for name, series in growth.items() if not series["flat"]]
         print("\n".join(broken), file=sys.stderr)

@@ -153,7 +153,7 @@ def main() -> int:
         again = Run(args, reference, 1, steps)
         again.process.wait()
         found = score(run_dir, reference)
-        broken = broken_promises(found, may_stop=True)
+        broken = broken_promises(found)
         if run.longest_s > run.stall_s:
             broken.append(f"no group committed for {run.longest_s:.1f} s")
         if run.ended_unstopped:

@@ -157,6 +157,11 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
     assert spent == {"productive": 9 + 10}, "it did not start up before it came"
     assert figures["restarting_s"] == 0, "nobody died"
     assert figures["badput"]["idle"] == 0, "only one group was there at first"
+    run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=2).start(0, 0, 1).commit(10, 1, [0, 1])
+    run.add(10, "left", 1, 1).add(10, "scaled", role="scale", count=1).commit(20, 2, [0])
+    assert figures_of(read(run.events))["badput"]["idle"] == 0, "the other one is not wanted any more"
+    run.add(20, "scaled", role="scale", count=3).commit(25, 3, [0])
+    assert figures_of(read(run.events))["badput"]["idle"] == pytest.approx(2 * 5 / 45), "two are asked for in vain"
 
 
 def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so():

@@ -73,7 +73,7 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
 
     def told():
         figures = figures_of(read(run.events))
-        return figures["status"], broken_promises(figures, may_stop=True)
+        return figures["status"], broken_promises(figures)
 
     def end(t, group, status, *before):
         for kind in before:

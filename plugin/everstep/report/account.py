@@ -70,7 +70,7 @@ class Account:
             case "run_started":
                 session.nominal, session.ending = event["groups"], None
             case "scaled":
-                session.scaled_to = event["count"]
+                session.scales.append((t, event["count"]))
             case "run_ended":
                 session.ending = event
             case "training_started" if session.trains is None:

@@ -4,6 +4,7 @@ From the begin to the end of a session each group is in exactly one of STATES, w
 say what the time since the group's event before was spent on.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,8 +125,8 @@ class Session:
     last: float
     nominal: int = 0
     """Number of groups with which it started."""
-    scaled_to: int = 0
-    """Number of groups that `everstep scale` asked for last; 0 if it was not scaled."""
+    scales: list[tuple[float, int]] = field(default_factory=list)
+    """For each `everstep scale`, its wall time in seconds and the number of groups that it asked for."""
     ending: Mapping[str, Any] | None = None
     """Its `run_ended` event. None while it goes, and if its supervisor was killed."""
     trains: float | None = None
@@ -154,6 +155,18 @@ class Session:
         if self.trains is None:
             return 0.0
         return max(0.0, (self.end if self.done is None else self.done) - self.trains)
+
+    @property
+    def asked(self) -> int:
+        """Number of groups that were asked for last; 0 if that is not known."""
+        return self.scales[-1][1] if self.scales else self.nominal
+
+    @property
+    def asked_s(self) -> float:
+        """Seconds until the end of all groups together that were asked for."""
+        times = [self.begin, *(t for t, _ in self.scales), self.end]
+        counts = [self.nominal or len(self.groups), *(count for _, count in self.scales)]
+        return sum(count * (b - a) for count, (a, b) in zip(counts, itertools.pairwise(times), strict=True))
 
     def close(self) -> None:
         for group in self.groups.values():

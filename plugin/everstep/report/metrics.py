@@ -27,7 +27,7 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
     coverage = (checked["attention_coverage"] or "").partition(" ")[0]
     parts = int(coverage) if coverage.isdecimal() else 0
     for name, what, value in (
-        ("groups", "Nominal number of replica groups", now.current.scaled_to or now.current.nominal),
+        ("groups", "Nominal number of replica groups", now.current.asked),
         ("min_groups", "Smallest number of groups with which the run goes on", min_groups),
         ("committed_step", "Newest committed step", newest.step if newest else 0),
         (

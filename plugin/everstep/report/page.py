@@ -66,7 +66,7 @@ def report_of(
         clock=clock,
         figures=figures,
         other=figures_of(other) if other is not None else {},
-        broken=broken_promises(figures, may_stop=True),
+        broken=broken_promises(figures),
         kept=KEPT,
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         curves=drawn["curves"],

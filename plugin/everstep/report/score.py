@@ -51,7 +51,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "wall_s": sum(session.wall_s for session in account.sessions),
         "training_s": training_s,
         "sessions": len(account.sessions),
-        "groups": account.current.scaled_to or account.current.nominal or None,
+        "groups": account.current.asked or None,
         "groups_mean": groups_mean(commits),
         "steps_asked": account.steps,
         "steps": len(steps),
@@ -128,8 +128,8 @@ def productivity(
     spent = {state: sum(times[state] for times in by_group.values()) for state in STATES}
     spent["lost"] = spent["productive"] * (commits - len(final)) / commits if commits else 0.0
     spent["productive"] -= spent["lost"]
-    there_s = sum((session.nominal or len(session.groups)) * session.wall_s for session in account.sessions)
-    spent["idle"] = max(0.0, there_s - sum(spent.values()))
+    asked_s = sum(session.asked_s for session in account.sessions)
+    spent["idle"] = max(0.0, asked_s - sum(spent.values()))
     shares = {state: _share(seconds, sum(spent.values())) for state, seconds in spent.items()}
     goodput = shares.pop("productive")
     return {
@@ -217,18 +217,16 @@ def refusals_text(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{counted(figures[name], noun)} {what}" for name, noun, what in counts if figures[name])
 
 
-def broken_promises(figures: dict[str, Any], may_stop: bool = False) -> list[str]:
+def broken_promises(figures: dict[str, Any]) -> list[str]:
     """Return a sentence for each way in which a run with these figures of `score` broke the promise; [] if it kept it.
-
-    may_stop: Whether a run that was stopped cleanly may end before its last step.
-    """
+    A run that was stopped kept it in the steps that it made."""
     f, diverged = figures, figures["replicas_diverged"]
     ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
     done, asked, reached = f["status"] == "done", f["steps_asked"], f["last_step"] or 0
     unseen, delta, undefined = f["steps_unseen"], f["loss_delta_max"] or 0.0, f["loss_delta_undefined"]
     thrown, lost, repeated = f["attempts_thrown_away"], f["samples_lost"], f["samples_repeated"]
     broken = {
-        f"The run is not done: {ending}.": not done and not (may_stop and f["status"] == "stopped"),
+        f"The run is not done: {ending}.": f["status"] not in ("done", "stopped"),
         "No step was committed.": f["steps"] == 0,
         f"The run ended at step {reached} of {asked}.": done and asked is not None and reached < asked,
         f"The log has no commit of {counted(unseen, 'step')} between the first and the last.": unseen,
