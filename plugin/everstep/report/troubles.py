@@ -7,12 +7,12 @@ that a snapshot no longer survives, data that ended.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.run.events import shown
+from everstep.run.events import named, shown
 
 GUARANTEES = (
     "run", "group", "lighthouse", "reach", "snapshots", "hosts", "workers", "checkpoint", "machine", "arithmetic",
@@ -275,9 +275,9 @@ def _fields(event: Mapping[str, Any]) -> Fields:
         "Whole": _capital(whose + cause),
         "why": event.get("error") or cause,
         "coded": "the last coded snapshot" if coded is None else f"step {coded}",
-        "names": _groups(event.get("groups")),
-        "differ": _groups(event.get("differing")),
-        "sharers": _groups(event.get("members")),
+        "names": named(event.get("groups") or ()),
+        "differ": named(event.get("differing") or ()),
+        "sharers": named(event.get("members") or ()),
         "apart": event.get("reason") or f"no connections between groups {cuts}. {network}",
         "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
@@ -367,10 +367,6 @@ def shortage(run_dir: Path, why: str, again_s: float = 2.0) -> dict[str, Any]:
     """Return a `resource_shortage` event for a run directory in which no event can be written any more."""
     head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
     return head | {"reason": f"{run_dir}: {why}", "again_s": again_s}
-
-
-def _groups(ids: Sequence[int] | None) -> str:
-    return f"group{'s' * (len(ids or ()) != 1)} {', '.join(map(str, ids or ()))}"
 
 
 def _capital(text: str) -> str:

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,12 @@ def shown(value: Any) -> Any:
     if isinstance(value, dict):
         return {shown(key): shown(item) for key, item in value.items()}
     return value
+
+
+def named(groups: Sequence[int]) -> str:
+    """Return these groups as text: up to eight ids, and how many more there are."""
+    ids = ", ".join(map(str, sorted(groups)[:8])) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
+    return f"group{'s' if len(groups) > 1 else ''} {ids}"
 
 
 def _lines(path: Path, offset: int, most: int) -> list[bytes]:

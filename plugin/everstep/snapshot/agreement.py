@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from everstep.run import typed
+from everstep.run.events import named
 from everstep.snapshot.header import Moment
 from everstep.snapshot.parity import LOCATION_BITS, Domains
 
@@ -132,9 +133,3 @@ def members_of(groups: Sequence[int], statuses: Mapping[int, Status], left_out: 
     """Return the groups that share the next snapshot: those that sent a status and can keep up, or all if none can."""
     able = [group for group in groups if group in statuses and statuses[group].able and group not in left_out]
     return tuple(sorted(able or groups))
-
-
-def named(groups: Sequence[int]) -> str:
-    """Return these groups as text: up to eight ids, and how many more there are."""
-    shown = ", ".join(map(str, sorted(groups)[:8])) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
-    return f"group{'s' if len(groups) > 1 else ''} {shown}"

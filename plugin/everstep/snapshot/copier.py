@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from everstep.quorum.streams import Event, Streams, streams_of
-from everstep.snapshot.agreement import Agreed, Status, conclude, members_of, named
+from everstep.run.events import named
+from everstep.snapshot.agreement import Agreed, Status, conclude, members_of
 from everstep.snapshot.buffer import BufferWriter
 from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, CopyPlan, State

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.snapshot.agreement import named
+from everstep.run.events import named
 from everstep.snapshot.header import Header, Moment, coverage_error, headers_from_json, headers_to_json
 from everstep.snapshot.parity import Code
 from everstep.snapshot.peers import Held
