@@ -56,7 +56,7 @@ WRONG = [
     *(('module = "llama3"', f'module = "{name}"') for name in (".llama3", "a..b", "", "os; rm")),
     *(('source = "stdlib"', f"source = {text}") for text in (
         '"stdlib"\n[dataloader]\nclass = ".x.Y"', '"stdlib"\n[dataloader]\nclass = 7',
-        '"stdlib"\n[dataloader]\nclass = "os.path"', '"\\u001b[2J"',
+        '"stdlib"\n[dataloader]\nclass = "os.path"', '"\\u001b[2J"', '"stdlib"\n[snapshot]\nmemory_reserve_gb = -1.0',
     )),
 ]  # fmt: skip
 

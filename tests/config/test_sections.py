@@ -10,15 +10,10 @@ from everstep.config.resolved import resolved_toml
 from everstep.titan.trainer import EverstepTrainer
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [
-        ("full", FullAC.Config),
-        ("selective", SelectiveAC.Config),
-        ("memory_budget", MemoryBudgetAC.Config),
-        ("none", type(None)),
-    ],
-)
+@pytest.mark.parametrize(("mode", "kind"), [
+    ("full", FullAC.Config), ("selective", SelectiveAC.Config), ("memory_budget", MemoryBudgetAC.Config),
+    ("none", type(None)),
+])  # fmt: skip
 def test_mode_chooses_the_activation_checkpointing(load, mode, kind):
     compiled = "[compile]\nenable = true\n" if mode == "memory_budget" else ""
     assert type(load(f'{compiled}[activation_checkpoint]\nmode = "{mode}"\n').activation_checkpoint) is kind

@@ -42,12 +42,11 @@ MISTAKES = {
     "run good.toml --stepz 3": "there is no flag --stepz, did you mean --steps?",
     "run good.toml --groups x": "--groups must be an integer, got x",
     "run good.toml --groups 0": "--groups must be at least 1.",
-    "run good.toml --chaos-every 0": "--chaos-every must be more than 0 seconds.",
+    "run good.toml --chaos-every nan": "--chaos-every must be more than 0 seconds.",
     "run good.toml --run-dir text.txt": "text.txt: cannot be used as run directory",
     "init llama4": "must be one of demo, llama3_1b, llama3_8b, qwen3_0.6b, slurm",
     "init demo --out good.toml": "good.toml exists already",
     "init demo --out nothing/good.toml": "nothing/good.toml: No such file or directory",
-    "submit good.toml --run-dir text.txt": "there is no sbatch here",
     "agent good.toml --group 0 --run-dir text.txt": "text.txt: File exists",
     "lighthouse good.toml --run-dir text.txt": "text.txt: File exists",
     "report nothing": "nothing is not a run directory: it has no events folder.",
@@ -59,6 +58,7 @@ MISTAKES = {
     "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "chaos folder": "give --every SECONDS",
+    "chaos folder --every nan": "--every must be more than 0 seconds.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
 }
 

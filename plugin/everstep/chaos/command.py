@@ -1,5 +1,6 @@
 """`everstep chaos`: inject faults into a live run, and show what happens."""
 
+import math
 import re
 import sys
 import time
@@ -82,7 +83,7 @@ def _plan(
     those that it does not allow are left out later. Raises LaunchError for arguments that make no sense."""
     if every_s is None and not campaign.faults:
         raise LaunchError("give --every SECONDS, or a --campaign FILE.toml.")
-    if every_s is not None and every_s <= 0:
+    if every_s is not None and not 0 < every_s < math.inf:
         raise LaunchError("--every must be more than 0 seconds.")
     if names != ["all"]:
         require_kinds(names)

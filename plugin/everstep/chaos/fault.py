@@ -43,13 +43,13 @@ class Fault:
     """kill-worker, stop-worker: the rank to hit. None: it is drawn."""
     count: Annotated[int, Within(1)] = 1
     """kill-group: number of groups to hit at once. If there are several, they are drawn."""
-    duration_s: float = 4.0
+    duration_s: Annotated[float, Within(0)] = 4.0
     """stop-worker: seconds until the worker is continued; 0: never."""
     at_step: int | None = None
     """In a campaign: it is due once this step is committed."""
     at_s: float | None = None
     """In a campaign: it is due so many seconds after the first step that the injector saw."""
-    patience_s: float = 60.0
+    patience_s: Annotated[float, Within(0)] = 60.0
     """In a campaign: seconds that it may wait, once due, until the state of the run allows it."""
 
     @property

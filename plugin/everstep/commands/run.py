@@ -1,5 +1,6 @@
 """`everstep run`: start a run on this machine."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def run(
     for name, value in (("--groups", groups), ("--ranks-per-group", ranks_per_group)):
         if value is not None and value < 1:
             raise LaunchError(f"{name} must be at least 1.")
-    if chaos_every is not None and chaos_every <= 0:
+    if chaos_every is not None and not 0 < chaos_every < math.inf:
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not config.exists():
         raise LaunchError(f"{config}: there is no such file.")

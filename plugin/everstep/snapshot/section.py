@@ -1,5 +1,6 @@
 """The section `[snapshot]` of a config."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -39,6 +40,8 @@ class SnapshotSection:
             raise ValueError("snapshot.interval must be at least 1 step")
         if not 2 <= self.parity_group <= 128:
             raise ValueError("snapshot.parity_group must be 2 to 128 groups")
+        if not 0 <= self.memory_reserve_gb < math.inf:
+            raise ValueError("snapshot.memory_reserve_gb must be at least 0 GiB")
 
 
 @dataclass(kw_only=True, slots=True)
