@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
+from everstep.run.directory import ended_file
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import outer_step
 from everstep.semi.rounds import slots_of, steps_of
@@ -325,7 +326,8 @@ class Rounds(TrainerWork):
     def restore(self, quorum: Quorum) -> tuple[int, int]:
         """See `Work.restore`. Raises TrainerEnds if a worker's state was lost, or if the checkpoint does not fit."""
         if why := self._files.why_run_ended():
-            raise TrainerEnds(HOPELESS_EXIT, f"{why} (To start again with torchrun, remove state/ended.json.)")
+            first = f"rm {ended_file(self._trainer.context.run_dir)}"
+            raise TrainerEnds(HOPELESS_EXIT, f"{why} (With torchrun, run this first: {first})")
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
