@@ -122,7 +122,7 @@ FAULTS = {
         has=frozenset({"group", "rank"}),
     ),
     "kill-group": Kind(
-        "SIGKILL to all workers of a group, or of `count` groups at once.",
+        "SIGKILL to all workers of a group, of several nodes to those of the first, or of `count` groups at once.",
         _kill_groups,
         lambda fault, run: fault.why_no_group(run, fault.count),
         _never_groups,
