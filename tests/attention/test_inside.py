@@ -69,14 +69,10 @@ def test_tokens_that_come_twice_hide_no_lost_score():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("saved lse", Fault("inf", 0.6)),
-        ("bs", Fault("inf", 0.0, sign=-1)),
-        ("bs", Fault("inf", (10 * 64 + 0.5) / (2 * 64 * 64), sign=-1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "fault"), [
+    ("saved lse", Fault("inf", 0.6)), ("bs", Fault("inf", 0.0, sign=-1)),
+    ("bs", Fault("inf", (10 * 64 + 0.5) / (2 * 64 * 64), sign=-1)),
+])  # fmt: skip
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_lost_row_refuses_its_slot_at_any_rate_if_the_step_is_small(monkeypatch, dtype, name, fault, in_graph):
     """If a row's only score is -INF, or its lse is INF, its P is 0 and every gradient stays finite. If one of eleven

@@ -162,18 +162,10 @@ def test_a_refused_slot_is_computed_first_and_is_not_lost_where_lost_slots_are_l
     assert ledger.plan(rows, 4, ledger.Dealing(homes=2)).shares == {0: (3, 2), 1: ()}
 
 
-@pytest.mark.parametrize(
-    ("seen", "groups", "gives_up"),
-    [
-        ([0], 1, True),
-        ([0], 2, False),
-        ([0, 1], 2, True),
-        ([0, 1], 3, False),
-        ([0, 1, 2], 3, True),
-        ([0, 1, 2], 5, False),
-        ([0, 1, 2, 3], 5, True),
-    ],
-)
+@pytest.mark.parametrize(("seen", "groups", "gives_up"), [
+    ([0], 1, True), ([0], 2, False), ([0, 1], 2, True), ([0, 1], 3, False), ([0, 1, 2], 3, True),
+    ([0, 1, 2], 5, False), ([0, 1, 2, 3], 5, True),
+])  # fmt: skip
 def test_what_is_not_finite_on_every_group_that_is_asked_is_given_up(seen, groups, gives_up):
     rows = [refusing(g, disputed=[2], not_finite=[2] if g in seen else []) for g in range(groups)]
     assert ledger.plan(rows, 4).not_finite == ({2} if gives_up else frozenset())
