@@ -77,7 +77,8 @@ def as_titan(argv: list[str]) -> None:
     MetricsProcessor.log = log
     from everstep import train
 
-    train.main(argv)
+    sys.argv = ["healthy.py", *argv]
+    train.main()
 
 
 def main() -> int:

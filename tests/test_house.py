@@ -61,7 +61,7 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(imports).prepare()
 
 
-CUDA = {"quorum/streams.py", "run/devices.py", "quorum/communicator.py"}
+CUDA = {"quorum/streams.py", "launch/machine.py", "quorum/communicator.py"}
 """Files that name CUDA: the seam, what the environment says, NCCL. torchtitan's `disable_cuda_graphs` is not meant."""
 
 

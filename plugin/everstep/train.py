@@ -5,20 +5,12 @@
 With an accelerator, `-m torchtitan.train` does the same.
 """
 
-import sys
-
 from everstep.titan.imports import import_all
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train as `torchtitan.train` would.
-
-    Args:
-        argv: command line in torchtitan's grammar, without the program's name; if None, that of the process.
-    """
+def main() -> None:
+    """Train as `torchtitan.train` would, as the command line of this process says."""
     import_all()
-    if argv is not None:
-        sys.argv = ["everstep.train", *argv]
     from torchtitan import train
 
     train.main()

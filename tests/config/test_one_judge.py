@@ -67,8 +67,8 @@ def answered(command, **how):
     return subprocess.CompletedProcess(command, status, said.getvalue(), "")
 
 
-def started(settings, *more):
-    prepare.prepare_in_subprocess(replace(settings.options, run_dir=""))
+def started(options, *more, **others):
+    prepare.prepare_in_subprocess(replace(options, run_dir=""))
     raise SystemExit(0)
 
 

@@ -59,18 +59,18 @@ class TinyAgent(Tiny):
 import json, signal, sys
 from pathlib import Path
 from everstep.config.sections import FaultTolerance
-from everstep.launch import children, group, orphans
-from everstep.launch.agent import run_agent
+from everstep.launch import agent, children, group, worker
 from everstep.launch.settings import GroupSettings
 told = json.loads(sys.argv[1])
 group.STOP_GRACE_S = told.pop("stop_grace_s", 120.0)
 if told.pop("unkillable", False):
-    to_child, orphans.kill = children.Child.signal, lambda processes: None
+    to_child, children.kill = children.Child.signal, lambda processes: None
     children.Child.signal = lambda child, signum: signum == signal.SIGKILL or to_child(child, signum)
     group.CLEANUP_TIMEOUT_S = children.KILL_GRACE_S = 1.0
 section = FaultTolerance(**told.pop("fault_tolerance"))
 settings = GroupSettings(run_dir=Path(told.pop("run_dir")), fault_tolerance=section, **told)
-sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
+worker.ENTRY, agent.PRELOAD = "tiny_trainer:main", ("tiny_trainer", "torch.distributed")
+sys.exit(agent.run_agent(settings))
 """
 
     def __init__(self, folder, *flags, **settings):
@@ -88,7 +88,6 @@ sys.exit(run_agent(settings, preload=("tiny_trainer", "torch.distributed")))
         config_file(self.run_dir).write_text(f"flags = {json.dumps(flags)}")
         arguments = {
             "run_dir": str(self.run_dir), "group": 0, "ranks": 2,
-            "entry": "tiny_trainer:main",
             "fault_tolerance": {"enable": True} | {name: settings.pop(name) for name in section & settings.keys()},
             **settings,
         }  # fmt: skip

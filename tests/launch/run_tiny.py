@@ -55,15 +55,10 @@ def main():
     lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
-    settings = supervisor.RunSettings(
-        PrepareOptions(str(config), flags, int(groups), int(ranks), run_dir),
-        entry="tiny_trainer:main",
-        prepare="tiny_trainer:prepare",
-        preload=PRELOAD,
-        page="--tiny.page" in flags,
-    )
+    worker.ENTRY, supervisor.PREPARE, supervisor.PRELOAD = "tiny_trainer:main", "tiny_trainer:prepare", PRELOAD
+    options = PrepareOptions(str(config), flags, int(groups), int(ranks), run_dir)
     try:
-        sys.exit(supervisor.run(settings, view.open_view().show))
+        sys.exit(supervisor.run(options, view.RunState().show, page="--tiny.page" in flags))
     except LaunchError as error:
         print(f"everstep: {error}", file=sys.stderr)
         sys.exit(2)

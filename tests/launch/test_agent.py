@@ -105,7 +105,7 @@ def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
     for_the_agent, of_its_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}, {"TORCHELASTIC_ERROR_FILE"}
-    ours = RendezvousRound("run", "127.0.0.1", 1, 0, [1], None).environment(0, "role", 0)
+    ours = RendezvousRound("run", "127.0.0.1", 1, 0, 1, 1, None).environment(0, "role", 0)
     assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | of_its_own
     other = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"}
     alike = ours.keys() - other

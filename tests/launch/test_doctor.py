@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from everstep.commands import doctor
-from everstep.run.devices import VISIBLE, visible
+from everstep.launch.machine import VISIBLE, visible_devices
 from watched import everstep
 
 
@@ -35,7 +35,7 @@ def test_a_machine_without_a_temporary_folder_is_at_fault_and_not_the_run_direct
 
 def test_gpus_that_only_a_variable_names_are_none(monkeypatch):
     monkeypatch.setenv(VISIBLE, "0,1,7,8")
-    assert visible(2) == ["0", "1"]
+    assert visible_devices(2) == ["0", "1"]
 
 
 CONFIG = """

@@ -9,10 +9,10 @@ import pytest
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.lighthouse_job import LINGER_S, is_over
-from everstep.launch.prepare import Prepared, write_answer
+from everstep.launch.prepare import Prepared
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path
-from everstep.run.directory import End, groups_file, over_file, stop_file
+from everstep.run.directory import End, groups_file, over_file, prepared_file, stop_file
 from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, alive, events_of, until
@@ -24,7 +24,7 @@ def start(tmp_path):
     config.parent.mkdir()
     config.write_text("")
     settled = Prepared(2, 1, seed=0, steps=1, identity="", fault_tolerance=FaultTolerance(enable=True))
-    write_answer(config.parent, asdict(settled))
+    write_json(prepared_file(config.parent), asdict(settled))
     command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
 
     def _start():

@@ -5,7 +5,7 @@ from torchtitan.config.manager import ConfigManager
 
 from everstep.launch import prepare
 from everstep.launch.prepare import Prepared, PrepareOptions
-from everstep.launch.supervisor import RunSettings, Supervisor
+from everstep.launch.supervisor import Supervisor
 from everstep.titan.imports import import_all
 
 CONFIG = """
@@ -44,7 +44,7 @@ def settled(tmp_path, monkeypatch):
 
 def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a supervisor's handlers
-    supervisor = Supervisor(RunSettings(PrepareOptions(str(tmp_path / "run.toml"), ranks=1)), tmp_path / "run", print)
+    supervisor = Supervisor(PrepareOptions(str(tmp_path / "run.toml"), ranks=1), tmp_path / "run", print)
     config = ConfigManager().parse_args(supervisor.group_settings(1, 2, settled).worker_argv)
     assert config.parallelism.data_parallel_replicate_degree == 1, "each replica became a group"
     assert (config.training.steps, config.snapshot.interval, config.debug.seed) == (7, 3, 0)

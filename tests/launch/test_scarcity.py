@@ -76,7 +76,7 @@ def test_a_shortage_at_the_start_of_a_run_is_the_reason_why_it_ends(tmp_path, mo
     launcher.children.start.return_value.alive = False
     monkeypatch.setattr(supervisor, "Launcher", lambda *_: launcher)
     monkeypatch.setattr(supervisor, "read_answer", lambda _: Prepared(1, 1, seed=0, steps=1, identity=""))
-    assert supervisor.Supervisor(supervisor.RunSettings(PrepareOptions("")), tmp_path, list).run() == 1
+    assert supervisor.Supervisor(PrepareOptions(""), tmp_path, list).run() == 1
     launcher.events.emit.assert_called_with("run_ended", status="failed", reason="[Errno 24] Too many open files")
 
 

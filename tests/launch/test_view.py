@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 
-from everstep.commands.status import status_of
-from everstep.commands.watch import watch
+from everstep.commands.status import status_of, watch
 from everstep.launch.view import RunState
 from timeline import Timeline
 
@@ -23,8 +22,10 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
 
 SHOWN_TO_NOBODY = """
 import json, sys
-from everstep.launch.view import open_view
-show = open_view().show
+from everstep.launch.forking import keep_on_without_output
+from everstep.launch.view import RunState
+keep_on_without_output()  # as a launcher does
+show = RunState().show
 for event in json.loads(sys.argv[1]):
     show([event])
 """

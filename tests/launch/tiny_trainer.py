@@ -20,15 +20,18 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
-from everstep.launch.prepare import Prepared, write_answer
+from everstep.launch.prepare import Prepared
 from everstep.run.beats import DONE, BeatFile, beat_path
+from everstep.run.directory import prepared_file
 from everstep.run.events import EventLog
+from everstep.run.files import write_json
 from everstep.run.poison import poisoned
 
 STEP_S = 0.02
@@ -38,7 +41,8 @@ def flag(argv, name, default=None):
     return argv[len(argv) - 1 - argv[::-1].index(name) + 1] if name in argv else default
 
 
-def main(argv):
+def main():
+    argv = sys.argv[1:]
     if (config := Path(flag(argv, "--config"))).exists():
         argv = [*tomllib.loads(config.read_text())["flags"], *argv]
     run_dir, rank = Path(flag(argv, "--dump_folder")), int(os.environ["RANK"])
@@ -96,4 +100,4 @@ def prepare(order):
     )
     steps = int(flag(flags, "--training.steps", "1000000"))
     found = Prepared(order["groups"], order["ranks"], seed=0, steps=steps, identity="tiny", fault_tolerance=ft)
-    write_answer(Path(run_dir), asdict(found))
+    write_json(prepared_file(Path(run_dir)), asdict(found))

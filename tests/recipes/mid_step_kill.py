@@ -12,12 +12,13 @@ GRADIENTS = 3
 """How many gradients of the slot are there when it dies."""
 
 
-def main(argv):
-    """`everstep.train.main`; the first incarnation of rank EVERSTEP_TEST_KILL = "group/rank" dies in step STEP."""
-    from everstep import train
+def main():
+    """`torchtitan.train.main`; the first incarnation of rank EVERSTEP_TEST_KILL = "group/rank" dies in step STEP."""
+    from torchtitan import train
+
     from everstep.titan.slot_computer import SlotComputer
 
-    group = argv[argv.index("--fault_tolerance.group_id") + 1]
+    group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
     if (
         os.environ["EVERSTEP_TEST_KILL"] == f"{group}/{os.environ['RANK']}"
         and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -43,18 +44,18 @@ def main(argv):
             os.kill(os.getpid(), signal.SIGKILL)  # a schedule that runs no hooks
 
         SlotComputer.compute = dies
-    train.main(argv)
+    train.main()
 
 
 if __name__ == "__main__":
-    from everstep.launch import supervisor
+    from everstep.launch import supervisor, worker
     from everstep.launch.prepare import PrepareOptions
     from everstep.run.directory import LaunchError
 
-    config, groups, ranks, folder, entry = sys.argv[1:]
+    config, groups, ranks, folder, worker.ENTRY = sys.argv[1:]
     options = PrepareOptions(config, groups=int(groups), ranks=int(ranks), run_dir=folder)
     try:
-        sys.exit(supervisor.run(supervisor.RunSettings(options, entry=entry)))
+        sys.exit(supervisor.run(options))
     except LaunchError as refusal:
         print(f"refused: {refusal}")
         sys.exit(supervisor.USAGE_EXIT)

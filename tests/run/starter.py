@@ -24,7 +24,7 @@ import types
 from everstep import cli
 from everstep.commands import replay
 from everstep.launch import forking, prepare
-from everstep.run.lifeline import die_with_parent
+from everstep.run.stops import die_with_parent
 
 LONGEST = 1 << 20
 

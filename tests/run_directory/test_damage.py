@@ -13,15 +13,15 @@ import pytest
 from damage import damaged
 from everstep import cli
 from everstep.chaos.view import View
-from everstep.commands import watch
+from everstep.commands import status
 from everstep.data.pack import pack
-from everstep.launch.prepare import Prepared, read_answer, write_answer
+from everstep.launch.prepare import Prepared, read_answer
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.directory import End, groups_file, lock_run_dir, number_of_groups, over_file, prepared_file
-from everstep.run.event_fields import NEEDED, has_valid_fields
+from everstep.run.event_fields import NEEDED, event_in
 from everstep.run.events import EventLog, read_events
 from everstep.run.fence import Claim, claim_group, current_claim, fence_file
 from everstep.run.files import write_json
@@ -62,7 +62,7 @@ def write_all(run):
     BeatFile(beat_path(run, 0, 0)).beat("compute", 5)
     claim_group(run, 0, Claim(1, 0), lambda: True)
     write_json(groups_file(run), {"groups": 2})
-    write_answer(run, asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
+    write_json(prepared_file(run), asdict(Prepared(2, 1, seed=0, steps=1, identity="x", warnings=["w"])))
     (run / "config.toml").write_text('[job]\nmodule = "llama3"\n')
     write_events(run)
     return {
@@ -86,8 +86,8 @@ def write_events(folder):
 def value_of(name):
     """Return a value that a field of this name may have; for a pid, one that no process has."""
     nobody = 1 << 30
-    values = (nobody,) if name == "pid" else (4, [0], [[0, 1]], True, "x", {"0": 1}, {"0": "1"}, [nobody])
-    return next(value for value in values if has_valid_fields({"kind": "other", name: value}))
+    values = (nobody,) if name == "pid" else (4, [0], ["x"], [[0, 1]], True, "x", {"0": 1}, {"0": "1"}, [nobody])
+    return next(v for v in values if event_in(json.dumps({"t": 1.0, "kind": "other", name: v}).encode()))
 
 
 COMMANDS = (
@@ -105,7 +105,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
     def enough(pause_s):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch.time, "sleep", enough)  # a run without an end is watched for ever
+    monkeypatch.setattr(status.time, "sleep", enough)  # a run without an end is watched for ever
     run_dir = tmp_path / "run"
     doors = write_all(run_dir)
     write_json(over_file(run_dir, 1), End("failed", "given up").__dict__)

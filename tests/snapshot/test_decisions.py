@@ -95,5 +95,5 @@ def test_headers_are_told_by_what_is_other_than_in_the_one_before():
     assert headers_from_json(told) == headers
     assert told[3].keys() == {"kind", "part", "roots"}
     for bad in ({"part": [0, 901]}, {"step": "6"}, {"stop": 6}, [], None):
-        with pytest.raises(ValueError, match=r"part|step|stop|table"):
+        with pytest.raises(ValueError, match=r"part|step|stop|object"):
             headers_from_json([*told, bad])

@@ -24,7 +24,7 @@ from everstep.quorum.heal import HealState
 from everstep.quorum.interface import use_interface
 from everstep.quorum.streams import Streams
 from everstep.run.events import EventLog
-from everstep.run.lifeline import die_with_parent
+from everstep.run.stops import die_with_parent
 from everstep.run.token import run_token
 from everstep.semi.section import SemiSync
 from everstep.step import ledger

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from everstep.commands.same import same
+from everstep.commands.replay import same
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from signal import SIGKILL, Signals
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from everstep.chaos.view import Proc, View
-from everstep.run.typed import Within
 from everstep.snapshot.segment import Segment
 
 
@@ -41,15 +42,15 @@ class Fault:
     """The group to hit, unless `count` is above 1. None: one of those that take part is drawn."""
     rank: int | None = None
     """kill-worker, stop-worker: the rank to hit. None: it is drawn."""
-    count: Annotated[int, Within(1)] = 1
+    count: Annotated[int, Field(ge=1)] = 1
     """kill-group: number of groups to hit at once. If there are several, they are drawn."""
-    duration_s: Annotated[float, Within(0)] = 4.0
+    duration_s: Annotated[float, Field(ge=0)] = 4.0
     """stop-worker: seconds until the worker is continued; 0: never."""
     at_step: int | None = None
     """In a campaign: it is due once this step is committed."""
     at_s: float | None = None
     """In a campaign: it is due so many seconds after the first step that the injector saw."""
-    patience_s: Annotated[float, Within(0)] = 60.0
+    patience_s: Annotated[float, Field(ge=0)] = 60.0
     """In a campaign: seconds that it may wait, once due, until the state of the run allows it."""
 
     @property

@@ -13,7 +13,7 @@ from everstep.chaos.fault import Fault, Injection
 from everstep.chaos.target import Target
 from everstep.chaos.view import View
 from everstep.run.directory import LaunchError
-from everstep.run.regular import is_own_directory
+from everstep.run.files import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot.peers import KeeperRecord
 from everstep.snapshot.segment import Segment, run_id

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import psutil
+from pydantic import Field
 
 from everstep.launch.slurm import call
 from everstep.run import typed
@@ -21,10 +22,10 @@ from everstep.run.directory import LaunchError
 SLACK_S = 1.0
 """Seconds by which a process may seem younger than its announcement: the kernel counts start times in jiffies."""
 
-Known = tuple[Annotated[int, typed.Within(2, 1 << 31)], float]
+Known = tuple[Annotated[int, Field(ge=2, le=1 << 31)], float]
 """A pid, and the wall time at which the run announced it. The bounds exclude init, and the numbers below 1 that stand
 for many processes."""
-Order = tuple[list[Known], Annotated[int, typed.Within(1, 64)]]
+Order = tuple[list[Known], Annotated[int, Field(ge=1, le=64)]]
 """The argument of `main`: processes, and the number of the signal."""
 
 

@@ -56,8 +56,7 @@ def run(
         together=True,
         flags=[*flags, *([] if steps is None else ["--training.steps", str(steps)])],
     )
-    settings = supervisor.RunSettings(options, page, chaos_every or 0.0)
-    status = supervisor.run(settings, view.open_view().show)
+    status = supervisor.run(options, view.RunState().show, page=page, chaos_every_s=chaos_every or 0.0)
     print(f"All files of this run are in {run_dir}")
     try:
         figures = write_report(run_dir)

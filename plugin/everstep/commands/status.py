@@ -1,4 +1,5 @@
-"""`everstep status`: where a run is, from its events; for a run on Slurm also what Slurm says of its groups."""
+"""`everstep status` and `watch`: where a run is, from its events; for a run on Slurm also what Slurm says of its
+groups."""
 
 import errno
 import os
@@ -15,11 +16,32 @@ from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
 from everstep.run.directory import End, holder_of, over_file, require_events, stop_file
 from everstep.run.event_fields import OF_EVERY_STEP
-from everstep.run.events import read_events
+from everstep.run.events import EventTail, read_events
 from everstep.run.files import read_typed
 
 NO_ROOM = 1 << 16
 """Free bytes below which a disk counts as full. No event reports a full disk, as none can be written."""
+POLL_S = 0.25
+"""Seconds between two looks of `everstep watch`."""
+
+
+def watch(run_dir: tyro.conf.Positional[Path]) -> int:
+    """Watch a run, on this machine or on a cluster: what happened last, then a line for each step and each other event.
+    Ends when the run ends. Ctrl-C ends only the view. Exit status: 1 if the run failed, else 0.
+
+    Args:
+        run_dir: The run directory.
+    """
+    require_events(run_dir)
+    tail, view = EventTail(run_dir), RunState()
+    for event in tail.past(lately=OF_EVERY_STEP):
+        view.apply(event)
+    print(*view.recent, view.progress(), sep="\n", flush=True)
+    while True:
+        view.show(tail.new())
+        if view.status != "running":
+            return int(view.status == "failed")
+        time.sleep(POLL_S)
 
 
 def status(run_dir: tyro.conf.Positional[Path]) -> int:

@@ -103,11 +103,9 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
         return typed.parse(declared, value)
-    except UnfitError as error:
-        wanted = error.wanted.replace("null", f'"{NONE}"')
-        raise source.error(
-            path, f"{source.name(path)}{error.where} must be {wanted}, got {shown(error.value)}"
-        ) from None
+    except UnfitError:
+        wanted = words(declared).replace("null", f'"{NONE}"')
+        raise source.error(path, f"{source.name(path)} must be {wanted}, got {shown(value)}") from None
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli
 
-from everstep.run.regular import open_regular
+from everstep.run.files import open_regular
 
 from .errors import ConfigError
 from .positions import Path, line_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.data.token_format import DataError
-from everstep.run.regular import open_regular
+from everstep.run.files import open_regular
 
 _SAMPLE_BYTES = 1 << 20
 _READERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+from pydantic import Field
 
 from everstep.data.byte_ids import BYTES
 from everstep.run import typed
-from everstep.run.regular import open_regular
+from everstep.run.files import open_regular
 from everstep.run.typed import Count, UnfitError
 
 HEAD = b"everstep tokens 1\n".ljust(64, b"\0")
@@ -39,8 +40,8 @@ class Footer:
     """The footer of a token file."""
 
     dtype: Literal["uint16", "uint32"]
-    tokens: Annotated[int, typed.Within(0, 1 << 60)]
-    documents: Annotated[int, typed.Within(0, 1 << 60)]
+    tokens: Annotated[int, Field(ge=0, le=1 << 60)]
+    documents: Annotated[int, Field(ge=0, le=1 << 60)]
     left_out: Count
     """Number of documents of the input that are not in the file, because they have no text or fewer than two tokens."""
     vocab_size: Count

@@ -4,10 +4,9 @@ It first waits for the lighthouse's address. For a batch job it leaves a file th
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from everstep.launch.forking import PRELOAD, keep_on_without_output
+from everstep.launch.forking import PRELOAD, preload
 from everstep.launch.group import EXITS
 from everstep.launch.launcher import Launcher
 from everstep.launch.settings import GroupSettings
@@ -22,19 +21,18 @@ ADDRESS_TIMEOUT_S = 24 * 3600.0
 """Seconds to wait for a lighthouse. It is a day, because the lighthouse's job may be pending."""
 
 
-def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
+def run_agent(settings: GroupSettings) -> int:
     """Run a group to its end and return the exit status of the agent:
 
     0: the workers finished, or were stopped cleanly by one of STOPS or the run's stop file; 1: some had to be killed
     for a stop, or the agent failed; GAVE_UP_EXIT: the group is given up; NODE_BAD_EXIT: this node is bad;
     FENCED_EXIT: the group was started again elsewhere.
 
-    Call it in the main thread. `preload`: modules to import before a fork. Errors are raised if there is no `job`.
+    Call it in the main thread. Errors are raised if there is no `job`.
     """
-    keep_on_without_output()
     with Launcher(settings.run_dir, "agent", show_plainly, settings.group) as launcher:
         try:
-            end = _run(settings, launcher, preload)
+            end = _run(settings, launcher)
         except (LaunchError, OSError) as error:
             if not settings.job:
                 raise
@@ -48,12 +46,12 @@ def run_agent(settings: GroupSettings, preload: Sequence[str] = PRELOAD) -> int:
     return EXITS[end.status]
 
 
-def _run(settings: GroupSettings, launcher: Launcher, modules: Sequence[str]) -> End:
+def _run(settings: GroupSettings, launcher: Launcher) -> End:
     """Run the group in the launcher's loop, and return how it ended. Raises LaunchError."""
     if settings.job and settings.node_rank == 0:
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
-    launcher.import_all(modules, settings.run_dir / "logs" / f"group-{settings.group}" / "imports.log")
+    preload(PRELOAD, launcher.is_stopping)
     if not published_address(settings.run_dir):
         print(f"waiting for a lighthouse's address in {address_file(settings.run_dir)}", flush=True)
     await_address(settings.run_dir, launcher.is_stopping, ADDRESS_TIMEOUT_S)  # workers would hold GPUs while they wait

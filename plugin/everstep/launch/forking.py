@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from everstep.run import devices
-from everstep.run.lifeline import die_with_parent
-from everstep.run.stops import STOPS
+from everstep.launch.machine import LOOK_ONLY
+from everstep.run.directory import LaunchError
+from everstep.run.stops import STOPS, die_with_parent
 from everstep.titan.imports import import_all
 
 PRELOAD = (
     "torchft",
     "torch.distributed.elastic.multiprocessing.errors",
     "torchtitan.train",
-    "everstep.train",
     "everstep.config_registry",
     "everstep.semi.worker_store",
     "everstep.titan.load",
@@ -52,14 +51,18 @@ class ForkRequest:
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules` without touching a GPU, until `stopping()` is true. Raises the error of a failed import."""
-    os.environ.setdefault(devices.LOOK_ONLY, "1")
+    """Import `modules` without touching a GPU, until `stopping()` is true. Raises LaunchError if one cannot be
+    imported."""
+    os.environ.setdefault(LOOK_ONLY, "1")
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every quorum, several times a step
-    import_all(modules, stopping)
-    if "everstep.titan.load" in modules and not stopping():
-        from everstep.titan.load import warm_up_parser
+    try:
+        import_all(modules, stopping)
+        if "everstep.titan.load" in modules and not stopping():
+            from everstep.titan.load import warm_up_parser
 
-        warm_up_parser()
+            warm_up_parser()
+    except Exception as error:
+        raise LaunchError(f"{type(error).__name__}: {error}") from error
 
 
 class _Output(io.FileIO):
@@ -109,7 +112,8 @@ def fork(request: ForkRequest) -> int:
             stream.flush()  # else both processes would write what is buffered
     if pid := os.fork():
         return pid
-    try:
+    status = 1
+    with contextlib.suppress(BaseException):  # the frames above are the launcher's and must not run in a child
         os.setsid()  # only the launcher handles a terminal's Ctrl-C
         signal.set_wakeup_fd(-1)
         for signum in (*STOPS, signal.SIGCHLD):
@@ -117,27 +121,23 @@ def fork(request: ForkRequest) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         die_with_parent(parent_pid)
         status = _do(request)
-    except BaseException:  # noqa: BLE001  the frames above are the launcher's and must not run in a child
-        status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 
 def _do(request: ForkRequest) -> int:
     """Carry out the request in the forked process, and return the exit status. An exception is printed."""
-    status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(request.env)
         redirect_output(request.log)
         module, _, function = request.run.partition(":")
-        status = getattr(importlib.import_module(module), function)(*request.args) or 0
+        return getattr(importlib.import_module(module), function)(*request.args) or 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else 1
     except BaseException:  # noqa: BLE001  this is the last frame of the process: print any error
         traceback.print_exc()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return status
+        return 1

@@ -16,13 +16,12 @@ from collections.abc import Callable
 from everstep.launch.children import Child, Children
 from everstep.launch.forking import ForkRequest
 from everstep.launch.incarnation import Incarnation
-from everstep.launch.machine import limited_threads, storage_complaint
+from everstep.launch.machine import VISIBLE, limited_threads, storage_complaint
 from everstep.launch.rendezvous import Rendezvous
-from everstep.launch.restart_rules import HOPELESS, WINDOW_S, Death, failures, in_a_row
+from everstep.launch.restart_rules import HOPELESS, WINDOW_S, Death, backoff_s, failures, in_a_row
 from everstep.launch.settings import GroupSettings
-from everstep.launch.shortages import backoff_s
-from everstep.launch.worker import error_path, log_path
-from everstep.run import devices, fence
+from everstep.launch.worker import log_path
+from everstep.run import fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
 from everstep.run.directory import End, ended_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
@@ -192,15 +191,14 @@ class Group:
 
     def _fork_request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> ForkRequest:
         settings = self.settings
-        error_path(settings.run_dir, settings.group, rank).unlink(missing_ok=True)
         env = now.round.environment(rank, f"group-{settings.group}", now.number)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
-            env[devices.VISIBLE] = settings.devices
+            env[VISIBLE] = settings.devices
         if settings.job:
             env[fence.ENVIRONMENT] = str(settings.claim)
-        task, serves = (settings.entry, settings.worker_argv), -1 if listener is None else listener.fileno()
-        args = [str(settings.run_dir), settings.group, now.number, task, serves]
+        serves = -1 if listener is None else listener.fileno()
+        args = [str(settings.run_dir), settings.group, now.number, settings.worker_argv, serves]
         return ForkRequest("everstep.launch.worker:start", args, log_path(settings.run_dir, settings.group, rank), env)
 
     # While they run

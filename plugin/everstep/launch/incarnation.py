@@ -10,9 +10,9 @@ from everstep.launch.children import Child
 from everstep.launch.rendezvous import RendezvousRound
 from everstep.launch.restart_rules import CRASHES, HOPELESS, Death, describe_exit, oom_kills
 from everstep.launch.settings import GroupSettings
-from everstep.launch.worker import STACKS_SIGNAL, read_error
+from everstep.launch.worker import STACKS_SIGNAL
 from everstep.run import poison
-from everstep.run.beats import DONE, STARTUP, Beat, beat_path, load_beat
+from everstep.run.beats import DONE, STARTUP, Beat, beat_path, read_beat
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.poison import Slot
 
@@ -67,7 +67,7 @@ class Incarnation:
 
     def _beat_of(self, child: Child) -> Beat | None:
         """Return the last beat of a worker; None if it has not beaten yet. Raises OSError if it cannot be read now."""
-        beat = load_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
+        beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
         return beat if beat is not None and beat.pid == child.pid else None
 
     def is_done(self, child: Child) -> bool:
@@ -131,8 +131,9 @@ class Incarnation:
         settings, exitcode, stalled = self.settings, culprit.exitcode or 0, self.stalled is not None
         ft, lived_s = settings.fault_tolerance, time.monotonic() - self.started_mono
         out_of_memory = exitcode == -signal.SIGKILL and not stalled and oom_kills() > self._oom_kills
-        text = read_error(settings.run_dir, settings.group, culprit.rank) if exitcode > 0 else ""
-        error, _, traceback = text.partition("\n")
+        log = event_path(settings.run_dir, settings.group, culprit.rank, "worker")
+        told = last_event(log, {"worker_failed", "commit"}) if exitcode > 0 else None  # commits bound the search
+        error, traceback = (told["error"], told["traceback"]) if told and told.get("pid") == culprit.pid else ("", [])
         logs = event_path(settings.run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
         commits = filter(None, (last_event(log, {"commit"}) for log in logs))
         newest = max(commits, key=lambda commit: commit["step"], default={"step": 0})
@@ -141,7 +142,7 @@ class Incarnation:
             reason += ", by the kernel: the memory of its control group was used up"
         elif error and not stalled:
             reason += f": {error}"
-        print(f"group {settings.group}, incarnation {self.number}: {reason}\n{traceback}".strip(), flush=True)
+        print(f"group {settings.group}, incarnation {self.number}: {reason}", *traceback, sep="\n", flush=True)
         crashed = exitcode >= 0 or stalled or -exitcode in CRASHES or out_of_memory
         return Death(
             mono=time.monotonic(),

@@ -9,31 +9,30 @@ A shortage (a full disk; no process, descriptor or memory to spare) ends neither
 reports it and retries after a pause.
 """
 
-import contextlib
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from everstep.launch.children import Children
-from everstep.launch.forking import preload, redirect_output
+from everstep.launch.forking import keep_on_without_output
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
+from everstep.launch.restart_rules import backoff_s, is_shortage
 from everstep.launch.settings import GroupSettings
-from everstep.launch.shortages import LONGEST_PAUSE_S, backoff_s, is_shortage
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
-from everstep.run.directory import LaunchError, stop_file
+from everstep.run.directory import stop_file
 from everstep.run.events import EventLog
-from everstep.run.lifeline import adopt_orphans
-from everstep.run.stops import STOPS, collect_stops
+from everstep.run.stops import STOPS, adopt_orphans, collect_stops
 
 TICK_S = 0.05
 """Seconds between two turns of the loop. The death of a child begins a turn at once."""
 STARTS_WITHOUT_A_STEP = 3
 """Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
+SHORTAGE_S = 5.0
+"""Longest backoff in seconds after shortages. It is short, because a group is not watched during its backoff."""
 Job = Callable[[], None]
 
 
@@ -41,6 +40,7 @@ class Launcher:
     """Runs the loop that watches its children, groups and jobs. At the end of its context it kills its children.
 
     Make it in the main thread, and before any file of the run: a process that sees a file may send a signal to stop.
+    From then on, output that is refused (a closed terminal, a full disk) is lost, and the run goes on.
 
     Args:
         role: the role in the launcher's event log; `group`: the group in it, if it has only one.
@@ -51,6 +51,7 @@ class Launcher:
     """
 
     def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
+        keep_on_without_output()
         self._old_handlers = {signum: signal.getsignal(signum) for signum in STOPS}
         self.stops = collect_stops()
         """Times of the requests to stop so far (`collect_stops`)."""
@@ -99,15 +100,6 @@ class Launcher:
         self.groups.append(Group(settings, self.children, self.is_stopping, events))
         return self.groups[-1]
 
-    def import_all(self, modules: Sequence[str], log: Path) -> None:
-        """Import the modules that forked processes need, with the output in `log`; a request to stop ends it early.
-        Raises LaunchError if a module cannot be imported."""
-        try:
-            with _output_to(log):
-                preload(modules, self.is_stopping)
-        except Exception as error:
-            raise LaunchError(f"{type(error).__name__}: {error}. More in {log}.") from error
-
     def run(self, over: Callable[[], bool]) -> None:
         """Run the loop until `over()`. Raises LaunchError, or an OSError that is no shortage, if it cannot go on."""
         while not over():
@@ -134,7 +126,7 @@ class Launcher:
         except OSError as error:
             if not (is_shortage(error) or isinstance(error, TimeoutError)):  # another process holds a lock
                 raise
-            again_s = backoff_s(failures + 1, LONGEST_PAUSE_S)
+            again_s = backoff_s(failures + 1, SHORTAGE_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # this job would have shown the event
@@ -154,15 +146,3 @@ class Launcher:
                 last = group.deaths[-1].reason
                 why = f"{count} and failed each time, while no group committed a step; last: {last}"
                 group.finish("failed", f"group {group.settings.group} is given up, {why}")
-
-
-@contextlib.contextmanager
-def _output_to(log: Path) -> Iterator[None]:
-    before = os.dup(1), os.dup(2)
-    try:
-        redirect_output(log)
-        yield
-    finally:
-        for fd, old in enumerate(before, 1):
-            os.dup2(old, fd)
-            os.close(old)

@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 
+from everstep.launch.forking import preload
 from everstep.launch.launcher import Launcher
 from everstep.launch.prepare import Prepared
 from everstep.launch.view import show_plainly
@@ -32,7 +33,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
         if launcher.page:
             where = f"{launcher.page} on {socket.gethostname()}"
             print(f"the run's page: {where} (forward the port from your machine with ssh -L)", flush=True)
-        launcher.import_all(PRELOAD, run_dir / "logs" / "imports.log")
+        preload(PRELOAD, launcher.is_stopping)
         next_look = 0.0
 
         def ends() -> bool:

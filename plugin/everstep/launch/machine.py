@@ -10,18 +10,29 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from everstep.launch.shortages import is_shortage
+from everstep.launch.restart_rules import is_shortage
 from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Ports for the lighthouse. They are below those of Linux's outgoing connections, so a restart gets its port back."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Environment variable: numbers or names of the GPUs that a process sees, separated by commas; empty: none."""
+LOOK_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Environment variable: with "1" PyTorch does not initialise a GPU to find out whether there is one, so that a process
+forked later can still use the GPU."""
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_FREE_BYTES = 64 << 20
 
 
+def visible_devices(found: int) -> list[str]:
+    """Return the names, as in VISIBLE, of the `found` GPUs that this process sees."""
+    names = os.environ.get(VISIBLE, "")
+    return names.split(",")[:found] if names else [str(index) for index in range(found)]
+
+
 def devices_of_group(visible: Sequence[str], group: int, ranks: int) -> str | None:
-    """Return the GPUs for the `ranks` ranks of a group, as in `devices.VISIBLE`: the next unused ones, or, if they are
+    """Return the GPUs for the `ranks` ranks of a group, as in VISIBLE: the next unused ones, or, if they are
     used up, those of other groups again from the first on. None, which means inherited, if this machine has none."""
     if not visible:
         return None

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
-from everstep.launch.machine import sharing_complaint
+from everstep.launch.machine import sharing_complaint, visible_devices
 from everstep.run import typed
-from everstep.run.devices import visible
 from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_json, read_typed, write_json, write_whole
@@ -78,7 +77,7 @@ class Prepared:
     metrics: dict[str, Any] = field(default_factory=dict)
     """torchtitan's section `[metrics]`, as far as its values are strings or booleans."""
     devices: list[str] = field(default_factory=list)
-    """Names of the GPUs that the run may use, as in `devices.VISIBLE`."""
+    """Names of the GPUs that the run may use, as in `machine.VISIBLE`."""
     warnings: list[str] = field(default_factory=list)
     """Sentences that the user should read."""
     lines: list[Check] = field(default_factory=list)
@@ -96,7 +95,7 @@ def prepare(options: PrepareOptions) -> Prepared:
     from everstep.config.resolved import config_identity, resolved_toml
 
     config, ranks, warnings = _load_and_check(options)
-    ft, devices = config.fault_tolerance, visible(accelerator.device_count())
+    ft, devices = config.fault_tolerance, visible_devices(accelerator.device_count())
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
     if options.run_dir:
@@ -222,7 +221,7 @@ def main(options: dict[str, Any], *, tells: bool = False) -> int:
     except ConfigError as error:
         answer = {"error": str(error)}
     if asked.run_dir:
-        write_answer(Path(asked.run_dir), answer)
+        write_json(prepared_file(Path(asked.run_dir)), answer)
     if tells:
         print(json.dumps(answer))
     return USAGE_EXIT if "error" in answer else 0
@@ -254,11 +253,6 @@ def read_or_prepare(config: Path, run_dir: Path, flags: Sequence[str], ranks: in
         if isinstance(found, Prepared) and ranks in (0, found.ranks):
             return found
     return prepare_in_subprocess(PrepareOptions(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
-
-
-def write_answer(run_dir: Path, found: dict[str, Any]) -> None:
-    """Write what was prepared, or {"error": sentence}, to the run directory."""
-    write_json(prepared_file(run_dir), found)
 
 
 def read_answer(run_dir: Path) -> Prepared | str:

@@ -35,20 +35,20 @@ class RendezvousRound:
     port: int
     """Port of the workers' store at `host`."""
     node_rank: int
-    sizes: list[int]
-    """Number of ranks of each node."""
+    nodes: int
+    ranks_per_node: int
     listener: socket.socket | None
     """On node 0: the socket of the store, which rank 0 serves. On others: None."""
 
     @property
     def ranks(self) -> range:
         """The ranks of this node."""
-        first = sum(self.sizes[: self.node_rank])
-        return range(first, first + self.sizes[self.node_rank])
+        first = self.node_rank * self.ranks_per_node
+        return range(first, first + self.ranks_per_node)
 
     def environment(self, rank: int, role: str, restarts: int) -> dict[str, str]:
         """Return the environment variables that torchrun documents for its workers."""
-        size = str(sum(self.sizes))
+        size = str(self.nodes * self.ranks_per_node)
         return {
             "LOCAL_RANK": str(rank - self.ranks.start),
             "RANK": str(rank),
@@ -57,7 +57,7 @@ class RendezvousRound:
             "ROLE_NAME": role,
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             "WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": str(len(self.sizes)),
+            "GROUP_WORLD_SIZE": str(self.nodes),
             "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
@@ -73,8 +73,6 @@ class RendezvousRound:
 class _Note:
     """What an agent tells the other agents of its group."""
 
-    ranks: int
-    """Number of ranks of its node."""
     round: int = 0
     """The last round that it has joined."""
     killed: int = 0
@@ -98,7 +96,7 @@ class Rendezvous:
 
     def __init__(self, settings: GroupSettings) -> None:
         self._settings = settings
-        self._mine = _Note(settings.ranks)
+        self._mine = _Note()
         self._listener: socket.socket | None = None
         self._came_mono = time.monotonic()
         self._fd = -1
@@ -107,7 +105,7 @@ class Rendezvous:
             if not lock_for_life(path.with_suffix(".alive")):
                 raise Fenced(f"group {settings.group} has an agent on its node {settings.node_rank} already")
             self._fd = open_own(path)
-            self._say(replace(read_typed(_Note, path) or self._mine, ranks=settings.ranks, ended=False))
+            self._say(replace(read_typed(_Note, path) or self._mine, ended=False))
         self._left = self._mine.round
         """The last round that has begun on this node."""
 
@@ -125,10 +123,10 @@ class Rendezvous:
         if len(notes) < settings.nodes or any(note.round < number for note in notes.values()):
             return None
         self._left = number
-        sizes = [notes[node].ranks for node in sorted(notes)]
         listener, self._listener = self._listener, None
         run_id = f"group-{settings.group}.{settings.claim}"
-        return RendezvousRound(run_id, notes[0].host, notes[0].port, settings.node_rank, sizes, listener)
+        place = settings.node_rank, settings.nodes, settings.ranks
+        return RendezvousRound(run_id, notes[0].host, notes[0].port, *place, listener)
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
         """Return why another node of the group counts as gone; "" if all have joined or may still join. Silence before

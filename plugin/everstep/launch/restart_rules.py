@@ -1,6 +1,8 @@
-"""The facts and rules by which a launcher decides, after the death of a group's workers, whether to restart them."""
+"""The facts and rules by which a launcher decides what to try again, and when: workers that died, and whatever met a
+shortage of disk space, processes, descriptors or memory, which may pass."""
 
 import contextlib
+import errno
 import itertools
 import signal
 from collections.abc import Sequence
@@ -22,6 +24,10 @@ HOPELESS = {
 """Exit status after which workers are never restarted, whatever other groups do -> the reason."""
 OOM_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}
 """Controller ("" in version 2 of control groups) -> the file that counts out-of-memory kills."""
+SHORTAGES = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ESTALE)
+)
+LONGEST_BACKOFF_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,3 +87,13 @@ def oom_kills() -> int:
             text = next((file.read_text() for file in files if file.exists()), "")
             found += int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
     return found
+
+
+def is_shortage(error: OSError) -> bool:
+    """Return whether `error` is a shortage, so that a later retry may succeed."""
+    return error.errno in SHORTAGES
+
+
+def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:
+    """Return the seconds to wait after `failures` in a row: 0 for none, 0.5 for one, then doubled up to `longest_s`."""
+    return 0.0 if failures < 1 else min(longest_s, 0.5 * 2.0 ** min(failures - 1, 60))

@@ -21,12 +21,10 @@ class GroupSettings:
     host: str = "127.0.0.1"
     """Address that the group's servers listen on."""
     devices: str | None = None
-    """GPUs that the workers see, as in `devices.VISIBLE`; None: as inherited."""
+    """GPUs that the workers see, as in `machine.VISIBLE`; None: as inherited."""
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     """The run's section. If `enable` is false, workers beat only at their start and end, and report no commits: stalls
     are not looked for, and workers that ran for `startup_timeout_s` count as having committed a step."""
-    entry: str = "everstep.train:main"
-    """`module:function` that a worker calls with its argv."""
     job: int = 0
     """The batch system's job id; 0 without a batch system."""
     restart: int = 0

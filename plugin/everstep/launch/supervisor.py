@@ -5,12 +5,11 @@ The state of the run is in the run directory, so that a launcher that was killed
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import everstep
-from everstep.launch.forking import PRELOAD, ForkRequest
+from everstep.launch.forking import PRELOAD, ForkRequest, preload
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
@@ -36,21 +35,8 @@ STOPPED_AT_ONCE_EXIT = 130
 """The status that a shell reports for a command ended by Ctrl-C."""
 
 
-@dataclass
-class RunSettings:
-    """What to run, and how."""
-
-    options: PrepareOptions
-    page: bool = False
-    """Whether to serve the page of the live run, on loopback."""
-    chaos_every_s: float = 0.0
-    """Seconds between two kills of a group's workers; 0: none."""
-    entry: str = "everstep.train:main"
-    """`module:function` that a worker calls with its argv."""
-    prepare: str = "everstep.launch.prepare:main"
-    """`module:function` that checks the config and writes the result to the run directory."""
-    preload: Sequence[str] = PRELOAD
-    """Modules to import before anything is forked."""
+PREPARE = "everstep.launch.prepare:main"
+"""`module:function` that checks the config and writes the result to the run directory."""
 
 
 class Refused(LaunchError):
@@ -59,10 +45,24 @@ class Refused(LaunchError):
 
 
 class Supervisor:
-    """Runs one run to its end."""
+    """Runs one run to its end.
 
-    def __init__(self, settings: RunSettings, run_dir: Path, on_events: OnEvents) -> None:
-        self._settings, self._run_dir, self._on_events = settings, run_dir, on_events
+    Args:
+        options: what to run, except its run directory.
+        page: whether to serve the page of the live run, on loopback.
+        chaos_every_s: seconds between two kills of a group's workers; 0: none.
+    """
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        run_dir: Path,
+        on_events: OnEvents,
+        page: bool = False,
+        chaos_every_s: float = 0.0,
+    ) -> None:
+        self._options, self._run_dir, self._on_events = options, run_dir, on_events
+        self._page, self._chaos_every_s = page, chaos_every_s
         self._launcher = Launcher(run_dir, "supervisor", on_events)
         self._tail = EventTail(run_dir)
         self._stop_told = False
@@ -79,11 +79,11 @@ class Supervisor:
             forget_beats(run_dir)
             for file in (stop_file, ended_file, groups_file, prepared_file):
                 file(run_dir).unlink(missing_ok=True)
-            launcher.import_all(self._settings.preload, run_dir / "logs" / "imports.log")
+            preload(PRELOAD, launcher.is_stopping)
             found = self._prepare()
             try:
                 self._begin(found)
-                lighthouse = launcher.serve(HOST, found, self._settings.page)
+                lighthouse = launcher.serve(HOST, found, self._page)
                 launcher.jobs["groups"] = functools.partial(self._keep_groups, found, lighthouse)
                 launcher.jobs["events"] = self._report_events
                 launcher.run(self._is_over)
@@ -129,10 +129,9 @@ class Supervisor:
 
     def _prepare(self) -> Prepared:
         """Check the config in a forked process that writes the result to the run directory. Raises LaunchError."""
-        settings, log = self._settings, self._run_dir / "logs" / "prepare.log"
-        options = replace(settings.options, run_dir=str(self._run_dir))
+        options, log = replace(self._options, run_dir=str(self._run_dir)), self._run_dir / "logs" / "prepare.log"
         try:
-            child = self._launcher.children.start(ForkRequest(settings.prepare, [asdict(options)], log))
+            child = self._launcher.children.start(ForkRequest(PREPARE, [asdict(options)], log))
         except OSError as error:
             raise Refused(f"the process that checks the config could not be started: {error.strerror}.") from None
         while child.alive and not self._launcher.is_stopping():
@@ -148,11 +147,11 @@ class Supervisor:
 
     def _begin(self, found: Prepared) -> None:
         """Report the start of the run and the config's warnings, and start the process that kills groups, if wanted."""
-        launcher, settings = self._launcher, self._settings
+        launcher = self._launcher
         launcher.events.emit(
             "run_started",
             groups=found.groups,
-            ranks_per_group=settings.options.ranks,
+            ranks_per_group=self._options.ranks,
             seed=found.seed,
             version=everstep.__version__,
             steps=found.steps,
@@ -160,8 +159,8 @@ class Supervisor:
         )
         for warning in found.warnings:
             launcher.events.emit("warning", text=warning)
-        if settings.chaos_every_s:
-            args = [str(self._run_dir), settings.chaos_every_s, found.seed]
+        if self._chaos_every_s:
+            args = [str(self._run_dir), self._chaos_every_s, found.seed]
             log = self._run_dir / "logs" / "chaos.log"
             launcher.children.start(ForkRequest("everstep.chaos.runner:kill_groups", args, log))
 
@@ -179,16 +178,15 @@ class Supervisor:
 
     def group_settings(self, index: int, groups: int, found: Prepared) -> GroupSettings:
         """Return the settings of the group `index` out of `groups`."""
-        settings = self._settings
+        ranks = self._options.ranks
         return GroupSettings(
             run_dir=self._run_dir,
             group=index,
-            ranks=settings.options.ranks,
-            ranks_here=groups * settings.options.ranks,
+            ranks=ranks,
+            ranks_here=groups * ranks,
             host=HOST,
-            devices=devices_of_group(found.devices, index, settings.options.ranks),
+            devices=devices_of_group(found.devices, index, ranks),
             fault_tolerance=found.fault_tolerance,
-            entry=settings.entry,
         )
 
     def _report_events(self) -> None:
@@ -200,10 +198,17 @@ class Supervisor:
         self._on_events(self._tail.new())
 
 
-def run(settings: RunSettings, on_events: OnEvents = lambda events: None) -> int:
-    """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix."""
-    run_dir = Path(settings.options.run_dir).resolve()
+def run(
+    options: PrepareOptions,
+    on_events: OnEvents = lambda events: None,
+    *,
+    page: bool = False,
+    chaos_every_s: float = 0.0,
+) -> int:
+    """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix. The arguments are
+    those of `Supervisor`."""
+    run_dir = Path(options.run_dir).resolve()
     with removed_if_refused(run_dir, Refused):
         lock_run_dir(run_dir)
         own_token(run_dir)
-        return Supervisor(settings, run_dir, on_events).run()
+        return Supervisor(options, run_dir, on_events, page, chaos_every_s).run()

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from everstep.launch.forking import keep_on_without_output
 from everstep.report.account import Account
 from everstep.report.lineage import Commit
 from everstep.report.score import checks, coverage_text, duration
@@ -132,10 +131,3 @@ class RunState(Account):
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def open_view() -> RunState:
-    """Return the view of a run; its `show` takes each batch of new events. If the output fails (a closed pipe or
-    terminal, a full disk), lines are lost and the run goes on."""
-    keep_on_without_output()
-    return RunState()

@@ -18,12 +18,13 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
-from everstep.run.files import lock_for_life, write_whole
-from everstep.run.regular import read_regular
+from everstep.run.files import lock_for_life
 
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
 LONGEST_ERROR = 300
+ENTRY = "torchtitan.train:main"
+"""`module:function` that trains as `sys.argv` says. The launcher has imported the module."""
 OOM_SCORE = 300
 """Added to a worker's oom_score_adj (thousandths of all memory, `proc(5)`): the kernel kills it before the launcher."""
 STACKS_SIGNAL = signal.SIGUSR2
@@ -41,42 +42,25 @@ def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
     return log_path(run_dir, group, rank).with_suffix(".stacks")
 
 
-def error_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Return the file in which a rank leaves the exception that ended it."""
-    return log_path(run_dir, group, rank).with_suffix(".error")
-
-
-def read_error(run_dir: Path, group: int, rank: int) -> str:
-    """Return the exception that ended a rank: one line, then the traceback; of a `TrainerEnds` only its text. "" if
-    there was none, or it could not be written."""
-    try:
-        return read_regular(error_path(run_dir, group, rank)).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def start(run_dir: str, group: int, incarnation: int, task: tuple[str, list[str]], listener: int) -> None:
+def start(run_dir: str, group: int, incarnation: int, argv: list[str], listener: int) -> None:
     """Run a trainer until it is done or was asked to stop. torchrun's environment variables say which rank this is. An
-    exception that ends the trainer is left for the launcher (`read_error`).
+    exception that ends the trainer is told in the event `worker_failed`.
 
     Args:
-        task: `module:function`, and the argv that it is called with.
+        argv: of the trainer.
         listener: descriptor of a socket that listens only at the address of the group's store, which this rank then
             serves. A store that opened its own would listen on every interface, and the other ranks would have to wait
             for it. -1: another rank serves the store.
     """
-    rank = int(os.environ["RANK"])
+    rank, events = int(os.environ["RANK"]), EventLog(Path(run_dir), group, int(os.environ["RANK"]), "worker")
     _die_before_the_launcher()
     store = None if listener < 0 else _serve_store(listener)
-    spare = os.open(os.devnull, os.O_RDONLY)
     try:
         await_predecessor(Path(run_dir), group, rank)
-        _work(Path(run_dir), group, incarnation, *task)
+        _work(Path(run_dir), group, incarnation, argv, events)
     except Exception as error:
-        with contextlib.suppress(OSError):  # the trainer may have closed all descriptors
-            os.close(spare)  # frees one for the file below, if all were in use
-        with contextlib.suppress(OSError):  # a full disk
-            write_whole(error_path(Path(run_dir), group, rank), _described(error).encode(errors="replace"))
+        lines = [] if isinstance(error, TrainerEnds) else traceback.format_exception(error)
+        events.emit("worker_failed", pid=os.getpid(), error=_described(error), traceback="".join(lines).splitlines())
         if isinstance(error, TrainerEnds):
             traceback.print_exc()
             sys.exit(error.status)
@@ -103,12 +87,12 @@ def _serve_store(listener: int) -> Any:
 
 
 def _described(error: Exception) -> str:
+    """Return an exception in one line; of a `TrainerEnds` its text."""
     if isinstance(error, TrainerEnds):
         return " ".join(str(error).splitlines())
     name = type(error).__qualname__
     lines = str(error).strip().splitlines()
-    first_line = f"{name}: {lines[0]}" if lines else name
-    return f"{first_line[:LONGEST_ERROR]}\n{''.join(traceback.format_exception(error))}"
+    return (f"{name}: {lines[0]}" if lines else name)[:LONGEST_ERROR]
 
 
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
@@ -123,7 +107,7 @@ def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
         time.sleep(0.02)
 
 
-def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[str]) -> None:
+def _work(run_dir: Path, group: int, incarnation: int, argv: list[str], events: EventLog) -> None:
     rank = int(os.environ["RANK"])
     follow_threads()
     heart = BeatFile(beat_path(run_dir, group, rank))
@@ -133,16 +117,16 @@ def _work(run_dir: Path, group: int, incarnation: int, entry: str, argv: list[st
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)
-    EventLog(run_dir, group, rank, "worker").emit(
+    events.emit(
         "worker_up",
         incarnation=incarnation,
         pid=os.getpid(),
         cpu_s=time.process_time(),  # starts at 0 in a fork, so it is small unless this worker had to import modules
     )
-    module, _, function = entry.partition(":")
+    module, _, function = ENTRY.partition(":")
     sys.argv = [module, *argv]
     try:
-        getattr(importlib.import_module(module), function)(argv)
+        getattr(importlib.import_module(module), function)()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -17,8 +17,7 @@ from everstep.quorum.gate import Gate, QuorumRules
 from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
-from everstep.run.lifeline import die_with_parent
-from everstep.run.stops import collect_stops
+from everstep.run.stops import collect_stops, die_with_parent
 from everstep.run.token import run_token
 from everstep.wire import parse_address
 

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from everstep import wire
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.request import Request, decode, encode, name_of, read_quorum
-from everstep.run import typed
 
 PURPOSE = "lighthouse"
 HEARTBEAT_S, HEARTBEATS = 0.5, 4
@@ -35,7 +36,7 @@ class GateMessage:
 
     replica: str
     said: str = ""
-    timeout_s: Annotated[float, typed.Within(0.001, LONGEST_S)] = 1.0
+    timeout_s: Annotated[float, Field(ge=0.001, le=LONGEST_S)] = 1.0
     makes: str = ""
 
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
+from pydantic import Field
+
 from everstep.run import typed
 
 NO_STATE = -1
@@ -17,7 +19,7 @@ LENDERS = 4
 """Groups that a joiner fetches the state from, if there are as many. Each keeps a copy of it in its hosts' memory
 meanwhile. On equal links, one or two saturate the joiner's; the others replace those that are busy, slow or dead."""
 
-Word = Annotated[int, typed.Within(NO_STATE, (1 << 63) - 1)]
+Word = Annotated[int, Field(ge=NO_STATE, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import file_system_now, open_own
-from everstep.run.regular import NotRegularError, open_regular, read_regular
+from everstep.run.files import NotRegularError, file_system_now, open_own, open_regular, read_regular
 
 STARTUP = "startup"
 DONE = "done"
@@ -93,15 +92,8 @@ class BeatFile:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return the last beat in a file; None if there is none yet, the file holds no beat, or it cannot be read now."""
-    try:
-        return load_beat(path)
-    except OSError:
-        return None
-
-
-def load_beat(path: Path) -> Beat | None:
-    """Like `read_beat`, but raise OSError if the file cannot be read now."""
+    """Return the last beat in a file; None if there is none yet, or the file holds no beat. Raises OSError if it cannot
+    be read now."""
     try:
         record = read_regular(path, _RECORD.size)
     except (FileNotFoundError, NotRegularError):
@@ -134,7 +126,7 @@ def age_s(path: Path) -> float | None:
     counts as dead for it.
     """
     try:
-        beat = load_beat(path)
+        beat = read_beat(path)
         if beat is None:
             return None
         if beat.boot == this_boot():
@@ -147,13 +139,14 @@ def age_s(path: Path) -> float | None:
 
 
 def beats_of_groups(run_dir: Path) -> list[tuple[int, Beat, float]]:
-    """Return the last beat of each group's rank 0: group id, beat, and its `age_s`."""
+    """Return the last beat of each group's rank 0 that can be read now: group id, beat, and its `age_s`."""
     found = []
     for path in sorted((Path(run_dir) / "state").glob("group-*.rank-0.beat")):
-        beat, age = read_beat(path), age_s(path)
         group = path.name.removeprefix("group-").partition(".")[0]
-        if beat is not None and age is not None and group.isdecimal():
-            found.append((int(group), beat, age))
+        with contextlib.suppress(OSError):
+            beat, age = read_beat(path), age_s(path)
+            if beat is not None and age is not None and group.isdecimal():
+                found.append((int(group), beat, age))
     return found
 
 

@@ -4,15 +4,17 @@ An event that lacks a field, or has one of another type, was damaged or comes fr
 skip a torn line. Kinds and fields that are not listed here are not checked.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from everstep.run import typed
-from everstep.run.typed import Count, Number, Within
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from everstep.run.typed import Count, Number, Whole
 
 MOST_GROUPS = 1_000_000
-Group = Annotated[int, Within(0, MOST_GROUPS)]
-Pid = Annotated[int, Within(1, 1 << 31)]
-Seconds = Annotated[float, Within(-1e11, 1e11)]
+Group = Annotated[int, Field(ge=0, le=MOST_GROUPS)]
+Pid = Annotated[int, Field(ge=1, le=1 << 31)]
+Seconds = Annotated[float, Field(ge=-1e11, le=1e11)]
 """Seconds since 1970, within the range that can be shown as a date (up to the year 5138)."""
 _NOTES = ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent", "summary")
 _DURATIONS = (
@@ -25,14 +27,15 @@ _COUNTS = (
 )  # fmt: skip
 
 FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("group", "rank", "step"), Annotated[int, Within(-1, 1 << 53)] | None),
+    **dict.fromkeys(("group", "rank", "step"), Annotated[int, Field(ge=-1, le=1 << 53)] | None),
     **dict.fromkeys(("t", "mono", "until"), Seconds),
-    **dict.fromkeys(_DURATIONS, Annotated[float, Within(0, 1e11)] | None),
+    **dict.fromkeys(_DURATIONS, Annotated[float, Field(ge=0, le=1e11)] | None),
     **dict.fromkeys(("loss", "grad_norm", "lr"), Number | None),
     "metrics": dict[str, Number],
     "inner_losses": list[Number],
-    "bits": dict[str, str],
-    **dict.fromkeys(("tokens", "overhead", "rate", "pace"), Annotated[float, Within(0)] | None),
+    "bits": dict[Annotated[str, Field(pattern=r"^[0-9]{1,19}$")], str],
+    "groups": list[Group] | Annotated[int, Field(ge=1, le=MOST_GROUPS)] | None,
+    **dict.fromkeys(("tokens", "overhead", "rate", "pace"), Annotated[float, Field(ge=0)] | None),
     **dict.fromkeys(("computed", "recomputed"), list[Count] | None),
     **dict.fromkeys(("joiners", "differing", "members", "exposed", "source_groups"), list[Group] | None),
     "cut": list[list[Group]],
@@ -40,14 +43,15 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("section", "anomaly", "coverage"), str),
     **dict.fromkeys((*_NOTES, "text", "error"), str | None),
     **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), bool),
-    "layer": int,
-    **dict.fromkeys(("slot", "at_step", "exitcode", "quorum_id", "seed"), int | None),
-    "owners": list[int] | None,
+    "layer": Whole,
+    **dict.fromkeys(("slot", "at_step", "exitcode", "quorum_id", "seed"), Whole | None),
+    "owners": list[Whole] | None,
     "target_group": Group | list[Group] | None,
+    "traceback": list[str],
     "pid": Pid,
     "pids": list[Pid],
-    "exitcodes": dict[str, int],
-    "incarnation": str | int,
+    "exitcodes": dict[str, Whole],
+    "incarnation": str | Whole,
     **dict.fromkeys(_COUNTS, Count),
     **dict.fromkeys(("steps", "slots", "ranks", "global_batch_size"), Count | None),
 }
@@ -73,6 +77,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "page": ("address",),
     "warning": ("text",),
     "worker_up": (*_GROUP, "incarnation"),
+    "worker_failed": ("pid", "error", "traceback"),
     "training_started": (*_STEP, "source"),
     "attempt": (*_STEP, "attempt", "committed", "recomputed"),
     "commit": (*_STEP, "groups", "loss", "tokens", "history", "parent"),
@@ -106,22 +111,17 @@ OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
 OF_EVERY_STEP = OF_RANK_0 | {"snapshot", "snapshot_protected", "attention_schedule"}
 """Kinds of which a long run has millions. To show the current state of a run, only the last of each is needed."""
 
-_CHECKS = {name: typed.converter(kind) for name, kind in FIELDS.items()}
-_CHECKS["groups"] = typed.converter(list[Group] | None)
-"""In most kinds, `groups` is the list of the groups of a step."""
-_CHECKS_OF_A_RUN = {**_CHECKS, "groups": typed.converter(Annotated[int, Within(1, MOST_GROUPS)])}
-"""In `run_started`, `groups` is the number of groups."""
+_KEYS = cast(Any, TypedDict)("Event", FIELDS, total=False)  # type checkers know no TypedDict of computed fields
+_EVENT = TypeAdapter(with_config(ConfigDict(strict=True, extra="allow", allow_inf_nan=False))(_KEYS))
 
 
-def has_valid_fields(event: dict[str, Any]) -> bool:
-    """Return whether an event has the fields that its kind needs, each of its type."""
-    if any(event.get(name) is None for name in NEEDED.get(event["kind"], ())):
-        return False
-    checks = _CHECKS_OF_A_RUN if event["kind"] == "run_started" else _CHECKS
+def event_in(line: bytes) -> dict[str, Any] | None:
+    """Return the event in a line of JSON; None if it lacks a field that its kind needs, or has one of another type."""
     try:
-        for name, value in event.items():
-            if name in checks:
-                checks[name](value)
-    except typed.UnfitError:
-        return False
-    return all(map(str.isdecimal, event.get("bits", ())))
+        event: dict[str, Any] = _EVENT.validate_json(line)
+    except ValidationError:
+        return None
+    if any(event.get(name) is None for name in ("t", "kind", *NEEDED.get(event.get("kind", ""), ()))):
+        return None
+    counts_groups = isinstance(event.get("groups"), int)  # else they are the groups of a step
+    return event if counts_groups == (event["kind"] == "run_started") else None

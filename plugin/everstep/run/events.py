@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from everstep.run.event_fields import OF_RANK_0, has_valid_fields
-from everstep.run.files import open_own
-from everstep.run.regular import NotRegularError, open_regular
+from everstep.run.event_fields import OF_RANK_0, event_in
+from everstep.run.files import NotRegularError, open_own, open_regular
 
 LONGEST_LINE = 16 << 20
 """Bytes. A commit names every slot of a step, so lines can be long."""
@@ -116,13 +115,8 @@ def _parse(line: bytes, kinds: Set[str] | None = None) -> dict[str, Any] | None:
     """Return the event in a line; None if it is no valid event, or of none of these kinds."""
     if kinds is not None and (kind := _kind_of(line)) and kind not in kinds:
         return None
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if type(event) is not dict or "t" not in event or type(event.get("kind")) is not str or not has_valid_fields(event):
-        return None
-    if kinds is not None and event["kind"] not in kinds:
+    event = event_in(line)
+    if event is None or (kinds is not None and event["kind"] not in kinds):
         return None
     event = {"mono": event["t"], "group": None, "rank": None, "step": None} | event
     return event if line.isascii() and b"\\" not in line else shown(event)

@@ -1,4 +1,7 @@
-"""Small files of a run's state: written atomically, locked, and read without trust in what they hold."""
+"""Small files of a run's state: written atomically, locked, and read without trust in what they hold.
+
+Only regular files are opened: other users may have put a pipe there, which blocks a reader, or a link elsewhere.
+"""
 
 import contextlib
 import errno
@@ -10,10 +13,9 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from everstep.run import typed
-from everstep.run.regular import open_regular, read_regular
 
 T = TypeVar("T")
 LARGEST = 16 << 20
@@ -145,3 +147,47 @@ def lock_holder(path: Path) -> int | None:
     with open_regular(path, links=False) as file:
         kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else max(0, pid)
+
+
+class NotRegularError(OSError):
+    """The path is a pipe, device, socket or too large a file, or it is a link and links are not followed."""
+
+
+def open_regular(path: Path, *, links: bool = True, limit: int | None = None) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        links: whether the last component of `path` may be a symbolic link. In a run directory it may not.
+        limit: largest allowed size in bytes.
+
+    Raises:
+        NotRegularError: it is not a regular file, or is larger than `limit`.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO) and not links:
+            raise NotRegularError(error.errno, "is a link or not a file", str(path)) from None
+        raise
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or (limit is not None and found.st_size > limit):
+        os.close(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        what = "is not a regular file" + (f" of at most {limit} bytes" if limit is not None else "")
+        raise NotRegularError(errno.EINVAL, what, str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
+    """Return the contents of a file of a run directory. Raises like `open_regular` with `links=False`."""
+    with open_regular(path, links=False, limit=limit) as file:
+        return file.read(limit + 1)
+
+
+def is_own_directory(path: Path) -> bool:
+    """Return whether `path` is a directory of this user's, and not a link to one. Raises OSError."""
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from everstep.run.files import locked
-from everstep.run.regular import is_own_directory
+from everstep.run.files import is_own_directory, locked
 
 CLAIMS = Path(f"/dev/shm/everstep-{os.geteuid()}.claims")
 """Folder with one file for each claim. The file is as long as the claim, and locked as long as its process lives."""

@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 
 from everstep.run.directory import LaunchError, make_run_dir, require_events
-from everstep.run.files import read_json, write_first, write_json
-from everstep.run.regular import NotRegularError, open_regular
+from everstep.run.files import NotRegularError, open_regular, read_json, write_first, write_json
 
 TOKEN_FILE = "token"
 TOKEN_BYTES = 32

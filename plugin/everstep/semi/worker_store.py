@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from everstep.run.files import open_regular
 from everstep.run.memory import room_for
-from everstep.run.regular import open_regular
 
 TAG_BYTES = 32
 

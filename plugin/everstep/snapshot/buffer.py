@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from everstep.run.files import open_regular
 from everstep.run.memory import free_memory
-from everstep.run.regular import open_regular
 from everstep.snapshot.header import Header
 
 BUFFERS = 2

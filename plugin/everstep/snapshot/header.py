@@ -128,9 +128,9 @@ def headers_to_json(headers: Sequence[Header]) -> list[dict[str, Any]]:
 
 def headers_from_json(body: Any) -> list[Header]:
     """The inverse of `headers_to_json`. Raises ValueError."""
-    found, given = [], typed.fields_of(Header)
-    for one in typed.parse(list, body):
-        found.append(Header(**found[-1].to_json() | given(one)).checked() if found else Header.from_json(one))
+    found: list[Header] = []
+    for one in typed.parse(list[dict[str, Any]], body):
+        found.append(Header.from_json(found[-1].to_json() | one if found else one))
     return found
 
 

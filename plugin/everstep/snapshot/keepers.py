@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep import wire
 from everstep.run.events import EventLog
-from everstep.run.regular import is_own_directory
+from everstep.run.files import is_own_directory
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError

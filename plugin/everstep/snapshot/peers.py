@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from everstep import wire
 from everstep.run import typed
@@ -36,7 +37,7 @@ class KeeperRecord:
     group: Count
     host: str
     address: str
-    pid: Annotated[int, typed.Within(2, 1 << 31)]
+    pid: Annotated[int, Field(ge=2, le=1 << 31)]
     segment: str
     started_at: float
 

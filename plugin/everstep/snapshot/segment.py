@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from everstep.run.regular import NotRegularError, is_own_directory, read_regular
+from everstep.run.files import NotRegularError, is_own_directory, read_regular
 from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError
 from everstep.snapshot.header import Header, Kind
 from everstep.snapshot.section import Snapshot

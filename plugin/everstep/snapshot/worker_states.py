@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep import wire
-from everstep.run.files import write_whole
+from everstep.run.files import is_own_directory, open_regular, read_regular, write_whole
 from everstep.run.memory import room_for
-from everstep.run.regular import is_own_directory, open_regular, read_regular
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError

@@ -72,7 +72,9 @@ def load_config(
 def warm_up_parser() -> None:
     """Have torchtitan parse a command line, so that processes that are forked later need not repeat what its parser
     imports and caches at its first use."""
+    logging.disable()  # nothing is trained by this config, so its warnings would mislead
     ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel"])
+    logging.disable(logging.NOTSET)
 
 
 def config_from_source(source: Source, config_class: type[C], *, warnings: list[str] | None = None) -> C:
