@@ -59,12 +59,12 @@ class TinyAgent(Tiny):
 import json, signal, sys
 from pathlib import Path
 from everstep.config.sections import FaultTolerance
-from everstep.launch import agent, children, group, worker
+from everstep.launch import agent, children, group, orphans, worker
 from everstep.launch.settings import GroupSettings
 told = json.loads(sys.argv[1])
 group.STOP_GRACE_S = told.pop("stop_grace_s", 120.0)
 if told.pop("unkillable", False):
-    to_child, children.kill = children.Child.signal, lambda processes: None
+    to_child, orphans.kill = children.Child.signal, lambda processes: None
     children.Child.signal = lambda child, signum: signum == signal.SIGKILL or to_child(child, signum)
     group.CLEANUP_TIMEOUT_S = children.KILL_GRACE_S = 1.0
 section = FaultTolerance(**told.pop("fault_tolerance"))

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from everstep.launch import children
+from everstep.launch import orphans
 from everstep.launch.machine import free_port
 from everstep.report import score
 from everstep.run.beats import lighthouse_beat_path, read_beat
@@ -26,7 +26,7 @@ def processes():
         if process.poll() is None:
             below = psutil.Process(process.pid).children(recursive=True)
             process.kill()
-            children.kill(below)
+            orphans.kill(below)
             process.wait()
 
 

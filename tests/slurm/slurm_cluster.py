@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from everstep.launch import children
+from everstep.launch import orphans
 from everstep.launch.machine import free_port
 from watched import environment, until
 
@@ -128,7 +128,7 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kill all processes of the node at once, as a power failure does."""
-        children.kill(self.node_processes(node))
+        orphans.kill(self.node_processes(node))
 
     def pid(self, name: str) -> int:
         return int((self.home / name).read_text())
@@ -144,7 +144,7 @@ class Cluster:
     def close(self) -> None:
         """Kill all processes with this cluster's SLURM_CONF, daemons and orphans of dead nodes included."""
         while left := self.processes():
-            children.kill(left)
+            orphans.kill(left)
             psutil.wait_procs(left, timeout=1)
         shutil.rmtree(self.home, ignore_errors=True)
 

@@ -1,28 +1,19 @@
-"""The child processes of a launcher: forked, watched, reaped and killed.
-
-The launcher adopts the orphans that dead workers leave behind: processes of a dataloader, plain subprocesses. It
-recognizes them by their session, which is not that of a live worker. Keepers of snapshots are meant to stay.
-"""
+"""The child processes of a launcher: forked, watched, reaped and killed."""
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
-import psutil
-
+from everstep.launch import orphans
 from everstep.launch.forking import ForkRequest, fork
-from everstep.report import live
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
 """Seconds between two waits from which on the launcher itself must have been stopped or blocked."""
-KEPT = ("everstep.snapshot.keeper", live.__name__)
-"""Modules of processes that are not killed here: keepers of snapshots wait for the next start of the run, and the
-teller ends by itself when the launcher closes its stdin."""
 
 
 @dataclass(eq=False)
@@ -48,9 +39,12 @@ class Child:
 
 
 class Children:
-    """The processes that a launcher forks."""
+    """The processes that a launcher forks, and a guard (`orphans.fork_guard`). If the launcher is killed, the guard
+    kills the processes that workers had started themselves."""
 
     def __init__(self) -> None:
+        os.environ[orphans.RUN_MARK] = self._mark = secrets.token_hex(8)
+        self._guard = Child(0, exitcode=0)  # a dead one: the first `start` forks the guard
         self._alive: dict[int, Child] = {}
         self.awake_mono = self.looked_mono = time.monotonic()
         """Monotonic seconds. `looked_mono`: the end of the last wait, as of which silence is judged, because the
@@ -63,15 +57,19 @@ class Children:
 
     def kill_left_behind(self) -> bool:
         """Kill the processes that dead workers left behind, and return whether there were any."""
-        left = left_behind(self._alive)
-        kill(left)
+        left = orphans.left_behind(self._alive)
+        orphans.kill(left)
         return bool(left)
 
     def start(self, request: ForkRequest, rank: int = 0) -> Child:
         """Fork a process. Raises OSError if the system has no room for another."""
-        child = Child(fork(request), rank)
-        self._alive[child.pid] = child
-        return child
+        if not self._guard.alive:
+            self._guard = self._register(orphans.fork_guard(self._mark, self._wake_r))
+        return self._register(fork(request), rank)
+
+    def _register(self, pid: int, rank: int = 0) -> Child:
+        self._alive[pid] = Child(pid, rank)
+        return self._alive[pid]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a child ends or a signal comes, for `timeout_s` at most. Reaps the children that have ended."""
@@ -93,36 +91,11 @@ class Children:
 
     def kill_everything(self) -> None:
         """Kill all processes that were started here, and those that they started, except keepers and the teller."""
-        self._alive = {}
+        self._alive = {self._guard.pid: self._guard}
         deadline = time.monotonic() + KILL_GRACE_S
         while time.monotonic() < deadline and self.kill_left_behind():
             self._reap()
             time.sleep(0.005)
-
-
-def left_behind(known: Collection[int]) -> list[psutil.Process]:
-    """Return the orphans of dead processes, with all their descendants. This process is a subreaper, so orphans are its
-    children.
-
-    `known`: pids of the live processes that this one forked itself, each of which leads a session.
-    """
-    found: dict[int, psutil.Process] = {}
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if child.pid not in known and os.getsid(child.pid) not in known and not is_kept(child):
-                found |= {one.pid: one for one in (child, *child.children(recursive=True)) if not is_kept(one)}
-    return list(found.values())
-
-
-def kill(processes: Collection[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            process.send_signal(signal.SIGKILL)  # psutil first checks that the pid is still of this process
-
-
-def is_kept(process: psutil.Process) -> bool:
-    """Return whether a process runs one of the KEPT modules and should not be killed."""
-    try:
-        return any(module in process.cmdline() for module in KEPT)
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
+        if self._guard.alive:
+            os.kill(self._guard.pid, signal.SIGKILL)
+            os.waitpid(self._guard.pid, 0)  # else a zombie stays in a container whose first process reaps none
