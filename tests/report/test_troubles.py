@@ -289,12 +289,17 @@ def test_a_start_forgets_what_was_and_a_good_end_all_but_data_that_ended():
         assert len(read(told.events).troubles.sentences) == left
 
 
-def test_a_run_that_is_stopped_has_not_run_out_of_data():
+def test_a_run_that_is_stopped_or_done_has_not_run_out_of_data():
     line = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=9).start(1, 0).commit(2, 1, (0,))
     line.add(4, "training_done", 0, 1).add(5, "agent_ended", 0, role="agent", status="stopped", reason="asked to")
     assert read(line.events).troubles.sentences == []
     late = log_of("data at its end")[0].add(1050, "run_ended", role="supervisor", status="stopped", reason="asked to")
     assert read(late.events).troubles.sentences == []
+    again = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=1).start(1, 0).commit(2, 1, (0,))
+    again.add(4, "run_started", role="supervisor", groups=1, steps=1)
+    again.add(5, "worker_ready", 0, pid=1, startup_s=1.0, incarnation=0).add(5, "training_done", 0, 0)
+    again.add(6, "agent_ended", 0, role="agent", status="done", reason="its workers finished")
+    assert read(again.events).troubles.sentences == [], "a start of a run that is done has nothing to do"
 
 
 def test_many_troubles_are_told_up_to_a_number():

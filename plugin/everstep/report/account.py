@@ -119,7 +119,9 @@ class Account:
                 session.ends[number] = "done" if event["kind"] == "training_done" else "stopped"
             case "agent_ended" if event["status"] in ENDS:
                 session.ends[number] = event["status"]
-                if event["status"] == "done" and self.protection.committed < (self.steps or 0):
+                # A start of a run that is over trains nothing.
+                trained = session.trains is not None
+                if event["status"] == "done" and trained and self.protection.committed < (self.steps or 0):
                     return {"kind": "data_ended", "step": self.protection.committed, "steps_asked": self.steps}
             case "worker_ready":
                 session.ends.pop(number, None)
