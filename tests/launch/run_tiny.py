@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from everstep.launch import lighthouse, supervisor, view, worker
 from everstep.launch.prepare import PrepareOptions
@@ -46,12 +47,27 @@ def run_short_of_everything(run_dir, faults):
     sys.addaudithook(fail)
 
 
+def have_no_room_if(full):
+    """The run directory's disk counts as full while the file `full` exists, and as read-only if that says so."""
+    found = os.statvfs(full.parent)
+    names = ("f_flag", "f_bavail", "f_frsize", "f_files", "f_favail")
+    room = {name: getattr(found, name) for name in names}
+
+    def look(path):
+        short = {"": {}, "full": {"f_bavail": 0}, "read-only": {"f_flag": os.ST_RDONLY}}
+        return SimpleNamespace(**room | short[full.read_text() if full.exists() else ""])
+
+    os.statvfs = look
+
+
 def main():
     run_dir, groups, ranks, *flags = sys.argv[1:]
     if "--tiny.nohup" in flags:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
+    if "--tiny.full" in flags:
+        have_no_room_if(Path(run_dir).with_suffix(".full"))
     lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")

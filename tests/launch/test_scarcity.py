@@ -102,6 +102,24 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
     assert f"WRONG   {tmp_path}: {said}. This is retried" in told if said else "WRONG" not in told
 
 
+@pytest.mark.parametrize(("disk", "said"), [("full", "No space left"), ("read-only", "Read-only file system")])
+def test_a_full_disk_is_said_and_a_group_that_dies_starts_once_there_is_room(start, disk, said):
+    run = start(2, 1, *ENDLESS, "--tiny.full")
+    for group in range(2):
+        run.wait_for("commit", group=group)
+    full = run.run_dir.with_suffix(".full")
+    full.write_text(disk)
+    until(lambda: f"] {said}" in run.said(), "the full disk", TOLD_S)
+    os.kill(run.workers(1)[0], signal.SIGKILL)
+    waits = run.wait_for("resource_shortage", group=1)
+    run.wait_for("commit", after=waits["t"], group=0)
+    assert [len(run.events(kind, group=1)) for kind in ("workers_started", "workers_died")] == [1, 1]
+    full.unlink()
+    run.wait_for("commit", after=time.time(), group=1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(DEADLINE_S) == 0
+
+
 @pytest.mark.parametrize(("line", "file"), [
     ("0::/job", "job/memory.events"), ("4:memory:/job", "memory/job/memory.oom_control"), ("0::/job", "memory.events"),
 ])  # fmt: skip

@@ -1,8 +1,6 @@
 """`everstep status` and `watch`: where a run is, from its events; for a run on Slurm also what Slurm says of its
 groups."""
 
-import errno
-import os
 import time
 from pathlib import Path
 
@@ -14,13 +12,11 @@ from everstep.report.score import checks, coverage_text, duration, refusals_text
 from everstep.report.troubles import shortage
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
-from everstep.run.directory import End, holder_of, over_file, require_events, stop_file
+from everstep.run.directory import End, check_room, holder_of, over_file, require_events, stop_file
 from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import EventTail, read_events
 from everstep.run.files import read_typed
 
-NO_ROOM = 1 << 16
-"""Free bytes below which a disk counts as full. No event reports a full disk, as none can be written."""
 POLL_S = 0.25
 """Seconds between two looks of `everstep watch`."""
 
@@ -64,8 +60,11 @@ def status_of(run_dir: Path) -> str:
     state = RunState()
     for event in read_events(run_dir, lately=OF_EVERY_STEP):
         state.apply(event)
-    if state.status == "running" and (why := _takes_no_events(run_dir)):
-        state.apply(shortage(run_dir, os.strerror(why)))
+    if state.status == "running":
+        try:
+            check_room(run_dir)
+        except OSError as error:  # no event reports a full disk, as none can be written
+            state.apply(shortage(run_dir, str(error.strerror)))
     head, table = (_on_slurm if job_file(run_dir).exists() else _here)(run_dir, state)
     lines = [*head, f"step    {state.progress()}"]
     fates = f"{state.faults.kills} kills, {state.faults.deaths} deaths so far"
@@ -77,15 +76,6 @@ def status_of(run_dir: Path) -> str:
     if told := "; ".join(filter(None, (coverage_text(found), refusals_text(found)))):
         lines.append(f"checks  attention: {told}")
     return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
-
-
-def _takes_no_events(run_dir: Path) -> int:
-    """Return the errno that a write to the run directory would fail with now; 0 if it would not fail."""
-    disk = os.statvfs(run_dir)
-    if disk.f_flag & os.ST_RDONLY:
-        return errno.EROFS
-    is_full = disk.f_bavail * disk.f_frsize < NO_ROOM or (disk.f_files and not disk.f_favail)
-    return errno.ENOSPC if is_full else 0
 
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:

@@ -23,7 +23,7 @@ from everstep.launch.settings import GroupSettings
 from everstep.launch.worker import log_path
 from everstep.run import fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
-from everstep.run.directory import End, ended_file, is_surplus, starts_file
+from everstep.run.directory import End, check_room, ended_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json, write_json
@@ -164,7 +164,9 @@ class Group:
 
     def _start(self, rendezvous: Rendezvous) -> None:
         settings = self.settings
-        if settings.node and (sick := storage_complaint(settings.run_dir)):
+        if not settings.node:
+            check_room(settings.run_dir)  # workers that start on a full disk fail, and cannot say why
+        elif sick := storage_complaint(settings.run_dir):
             self.finish("node_bad", sick)
             return
         next_round = rendezvous.next_round()

@@ -23,12 +23,14 @@ from everstep.launch.restart_rules import backoff_s, is_shortage
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
-from everstep.run.directory import stop_file
+from everstep.run.directory import check_room, stop_file
 from everstep.run.events import EventLog
 from everstep.run.stops import STOPS, adopt_orphans, collect_stops
 
 TICK_S = 0.05
 """Seconds between two turns of the loop. The death of a child begins a turn at once."""
+ROOM_EVERY_S = 1.0
+"""Seconds between two looks at the run directory's disk."""
 STARTS_WITHOUT_A_STEP = 3
 """Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
 SHORTAGE_S = 5.0
@@ -57,13 +59,14 @@ class Launcher:
         """Times of the requests to stop so far (`collect_stops`)."""
         self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {"run directory": self._look_for_room}
         """Name -> function that each turn of the loop calls."""
         self.page = ""
         """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
         self._shortages: dict[str, tuple[int, float]] = {}
         """Name of a job or group -> number of shortages in a row, and the monotonic time of the next try."""
+        self._room_looked_mono = 0.0
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
@@ -131,6 +134,12 @@ class Launcher:
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # this job would have shown the event
                 self._show([event])
+
+    def _look_for_room(self) -> None:
+        """Raise OSError if the run directory's disk is full: no other process can write an event that says so."""
+        if time.monotonic() >= self._room_looked_mono + ROOM_EVERY_S:
+            self._room_looked_mono = time.monotonic()
+            check_room(self._run_dir)
 
     def _give_up_together(self) -> None:
         """Give up all groups here if each of them has failed by itself, STARTS_WITHOUT_A_STEP times in sum, since any

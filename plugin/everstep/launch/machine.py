@@ -108,7 +108,7 @@ def storage_complaint(run_dir: Path) -> str:
         try:
             _write(folder)
         except OSError as error:
-            if folder.is_relative_to(run_dir) and is_shortage(error):
+            if folder.is_relative_to(run_dir) and is_shortage(error) and error.errno != errno.EROFS:
                 raise
             return f"{folder} cannot be written: {error.strerror}"
     if SHARED_MEMORY.exists():

@@ -24,9 +24,10 @@ HOPELESS = {
 """Exit status after which workers are never restarted, whatever other groups do -> the reason."""
 OOM_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}
 """Controller ("" in version 2 of control groups) -> the file that counts out-of-memory kills."""
-SHORTAGES = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ESTALE)
-)
+SHORTAGES = frozenset((
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
+    errno.ESTALE,
+))  # fmt: skip
 LONGEST_BACKOFF_S = 30.0
 
 

@@ -1,6 +1,7 @@
 """The run directory: its files, and the lock by which at most one supervisor uses it at a time."""
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.run.files import lock_for_life, lock_holder, read_json, read_typed
+
+NO_ROOM = 1 << 16
+"""Free bytes below which a disk counts as full."""
 
 
 class LaunchError(Exception):
@@ -81,6 +85,17 @@ def require_events(run_dir: Path) -> None:
     """Raise LaunchError if `run_dir` has no events, which means that it is no run directory."""
     if not (run_dir / "events").is_dir():
         raise LaunchError(f"{run_dir} is not a run directory: it has no events folder.")
+
+
+def check_room(run_dir: Path) -> None:
+    """Raise the OSError of a write to the run directory if its disk is full or read-only now."""
+    disk, why = os.statvfs(run_dir), 0
+    if disk.f_flag & os.ST_RDONLY:
+        why = errno.EROFS
+    elif disk.f_bavail * disk.f_frsize < NO_ROOM or (disk.f_files and not disk.f_favail):
+        why = errno.ENOSPC
+    if why:
+        raise OSError(why, os.strerror(why), str(run_dir))
 
 
 def lock_file(run_dir: Path) -> Path:
