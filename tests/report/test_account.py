@@ -94,6 +94,17 @@ def test_the_figures_are_those_of_the_story(story):
     assert figures["goodput"] + sum(figures["badput"].values()) == pytest.approx(1.0)
 
 
+def test_steps_that_a_full_disk_kept_out_of_the_log_are_unseen_and_not_repeated():
+    run = begun()
+    for step in (2, 3, 4):
+        run.commit(2.0 * step, step, [0, 1])
+    names = ("steps_unseen", "samples_lost", "samples_repeated")
+    figures = figures_of(read([event for event in run.events if event["step"] not in (2, 3)]))
+    assert [figures[name] for name in names] == [2, 0, 0]
+    figures = figures_of(read(run.commit(10.0, 5, [0, 1], parent="another").events))
+    assert [figures[name] for name in names] == [0, 0, figures["samples"] / 5]
+
+
 def log_of(*story):
     """Return the log of ("up" | "died", t, group), ("well", t, group) for a good end, (fault, t, group or groups)."""
     run = Timeline()

@@ -93,7 +93,8 @@ class Lineage:
         """Record a group's event; return its commit. A step that is made again is another commit.
 
         state: History of the state that the group said it held, if known. All slots of the commit count as repeated if
-        it names another parent, or if an earlier event gives the same history another step.
+        it names another parent, or if an earlier event gives the same history another step. Nothing follows from a
+        state before the parent: events are missing, as a full disk took none.
         """
         step, history, parent = event["step"], event["history"], event["parent"]
         owners = tuple(event.get("owners") or ())
@@ -109,7 +110,9 @@ class Lineage:
             self.commits.append(commit)
             self.tokens += commit.tokens
         commit.count(owners, event.get("coverage_ok", True))
-        if state not in (None, parent) or commit.step != step:
+        held = self.by_history.get(state or "")
+        is_older = held is not None and held.step < step - 1
+        if (state not in (None, parent) and not is_older) or commit.step != step:
             commit.repeated.update(range(len(owners)))
         commit.dates[event["group"]] = event["t"]
         return commit
