@@ -189,15 +189,18 @@ def test_a_group_that_is_too_few_is_told_so(make):
         member.ask(a_request(0), timedelta(seconds=2))
 
 
-def test_a_group_that_gets_no_quorum_is_told_why(make):
+@pytest.mark.parametrize(("state", "why"), [
+    (NOTHING, "none of the groups that make steps has asked"), (State(0, 1), "^groups 0 are alive but ask for none"),
+])  # fmt: skip
+def test_a_group_that_gets_no_quorum_is_told_why(make, state, why):
     """And not only that the last retry, shortly before the timeout, got no answer."""
     at = [make.gate(2)]
     members = [make.member(group, at) for group in range(2)]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(ask, members[0], 0, 1, State(0, 1))
-        assert ask(members[1], 1, 1, NOTHING) == other.result() == [0, 1]
-    with pytest.raises(QuorumUnavailable, match="none of the groups that make steps has asked"):
-        members[1].ask(a_request(1, 2, NOTHING), timedelta(seconds=8))
+        assert ask(members[1], 1, 1, state) == other.result() == [0, 1]
+    with pytest.raises(QuorumUnavailable, match=why):
+        members[1].ask(a_request(1, 2, state), timedelta(seconds=8))
 
 
 def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):

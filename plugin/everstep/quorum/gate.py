@@ -293,8 +293,7 @@ class Gate:
             left = timedelta(seconds=max(0.001, until - time.monotonic()))
             quorum = client.quorum(replica_id=asked.replica, timeout=left)
         except TimeoutError:
-            living = ", ".join(sorted(self._counting())) or "none"
-            return {"failed": f"groups {living} are alive, and fault_tolerance.min_groups is {self._min_groups}"}
+            return {"failed": self._why_none()}
         except Exception as error:  # noqa: BLE001  the Rust client raises several unrelated types
             return {"failed": str(error).partition("\n")[0][:300] or type(error).__name__}
         when = quorum.created.seconds, quorum.created.nanos
@@ -306,6 +305,17 @@ class Gate:
                 self._newest = self._form(int(quorum.quorum_id), members)
                 self._changed.notify_all()
             return self._newest  # a group that is not in it asks again
+
+    def _why_none(self) -> str:
+        """Return why the lighthouse formed no quorum of the groups that asked."""
+        living = self._counting()
+        with self._changed:
+            asked = self._passed.union(self._waits)
+            silent = ", ".join(sorted(group for group, name in living.items() if name not in asked))
+        if silent:
+            return f"groups {silent} are alive but ask for none: they compute, or hang"
+        names = ", ".join(sorted(living)) or "none"
+        return f"groups {names} are alive, and fault_tolerance.min_groups is {self._min_groups}"
 
     def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
         """Wait until a request may be passed to the lighthouse; return whether that was before `until`, a time of
