@@ -52,6 +52,7 @@ def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
         'name = "kill-lighthouse"',
     )
     assert "fault: kill-worker on group 0" in said
+    assert "fault: kill-lighthouse\n" in said
     died = run.wait_for("workers_died", after=begin, group=0)
     assert "rank 1 was killed by SIGKILL" in died["reason"]
     assert "was killed by SIGKILL" in run.wait_for("workers_died", after=begin, group=1)["reason"]

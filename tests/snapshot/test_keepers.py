@@ -139,6 +139,7 @@ def test_the_end_of_a_run_does_not_wait_for_each_host_that_is_off_in_turn(tmp_pa
 def test_the_command_says_what_a_start_would_do(capsys):
     with Cluster(3) as run:
         run.take(1, 2)
+        run.kill_keeper(2)  # a start's keeper adopts what it held
         assert snapshots(run.run_dir) == 0
         run.lose_host(0)
         assert snapshots(run.run_dir) == 0
@@ -148,6 +149,7 @@ def test_the_command_says_what_a_start_would_do(capsys):
     assert said[:2] == ["a start would restore step 2 (memory)", "a start would restore step 2 (parity)"]
     assert "not restorable: step 2: rank 0: no keeper has the part of groups 0, 1" in said[2]
     assert last == "a start would find nothing in memory"
+    assert not any("disk" in line for line in said), "checkpoints are on disk, where it does not look"
     with pytest.raises(LaunchError, match="is not a run directory"):
         snapshots(run.run_dir)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from everstep.run.directory import LaunchError
-from everstep.run.token import read_token, require_run
+from everstep.run.token import require_run
 
 TIMEOUT = timedelta(seconds=10)
 """How long to wait for a keeper's answer."""
@@ -32,7 +32,7 @@ def snapshots(
     from everstep.snapshot.recovery import ask_keepers
 
     require_run(run_dir)
-    found = ask_keepers(run_dir, read_token(run_dir), timeout=TIMEOUT, patience=timedelta(0))
+    found = ask_keepers(run_dir, timeout=TIMEOUT, patience=timedelta(0), adopts=True)
     for reason in found.reasons:
         print(f"not restorable: {reason}")
     what = f"restore step {found.step} ({found.source})" if found.from_memory else "find nothing in memory"

@@ -11,6 +11,7 @@ from everstep.report.account import Account
 from everstep.report.lineage import Commit
 from everstep.report.score import checks, coverage_text, duration
 from everstep.report.troubles import Fields, trouble
+from everstep.run.events import named
 
 RATE_WINDOW = 20
 """Number of committed steps over which tokens/s and the time of a step are computed."""
@@ -32,8 +33,8 @@ LINES = {
     "workers_died": "group {group}: {reason}",
     "agent_ended": "group {group}: {status}, {reason}",
     "training_started": "group {group}: trains from step {step} ({source})",
-    "fault": "fault: {fault} on group {target_group}",
-    "fault_undone": "fault undone: {fault} on group {target_group}",
+    "fault": "fault: {fault}{target}",
+    "fault_undone": "fault undone: {fault}{target}",
     "workers_protected": "group {group}: its workers' states survive the loss of a host again",
     "validation": "step {step}: validation loss {loss:.5f}",
     "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
@@ -52,7 +53,10 @@ def describe(event: dict) -> str:
     if found is not None:
         return found.sentence
     repeats = event["kind"] in RANK_0 and event.get("rank")
-    return "" if repeats else LINES.get(event["kind"], "").format_map(Fields(event))
+    target = event.get("keeper_of", event.get("target_group"))
+    groups = target if isinstance(target, list) else [] if target is None else [target]
+    on = f" on {named(groups)}" if groups else ""
+    return "" if repeats else LINES.get(event["kind"], "").format_map(Fields(event | {"target": on}))
 
 
 def show_plainly(events: list[dict]) -> None:

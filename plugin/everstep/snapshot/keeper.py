@@ -11,7 +11,6 @@ A keeper that gets SIGKILL leaves its segment behind. The next keeper of the sam
 
 import argparse
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -157,7 +156,7 @@ class Keeper:
                 message = self._serve_worker(channel, message)
                 continue
             if operation == "inventory":
-                channel.send_frame({"buffers": self._inventory()})
+                channel.send_frame({"buffers": headers_to_json(self.segment.inventory())})
             elif operation == "ping":
                 groups = sorted({group for group, _ in list(self._coders)})  # another thread adds to it
                 channel.send_frame({"pid": os.getpid(), "groups": groups})
@@ -171,12 +170,6 @@ class Keeper:
                 raise wire.RefusedError(f"a keeper knows no operation '{operation}'")
             self.note_use()
             message = channel.receive_frame()
-
-    def _inventory(self) -> list[dict[str, Any]]:
-        """Return the header of every buffer that is published here."""
-        columns = [(self.segment.beside(group), rank) for group, rank in self.segment.columns()]
-        held = [segment.held(kind, rank) for kind in KINDS for segment, rank in columns]
-        return headers_to_json([header for _, header in itertools.chain(*held)])
 
     def _find(self, message: dict[str, Any]) -> tuple[BufferReader, Header] | None:
         """Return the newest buffer of the snapshot that the message names, and its header; None if none is held."""

@@ -127,7 +127,8 @@ class KeeperWatch(threading.Thread):
     def _start_keeper(self) -> None:
         try:
             record = start_keeper(self._run_dir, self._segment.group, self._host, self._settings, self._rank)
-            self._events.emit("keeper_found", pid=record.pid, address=record.address, host=record.host)
+            own = f"/group-{record.group}" if self._settings.failure_domain == "group" else ""
+            self._events.emit("keeper_found", pid=record.pid, address=record.address, host=record.host + own)
         except (SnapshotError, OSError) as error:
             self._failed(str(error))
 

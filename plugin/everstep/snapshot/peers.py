@@ -21,6 +21,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.typed import Count
 from everstep.snapshot.buffer import root_of, table_bytes
 from everstep.snapshot.header import Header, Kind, headers_from_json
+from everstep.snapshot.segment import Segment
 
 ASKERS = 256
 """Keepers that are asked at the same time."""
@@ -168,6 +169,15 @@ def reachable(
         except ValueError as error:
             silent[record] = f"{record.address} keeps buffers of another version: {error}"
     return held, silent
+
+
+def left_by(record: KeeperRecord, run: str) -> list[Held]:
+    """Return the buffers that a killed keeper left on this host; the next keeper of the run adopts them. Raises
+    OSError."""
+    path = Path(record.segment)
+    if record.host != socket.gethostname():
+        return []
+    return [Held(record.address, header) for header in Segment(path.parent, run, record.group, path).inventory()]
 
 
 def ask_all(

@@ -80,7 +80,7 @@ def recover(
         told = None
         if rank == 0:
             wait = patience if not excluded else timedelta(0)
-            told = ask_keepers(run_dir, token, timeout, wait, disk_step, excluded).to_json()
+            told = ask_keepers(run_dir, timeout, wait, disk_step, excluded).to_json()
         decision = sources.Decision.from_json(share(told)[0], rank, topology)
         restored: Restored | None = None
         failure: tuple[list[str], str] | None = None
@@ -130,18 +130,21 @@ FIRST_TIMEOUT = timedelta(seconds=3)
 
 def ask_keepers(
     run_dir: Path,
-    token: bytes,
     timeout: timedelta,
     patience: timedelta,
     disk_step: int | None = None,
     excluded: Collection[str] = (),
+    *,
+    adopts: bool = False,
 ) -> sources.Decision:
     """Return what can be restored. This asks all keepers at once, then again those that did not answer. It stops when
     all have answered, when `patience` is over, or when the decision can hardly improve: it is the newest step that was
     found, and no group of a silent keeper has logged a newer step as protected.
 
-    `disk_step`, `excluded`: see `sources.decide`.
+    `disk_step`, `excluded`: see `sources.decide`. `adopts`: count what killed keepers left on this host as held,
+    because the keepers of a start adopt it.
     """
+    token = read_token(run_dir)
     deadline = time.monotonic() + patience.total_seconds()
     answered: dict[KeeperRecord, list[Held]] = {}
     wait = FIRST_TIMEOUT
@@ -151,6 +154,9 @@ def ask_keepers(
         records = list({(record.host, record.segment): record for record in by_age}.values())
         left = [record for record in records if record not in answered]
         found, silent = peers.reachable(left, token, min(wait, timeout))
+        if adopts:
+            found |= {one: kept for one in silent if (kept := peers.left_by(one, run_id(token)))}
+            silent = {one: why for one, why in silent.items() if one not in found}
         wait = min(2 * wait, timeout)  # a host that is busy starting a run answers late
         answered.update(found)
         held = [buffer for record in records for buffer in answered.get(record, ())]

@@ -11,6 +11,7 @@ everstep-RUN/                       everstep-RUN-group-K if snapshot.failure_dom
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import xxhash
 
 from everstep.run.files import NotRegularError, is_own_directory, read_regular
 from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError
-from everstep.snapshot.header import Header, Kind
+from everstep.snapshot.header import KINDS, Header, Kind
 from everstep.snapshot.section import Snapshot
 
 NOTES_BYTES = 4096
@@ -124,6 +125,12 @@ class Segment:
         """Return path and header of the rank's buffers that hold a snapshot. Raises OSError."""
         both = zip(self.files(kind, rank), self.headers(kind, rank), strict=True)
         return [(path, header) for path, header in both if header is not None]
+
+    def inventory(self) -> list[Header]:
+        """Return the header of every buffer in this directory, of all groups. Raises OSError."""
+        columns = [(self.beside(group), rank) for group, rank in self.columns()]
+        held = [segment.held(kind, rank) for kind in KINDS for segment, rank in columns]
+        return [header for _, header in itertools.chain(*held)]
 
     def _header(self, kind: Kind, rank: int, path: Path) -> Header | None:
         try:

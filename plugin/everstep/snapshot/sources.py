@@ -127,7 +127,7 @@ def decide(held: Iterable[Held], *, run: str, disk_step: int | None = None, excl
         reasons.append("no keeper holds a snapshot of this run")
     if disk_step is not None:
         return Decision("disk", disk_step, reasons=tuple(reasons))
-    return Decision("nothing", 0, reasons=(*reasons, "there is no disk checkpoint"))
+    return Decision("nothing", 0, reasons=tuple(reasons))
 
 
 def _candidates(held: Iterable[Held], run: str, reasons: list[str]) -> list[list[Held]]:
