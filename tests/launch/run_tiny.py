@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from everstep.launch import lighthouse, supervisor, view, worker
+from everstep.launch import group, launcher, lighthouse, supervisor, view, worker
 from everstep.launch.prepare import PrepareOptions
 from everstep.run.directory import LaunchError
 
@@ -47,17 +46,14 @@ def run_short_of_everything(run_dir, faults):
     sys.addaudithook(fail)
 
 
-def have_no_room_if(full):
-    """The run directory's disk counts as full while the file `full` exists, and as read-only if that says so."""
-    found = os.statvfs(full.parent)
-    names = ("f_flag", "f_bavail", "f_frsize", "f_files", "f_favail")
-    room = {name: getattr(found, name) for name in names}
+def fail_as_told(file):
+    """The run directory's disk fails with the error whose number this file holds, while there is such a file."""
 
-    def look(path):
-        short = {"": {}, "full": {"f_bavail": 0}, "read-only": {"f_flag": os.ST_RDONLY}}
-        return SimpleNamespace(**room | short[full.read_text() if full.exists() else ""])
+    def check_room(run_dir):
+        if file.exists():
+            raise OSError(int(file.read_text()), "no room")
 
-    os.statvfs = look
+    launcher.check_room = group.check_room = check_room
 
 
 def main():
@@ -67,7 +63,7 @@ def main():
     if "--tiny.scarce" in flags:
         run_short_of_everything(Path(run_dir), int(flags[flags.index("--tiny.scarce") + 1]))
     if "--tiny.full" in flags:
-        have_no_room_if(Path(run_dir).with_suffix(".full"))
+        fail_as_told(Path(run_dir).with_suffix(".full"))
     lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")

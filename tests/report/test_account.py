@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_the_story(story):
 
 
 def test_steps_that_a_full_disk_kept_out_of_the_log_are_unseen_and_not_repeated():
-    run = begun()
+    run = first_commit()
     for step in (2, 3, 4):
         run.commit(2.0 * step, step, [0, 1])
     names = ("steps_unseen", "samples_lost", "samples_repeated")

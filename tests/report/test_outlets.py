@@ -102,6 +102,10 @@ def test_a_snapshot_that_is_lost_protects_no_more():
     run.add(4.5, "snapshot_protected", 0, 4, members=[0], survives=0, exposed=[0])
     assert read(run.events).protection.line().startswith("protected: step 4, 0 steps old")
     again = [*run.events]
+    saved = {"role": "worker", "group": 0, "rank": 0, "step": 4, "mono": 0.0, "t": 4.7, "kind": "checkpoint_saved"}
+    for status, before, is_gone in (("done", [], True), ("stopped", [saved], True), ("stopped", [], False)):
+        end = saved | {"t": 5.0, "kind": "run_ended", "group": None, "status": status, "reason": ""}
+        assert (read([*again, *before, end]).protection.line() == "") is is_gone, "keepers remove what nobody needs"
     assert read(run.start(6, 0, step=3).commit(7.0, 3, groups=(0,)).events).protection.line() == ""
     ended = {"role": "agent", "group": 0, "rank": None, "step": None, "mono": 0.0}
     again += [ended | {"t": 5.0, "kind": "agent_ended", "status": "stopped", "reason": ""}]

@@ -139,6 +139,18 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
         assert run.recover(group=1).decision.step >= protected(run)[-1]
 
 
+def test_all_parts_of_a_snapshot_on_a_host_share_one_deadline():
+    """Also if one is published while the keeper waits for a silent host in order to code another."""
+    with Cluster(4, per_host=2, coding_timeout_s=4.0) as run:
+        run.take(1)
+        with slowed(run, 2):
+            began = time.monotonic()
+            run.commit(2, settle=False, apart_s=0.5)
+            run.wait()
+            wait_until(lambda: all(run.copiers[group].word().settled for group in (0, 1)))
+            assert time.monotonic() - began < 7
+
+
 def test_a_member_that_is_slow_in_the_middle_of_its_part_does_not_break_the_others_connections():
     """The other members wait for it until the coding deadline, even if restores have a much shorter timeout."""
     with Cluster(3, coding_timeout_s=60.0, transfer_timeout_s=0.5) as run:

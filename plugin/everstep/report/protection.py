@@ -18,6 +18,8 @@ class Protection:
     """Number of hosts holding it that may be lost at once, not counting the exposed ones."""
     _failed: bool = False
     """Whether a snapshot failed, or was not coded, in this start of the run."""
+    _saved: int = 0
+    """Step of the newest checkpoint in this start of the run."""
     committed: int = 0
     """The highest step that was committed in this start of the run."""
     _members: tuple[int, ...] = ()
@@ -31,6 +33,12 @@ class Protection:
         match event["kind"]:
             case "snapshot_failed" | "snapshot_unprotected":
                 self._failed = True
+            case "checkpoint_saved":
+                self._saved = step
+            case "run_ended":
+                saved = event["status"] == "stopped" and self._saved >= self.committed
+                if saved or event["status"] == "done":  # keepers have removed their memory
+                    self.step, self._failed = 0, False
             case "commit":
                 self.committed = max(self.committed, step)
             case "keeper_found" if group is not None:

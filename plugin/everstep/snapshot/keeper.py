@@ -94,7 +94,8 @@ class Keeper:
 
     def _code(self, bell: int) -> None:
         """Verify and code what trainers publish, one rank after the other, so that memory and connections for one rank
-        are enough. All snapshots found at the same time share one deadline."""
+        are enough. All parts of one snapshot share one deadline, also those that are published later than others."""
+        moment, waits = None, Waits(0.0)
         while not self.over.is_set():
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
@@ -102,8 +103,9 @@ class Keeper:
             seen = [(coder, header) for coder in list(self._coders.values()) if (header := coder.newer()) is not None]
             if seen:
                 self.note_use()
-            size = sum(header.payload_bytes for _, header in seen)
-            waits = Waits(time.monotonic() + self.settings.coding_timeout_s + size / SLOWEST_BYTES_S)
+                if seen[0][1].moment != moment:
+                    moment, waits = seen[0][1].moment, Waits(time.monotonic() + self.settings.coding_timeout_s)
+            waits.deadline += sum(header.payload_bytes for _, header in seen) / SLOWEST_BYTES_S
             for coder, header in seen:
                 coder.code(header, waits)
 
