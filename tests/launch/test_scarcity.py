@@ -10,13 +10,11 @@ import resource
 import signal
 import time
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
 from everstep.commands.status import status_of
-from everstep.launch import restart_rules, supervisor
-from everstep.launch.prepare import Prepared, PrepareOptions
+from everstep.launch import restart_rules
 from everstep.run import memory
 from launched import DEADLINE_S, until
 from timeline import Timeline, page_of
@@ -71,16 +69,6 @@ def test_a_launcher_without_descriptors_says_so_on_the_console_too(start):
     assert run.process.wait(DEADLINE_S) == 0
 
 
-def test_a_shortage_at_the_start_of_a_run_is_the_reason_why_it_ends(tmp_path, monkeypatch):
-    launcher = MagicMock(stops=[], groups=[], **{"is_stopping.return_value": False})
-    launcher.serve.side_effect = OSError(24, "Too many open files")
-    launcher.children.start.return_value.alive = False
-    monkeypatch.setattr(supervisor, "Launcher", lambda *_: launcher)
-    monkeypatch.setattr(supervisor, "read_answer", lambda _: Prepared(1, 1, seed=0, steps=1, identity=""))
-    assert supervisor.Supervisor(PrepareOptions(""), tmp_path, list).run() == 1
-    launcher.events.emit.assert_called_with("run_ended", status="failed", reason="[Errno 24] Too many open files")
-
-
 def test_a_worker_without_descriptors_can_say_what_it_died_of(start):
     run = start(1, 1, *ENDLESS, "--tiny.exhaust")
     assert run.wait_for("workers_died")["error"] == "OSError: [Errno 24] Too many open files"
@@ -106,11 +94,10 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 def test_a_full_disk_is_said_and_a_group_that_dies_starts_once_there_is_room(start, error):
     run = start(2, 1, *ENDLESS, "--tiny.full")
-    for group in range(2):
-        run.wait_for("commit", group=group)
+    run.wait_for("commit", group=1)
     full = run.run_dir.with_suffix(".full")
     full.write_text(str(error))
-    until(lambda: f"Run directory: [Errno {error}] no room" in run.said(), "the full disk", TOLD_S)
+    until(lambda: f"Run directory: [Errno {error}] no room" in run.console(), "the full disk", TOLD_S)
     os.kill(run.workers(1)[0], signal.SIGKILL)
     waits = run.wait_for("resource_shortage", group=1)
     run.wait_for("commit", after=waits["t"], group=0)

@@ -95,14 +95,10 @@ def test_the_figures_are_those_of_the_story(story):
 
 
 def test_steps_that_a_full_disk_kept_out_of_the_log_are_unseen_and_not_repeated():
-    run = first_commit()
-    for step in (2, 3, 4):
-        run.commit(2.0 * step, step, [0, 1])
-    names = ("steps_unseen", "samples_lost", "samples_repeated")
-    figures = figures_of(read([event for event in run.events if event["step"] not in (2, 3)]))
-    assert [figures[name] for name in names] == [2, 0, 0]
-    figures = figures_of(read(run.commit(10.0, 5, [0, 1], parent="another").events))
-    assert [figures[name] for name in names] == [0, 0, figures["samples"] / 5]
+    run, names = first_commit(), ("steps_unseen", "samples_repeated")
+    for step, repeated in ((4, 0), (5, 16)):
+        figures = figures_of(read(run.commit(2.0 * step, step, [0, 1], parent=f"not that of {step}").events))
+        assert [figures[name] for name in names] == [2, repeated], "of step 4 nothing is known before it"
 
 
 def log_of(*story):

@@ -8,7 +8,7 @@ from everstep.commands.status import status_of
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.report.account import Account, read
-from everstep.report.troubles import GUARANTEES, MOST, SKIPPED, Troubles
+from everstep.report.troubles import GUARANTEES, SKIPPED
 from everstep.run.events import read_events
 from timeline import Timeline, page_of
 
@@ -300,14 +300,3 @@ def test_a_run_that_is_stopped_or_done_has_not_run_out_of_data():
     again.add(5, "worker_ready", 0, pid=1, startup_s=1.0, incarnation=0).add(5, "training_done", 0, 0)
     again.add(6, "agent_ended", 0, role="agent", status="done", reason="its workers finished")
     assert read(again.events).troubles.sentences == [], "a start of a run that is done has nothing to do"
-
-
-def test_many_troubles_are_told_up_to_a_number():
-    line = Timeline()
-    for step in range(10 * MOST):
-        line.add(step, "poison_slot", 0, step, slot=0, groups=[0], error="x", action="skip")
-    troubles = Troubles()
-    for event in line.events:
-        troubles.take(event)
-    assert len(troubles.sentences) == MOST
-    assert f"Slot 0 of step {10 * MOST - 1} " in troubles.sentences[-1]

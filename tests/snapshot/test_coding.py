@@ -116,20 +116,6 @@ def test_a_host_that_a_group_left_and_that_is_off_does_not_hold_up_the_coding(ho
     assert time.monotonic() - began < 4
 
 
-def test_a_run_directory_that_hangs_is_no_reason_to_forget_the_keepers_that_are_known(hosts, monkeypatch):
-    def hangs(*_):
-        raise OSError(116, "Stale file handle")
-
-    opened = [hosts[0].neighbours.open, time.monotonic() + 60]
-    monkeypatch.setattr(peers, "LOOK_S", 0.0)
-    with pytest.raises(wire.WireError, match="no keeper of group 1 is known"):
-        opened[0](1, 0, "another", opened[1])
-    monkeypatch.setattr(peers, "read_records", hangs)
-    with pytest.raises(wire.WireError, match="does not hold that step"):
-        opened[0](1, 0, "another", opened[1])
-    assert hosts[0].neighbours._addresses[1] == [hosts[1].keeper._server.address]
-
-
 @pytest.mark.parametrize("character", ["x", "é", "\N{GRINNING FACE}", "\0", "\ud800"])
 def test_a_keeper_is_heard_whatever_it_gives_as_a_reason(tmp_path, character):
     it = Segment(tmp_path, "run", 0, tmp_path)

@@ -140,7 +140,6 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
 
 
 def test_all_parts_of_a_snapshot_on_a_host_share_one_deadline():
-    """Also if one is published while the keeper waits for a silent host in order to code another."""
     with Cluster(4, per_host=2, coding_timeout_s=4.0) as run:
         run.take(1)
         with slowed(run, 2):

@@ -1,7 +1,6 @@
 """After a death at any point of a publication, a reader finds the previous step, the new one, or nothing, but never a
 mixture."""
 
-import mmap
 import os
 import signal
 import sys
@@ -58,24 +57,6 @@ def readable_step(path: Path) -> int | None:
 def folder():
     with tempfile.TemporaryDirectory(prefix="everstep-test-", dir="/dev/shm") as name:
         yield Path(name)
-
-
-def test_memory_is_made_in_slices_between_which_other_threads_run(folder, monkeypatch):
-    """The call holds the GIL: if a keeper made a large buffer with one call, its heartbeat would stop meanwhile."""
-    made = []
-
-    class Noted(mmap.mmap):
-        def madvise(self, option, start=0, length=None):
-            made.append((start, len(self) if length is None else length))
-
-    monkeypatch.setattr(mmap, "mmap", Noted)
-    writer = BufferWriter(folder / "buffer")
-    writer.reserve(20_000_000)
-    assert max(length for _, length in made) <= 4_000_000
-    ends = [start + length for start, length in made]
-    assert [start for start, _ in made] == [0, *ends[:-1]]
-    assert ends[-1] == os.path.getsize(folder / "buffer")
-    writer.release()
 
 
 def run_to_line(action, last: int | None) -> int:
