@@ -146,7 +146,7 @@ def test_all_parts_of_a_snapshot_on_a_host_share_one_deadline():
             began = time.monotonic()
             run.commit(2, settle=False, apart_s=0.5)
             run.wait()
-            wait_until(lambda: all(run.copiers[group].word().settled for group in (0, 1)))
+            wait_until(lambda: all(run.copiers[group].status().settled for group in (0, 1)))
             assert time.monotonic() - began < 7
 
 
