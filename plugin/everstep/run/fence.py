@@ -79,8 +79,8 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
                 f"group {group} was started again as {before} on {before.host}; if that start has ended for good, "
                 f"for instance on another cluster, remove {path}"
             )
-        alone = lock_for_life(path.with_suffix(".alive"))
-        if not alone and before is not None and before == claim:
+        alone = lock_for_life(path.with_name(f"group-{group}.{claim}.alive"))
+        if not alone and before:
             raise Fenced(
                 f"group {group} is run by process {before.pid} on {before.host} already; to replace that one, start "
                 f"it here with --restart {claim.restart + 1} or higher"
@@ -88,8 +88,6 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
         write_json(path, asdict(replace(claim, host=socket.gethostname(), pid=os.getpid())))
     while before and before != claim and not stopping() and not _is_gone(run_dir, group):
         time.sleep(POLL_S)
-    if not alone:  # the earlier start held this lock
-        lock_for_life(path.with_suffix(".alive"))
 
 
 def _is_gone(run_dir: Path, group: int) -> bool:
