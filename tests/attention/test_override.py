@@ -17,7 +17,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common import attention as common_attention
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenMetadata
 from torchtitan.trainer import Trainer
 
 from everstep.attention import compiled
@@ -141,6 +141,15 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
             slopes.append(slope)
     for slope in slopes[1:]:
         torch.testing.assert_close(slope, slopes[0], rtol=1e-6, atol=1e-6 * slopes[0].abs().max().item())
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (5, 0), (-1, -1), (3, 5), (-1, 5)])
+def test_a_window_to_the_left_and_to_the_right_means_the_same_on_the_explicit_path(window):
+    inner = override.CheckedVarlenAttention.Config(window_size=window).build()
+    starts = torch.tensor([0, 40, 64, 70, 2 * L])
+    visible = inner._visible(torch.zeros(2, L, 1, 8), {"attention_masks": VarlenMetadata(starts, starts, 40, 40)})
+    seen = visible.block(0, L, 0, L, batch=2, heads=1, device=starts.device)
+    assert seen.equal(cpu_attention._document_mask(starts, (2, L), window))
 
 
 @pytest.mark.parametrize("checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "some"])

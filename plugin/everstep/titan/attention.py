@@ -202,6 +202,7 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
             causal=right == 0,
             window=None if left < 0 else left,
             documents=documents_of(metadata.cu_seq_q, *q_BLNH.shape[:2]),
+            mod=(lambda b, h, i, j: j - i <= right) if right > 0 else None,
         )
 
 
