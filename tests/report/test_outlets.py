@@ -12,7 +12,7 @@ from timeline import Timeline, page_of
 UNFIT = "rank 1 on host a refused slot 3 of step 2 2 times: layer 4 wq.y (moderate): take it out of service."
 NARROW = "Another group got the same: bounds are widened."
 COVERED = "12 of 12 parts checked, 1.5% of the time, each layer in 3.0% of the slots"
-JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not finite on any group"
+JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not finite on any group asked"
 PROTECTED = "protected: step 1, 1 steps old, survives any 1 of hosts a b"
 
 

@@ -212,7 +212,7 @@ def refusals_text(figures: Mapping[str, Any]) -> str:
     counts = (
         ("ranks_unfit", "rank", "sent away as unfit"),
         ("slots_accepted", "slot", "accepted with findings"),
-        ("slots_not_finite", "slot", "not finite on any group"),
+        ("slots_not_finite", "slot", "not finite on any group asked"),
     )
     return ", ".join(f"{counted(figures[name], noun)} {what}" for name, noun, what in counts if figures[name])
 

@@ -114,14 +114,14 @@ class TrainerWork(ABC):
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         for slot in slots:
-            reason = "the norm of its gradient is not finite on any group, so the cause is in the data or the model"
+            reason = "its gradient's norm is not finite on any group asked, so the cause is in the data or the model"
             self._events.emit("not_finite", step, slot=slot, reason=reason)
         self._leave_out(step, slots)
 
     def _leave_out(self, step: int, slots: Collection[int]) -> None:
         """Handle slots that no group can compute. Here: raise TrainerEnds. `Steps` can train without them."""
         self._events.emit("diverged", step, reason="a gradient is not finite")
-        why = f"the gradients of slots {list(slots)} of step {step} are not finite on any group: training diverged"
+        why = f"no group that was asked has finite gradients of slots {list(slots)} of step {step}: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
 
     def goes_on(self) -> bool:
