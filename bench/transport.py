@@ -46,9 +46,7 @@ SPREAD_S = 0.03
 def member(store: str, pipe: Connection) -> None:
     """Run one member in this process: do what it is told, and answer how long that took."""
     torch.set_num_threads(1)
-    column = RankColumn(
-        "gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, reduce_timeout=TIMEOUT, token=TOKEN
-    )
+    column = RankColumn("gloo", column=0, host="127.0.0.1", connect_timeout=CONNECT, token=TOKEN)
     # Done here, outside the measured time, because it looks up an address's name at the name server.
     column._stores[store] = connect_store(store, CONNECT)
     board = connect_store(store, CONNECT)

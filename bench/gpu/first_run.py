@@ -104,7 +104,6 @@ def column(rank: int) -> tuple[Any, Any]:
         column=0,
         host="127.0.0.1",
         connect_timeout=WAIT,
-        reduce_timeout=WAIT,
         token=TOKEN,
         streams=streams_of(on),
     )

@@ -45,7 +45,7 @@ def test_gloo_listens_there(address):
         "from everstep.quorum.process_group import Place, RankColumn\n"
         "wait = timedelta(seconds=20)\n"
         "store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)\n"
-        "column = RankColumn('gloo', column=0, host=host, connect_timeout=wait, reduce_timeout=wait, token=bytes(32))\n"
+        "column = RankColumn('gloo', column=0, host=host, connect_timeout=wait, token=bytes(32))\n"
         "column.connect(Place('a', f'{host}:{store.port}', 0, 0, (column.address,)))\n"
         "print(column.address.rpartition(':')[0], column._queues[0].communicator._listens[0])\n"
     )

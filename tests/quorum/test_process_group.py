@@ -32,7 +32,7 @@ def crosses():
     made = []
 
     def _make(connect_timeout=LONG, backend="gloo", make=Communicator):
-        options = {"host": HOST, "connect_timeout": connect_timeout, "reduce_timeout": LONG, "token": TOKEN}
+        options = {"host": HOST, "connect_timeout": connect_timeout, "token": TOKEN}
         made.append(RankColumn(backend, column=0, make=make, **options))
         return made[-1]
 
@@ -109,7 +109,7 @@ def test_a_flipped_bit_in_a_notes_length_damages_that_note_only(board, crosses, 
     column, flips = crosses(), torch.tensor([1 << 46, *[0] * 63])
     column.connect(place(board, "flip", [column]))
     monkeypatch.setattr(column, "total", lambda values, timeout: values ^ flips)
-    assert column.gather(b"note") == [b""]
+    assert column.gather(b"note", LONG) == [b""]
 
 
 class Works:

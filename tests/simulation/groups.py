@@ -209,7 +209,6 @@ class Rank:
             column=self.number,
             host=life.host,
             connect_timeout=timedelta(seconds=plan.connect_s),
-            reduce_timeout=timedelta(seconds=plan.reduce_s),
             token=TOKEN,
             make=Communicator,
         )

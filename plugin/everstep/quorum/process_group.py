@@ -66,7 +66,6 @@ class RankColumn:
         column: r.
         host: address under which the other members reach this rank.
         connect_timeout: of each stage of building the process groups; `connect` gives up after two, or four with NCCL.
-        reduce_timeout: of one `gather`, unless the call has another one.
         token: the run's token, with which members prove to each other who they are and sign their notes.
         streams: streams of the gradients' device.
         make: creates a communicator.
@@ -79,14 +78,13 @@ class RankColumn:
         column: int,
         host: str,
         connect_timeout: timedelta,
-        reduce_timeout: timedelta,
         token: bytes,
         streams: Streams | None = None,
         make: Callable[..., Communicator] = Communicator,
     ) -> None:
         self._backend, self._column = backend, column
         self._streams, self._make = streams or Streams(), make
-        self._connect_timeout, self._reduce_timeout = connect_timeout, reduce_timeout
+        self._connect_timeout = connect_timeout
         self._queues: list[SumQueue] = []
         """The queue of the protocol's exchanges, then that of the gradients; one queue if both use Gloo."""
         self._stores: dict[str, dist.TCPStore] = {}
@@ -186,7 +184,7 @@ class RankColumn:
         self.finish(self.start(total, timeout, PROTOCOL))
         return total
 
-    def gather(self, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
+    def gather(self, mine: bytes, timeout: timedelta) -> list[bytes]:
         """Return every member's note, by place; empty if it was damaged or a stranger wrote it. Raises SumsBroken."""
         self._gathered += 1
         members, place = self.size, self._place + self._gathered.to_bytes(8, "little")
@@ -198,7 +196,7 @@ class RankColumn:
             matrix = torch.zeros(members, -(-size // 8), dtype=torch.int64)
             matrix[self._rank].view(torch.uint8)[: len(some)] = torch.frombuffer(bytearray(some), dtype=torch.uint8)
             # Each row is non-zero on one member only, so the sum is that row unchanged.
-            total = self.total(matrix, timeout or self._reduce_timeout).view(torch.uint8)
+            total = self.total(matrix, timeout).view(torch.uint8)
             return [row.numpy().tobytes() for row in total]
 
         said = notes.gather(notes.seal_note(self._token, places[self._rank], mine), exchange)

@@ -473,7 +473,7 @@ class StepProtocol:
         total = self._sums.total(mine.encode(), self._sum_timeout(attempt))
         notes = self._work.own_notes(attempt.step)
         if notes is not None:
-            self._work.receive_notes(self._sums.gather(notes))
+            self._work.receive_notes(self._sums.gather(notes, self._rules.timeouts.reduce))
         return ledger.Tally.decode(total, self._rules.slots, len(attempt.plan.audited))
 
     def _commit(self, attempt: Attempt, tally: ledger.Tally) -> Commit:

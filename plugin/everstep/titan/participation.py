@@ -57,20 +57,11 @@ class Participation:
             column=self._ranks.rank,
             host=run.host,
             connect_timeout=timedelta(seconds=ft.connect_timeout_s),
-            reduce_timeout=self._longest_sum,
             token=run.token,
             streams=trainer.streams,
         )
         self._store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._membership: Membership | None = None
-
-    @property
-    def _longest_sum(self) -> timedelta:
-        """Longest wait for one sum over the groups. It is longer in semi-synchronous runs, as groups that began a round
-        together may end it at more different times than a step."""
-        ft = self._ft
-        rounds_s = OF_STALL * ft.stall_timeout_s if self._config.semi_sync.enabled else 0.0
-        return timedelta(seconds=max(ft.reduce_timeout_s, rounds_s))
 
     def warm(self) -> None:
         """Load what the sums over groups need (NCCL's kernels, for instance), before other groups wait for this one."""
@@ -91,10 +82,13 @@ class Participation:
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
         give_up = timedelta(seconds=GIVE_UP_STARTS * ft.startup_timeout_s)
+        longest_s = OF_STALL * ft.stall_timeout_s
+        # Groups that began a semi-synchronous round together may end it at more different times than a step.
+        sum_s = max(ft.reduce_timeout_s, longest_s) if semi.enabled else ft.reduce_timeout_s
         timeouts = Timeouts(
             quorum=timedelta(seconds=ft.quorum_timeout_s),
-            reduce=self._longest_sum,
-            compute=timedelta(seconds=OF_STALL * ft.stall_timeout_s),
+            reduce=timedelta(seconds=sum_s),
+            compute=timedelta(seconds=longest_s),
             join=timedelta(seconds=ft.join_timeout_s),
             pause=timedelta(seconds=ft.heartbeat_timeout_s),
             give_up=give_up,
