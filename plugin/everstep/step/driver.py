@@ -104,7 +104,7 @@ class Driver:
             saved = self._decisions.all_true("finished", self._files.finished_step() >= step)
             if saved and (met or quorum is None):
                 return Outcome.OVER
-            if quorum is None or not quorum.able:
+            if quorum is None:
                 continue
             if self._protocol.group not in quorum.able:
                 return Outcome.OVER  # other groups have a newer state and save that
