@@ -105,13 +105,15 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True)
 class Healing:
-    """A state that is being fetched from the groups `sources`, and the commits made since that state. `full`: whether
-    there was no memory to keep a commit."""
+    """A state that is being fetched from the groups `sources`, and the commits made since that state, without those
+    that are applied. `loaded`: whether this group has taken over the state. `full`: whether there was no memory to keep
+    a commit."""
 
     sources: tuple[int, ...]
     state: State
     fetch: Fetch
     commits: list[tuple[Commit, Any]] = field(default_factory=list)
+    loaded: bool = False
     full: bool = False
 
     def keep(self, commit: Commit, reducer: GradientReducer) -> None:

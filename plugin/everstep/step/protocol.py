@@ -16,7 +16,8 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
    keeps what the group holds.
 
 A group that has no state yet never makes the others wait. It adds zeros to the sums and keeps the summed gradients of
-each step. Once its state has arrived, it applies them in order. Until then it keeps the state it had.
+each step. Once its state has arrived, it applies them in order, a few in each step. Until then it keeps the state it
+had.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +39,10 @@ from everstep.step.reduction import GradientReducer
 
 USUAL = 3
 """The sums of a first attempt may take this multiple of their usual wait, plus `Timeouts.pause`."""
+
+AT_ONCE = 4
+"""Commits that a group which heals applies in one step. The others wait for it in the last of these steps only, in
+which it has no more than so many left. If it applied all at once, it would be left out, and have to heal again."""
 
 T = TypeVar("T")
 
@@ -107,25 +112,30 @@ class StepProtocol:
         self._holding.start()
         self._tries, self._progress = 0, self._clock.now()
 
-    def _take_over(self, healing: Healing) -> None:
-        """Load the healed state, then apply the commits that were made since it."""
-        self._state_server.close()
-        self._healing = None
-        self._work.heal(healing.fetch.state)
-        self._set_state(healing.state, None)
-        self._proven = False
-        self._events.emit(
-            "heal",
-            healing.state.step + 1,
-            source_groups=healing.sources,
-            history=f"{healing.state.history:x}",
-            bytes=healing.fetch.nbytes,
-            took_s=round(healing.fetch.took_s, 4),
-            caught_up=len(healing.commits),
-        )
-        for commit, sums in healing.commits:
+    def _catch_up(self, healing: Healing, most: int) -> None:
+        """Load the healed state, if that is not done yet. Then apply the first `most` commits that were made since it.
+        The heal is over when none is left."""
+        if not healing.loaded:
+            self._state_server.close()
+            self._work.heal(healing.fetch.state)
+            self._set_state(healing.state, None)
+            self._proven, healing.loaded = False, True
+            self._events.emit(
+                "heal",
+                healing.state.step + 1,
+                source_groups=healing.sources,
+                history=f"{healing.state.history:x}",
+                bytes=healing.fetch.nbytes,
+                took_s=round(healing.fetch.took_s, 4),
+                caught_up=len(healing.commits),
+            )
+        for commit, sums in healing.commits[:most]:
+            self._files.beat("heal", commit.step)
             self._reducer.unstash(sums)
             self.apply(commit)
+        del healing.commits[:most]
+        if not healing.commits:
+            self._healing = None
 
     # An attempt
 
@@ -140,9 +150,9 @@ class StepProtocol:
             GroupBroken: this group has to restart.
             GaveUp: see `Timeouts.give_up`.
         """
-        self._tries += 1
         if outcome := self._begin():
             return outcome
+        self._tries += 1
         begun = self._clock.now()
         quorum = self._next or self.ask_quorum()
         self._next = None
@@ -158,6 +168,9 @@ class StepProtocol:
             return Outcome.LEFT if self.leaving else Outcome.RETRY
         if quorum.state == NOTHING:
             return quorum
+        if (healing := self._healing) is not None and healing.loaded and healing.follows.step > quorum.state.step:
+            self._catch_up(healing, len(healing.commits))  # the groups that made these steps are gone
+            return Outcome.CAUGHT_UP
         computes = self.state == quorum.state
         self._groups_in_run = max(self._groups_in_run, len(quorum.members))
         attempt = Attempt(self._tries, begun, quorum, computes, self._clock.now() - begun)
@@ -229,8 +242,10 @@ class StepProtocol:
         if any(rank.lost_peers for rank in ranks):
             self._disconnect()
         if healing is not None and all(rank.state_is_here for rank in ranks):
-            self._take_over(healing)
-            return Outcome.CAUGHT_UP
+            are_few = len(healing.commits) <= AT_ONCE
+            self._catch_up(healing, AT_ONCE if are_few else 0)
+            if are_few:
+                return Outcome.CAUGHT_UP
         if healing is not None and (reason := next(filter(None, (rank.heal_failed for rank in ranks)), "")):
             step = healing.state.step + 1
             self._events.emit("heal_failed", step, source_groups=healing.sources, reason=reason)
@@ -379,7 +394,9 @@ class StepProtocol:
             self._events.emit("straggler", attempt.step, pace=pace)
 
     def _compute(self, attempt: Attempt) -> None:
-        """Compute and hold this group's share."""
+        """Compute and hold this group's share. While the others compute, a group that heals catches up."""
+        if self._healing is not None and self._healing.loaded:
+            self._catch_up(self._healing, AT_ONCE)
         share, begun = attempt.plan.shares.get(self.group, ()), self._clock.now()
         self._reducer.begin(self._sums, self._gradient_timeout(attempt, share), attempt.step)
         self._holding.compute(attempt, share)
