@@ -178,7 +178,8 @@ class TrainerWork(ABC):
         saves = commit.able[0] == self._ft.group_id
         with sl.log_trace_span("checkpoint"):
             self._save(commit, first=saves)
-        if trainer.config.validator.enable and trainer.validator.should_validate(trainer.step):
+        validates = trainer.config.validator.enable and trainer.validator.should_validate(trainer.step)
+        if validates and self._ft.group_id in commit.able:  # not while this group catches up: the others would wait
             self._validate(step, tells=saves)
         if commit.unfit:  # only now: the commit contains this group's slots, and no work on the next one has begun
             self._leave_unfit(commit)
