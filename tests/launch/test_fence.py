@@ -84,32 +84,14 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from everstep.launch.worker import await_predecessor
-from everstep.run.fence import Claim, claim_group
-run, claim = Path(sys.argv[1]), sys.argv[2]
-claim_group(run, 0, Claim.parse(claim), lambda: True) if claim else await_predecessor(run, 0, 0)
+await_predecessor(Path(sys.argv[1]), 0, 0)
 print("mine", flush=True)
 time.sleep(1000)
 """
 
 
-def hold(run_dir, claim=""):
-    return Forked([sys.executable, "-c", HOLD, str(run_dir), claim], stdout=subprocess.PIPE)
-
-
-def test_a_start_is_refused_while_its_like_runs_even_if_that_one_overtook_a_process_that_had_not_exited(tmp_path):
-    earlier = hold(tmp_path, "7.0")
-    earlier.stdout.readline()
-    later = hold(tmp_path, "7.1")
-    later.stdout.readline()
-    earlier.kill()
-    earlier.wait()
-    with pytest.raises(Fenced, match=f"is run by process {later.pid} on"):
-        claim_group(tmp_path, 0, Claim(7, 1), never)
-    later.kill()
-
-
 def test_a_rank_waits_for_its_predecessor_of_a_launcher_that_was_killed(tmp_path):
-    first, second = hold(tmp_path), hold(tmp_path)
+    first, second = (Forked([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) for _ in range(2))
     ready, _, _ = select.select([first.stdout, second.stdout], [], [], DEADLINE_S)
     (early,) = (one for one in (first, second) if one.stdout in ready)
     late = second if early is first else first

@@ -32,8 +32,7 @@ def crosses():
     made = []
 
     def _make(connect_timeout=LONG, backend="gloo", make=Communicator):
-        options = {"host": HOST, "connect_timeout": connect_timeout, "token": TOKEN}
-        made.append(RankColumn(backend, column=0, make=make, **options))
+        made.append(RankColumn(backend, column=0, make=make, host=HOST, connect_timeout=connect_timeout, token=TOKEN))
         return made[-1]
 
     yield _make

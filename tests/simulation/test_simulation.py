@@ -106,10 +106,8 @@ def longest_pause_s(outcome: Outcome, *who: str) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def test_a_joiner_follows_for_longer_than_it_would_wait_for_a_commit_and_catches_up_beside_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To apply all that it followed takes longer than the others wait for a group that does not come."""
+def test_a_joiner_follows_for_long_and_then_catches_up_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To apply it all takes longer than the others wait for a group, and than this one waits for a commit."""
     apply = SimWork.apply
 
     def slow(self: SimWork, commit: Any) -> None:

@@ -95,11 +95,6 @@ def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, a
     assert set(shares) == set(range(len(took_us))), "every group has the state and commits the step"
 
 
-def test_a_spare_helps_with_the_slots_of_a_group_that_dies_in_the_same_step():
-    rows = [row(1, held=range(1, 12, 3)), row(2, held=range(2, 12, 3)), row(3)]
-    assert ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares == {1: (0, 9), 2: (3,), 3: (6,)}
-
-
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
     fresh = [row(0, 4, True), row(1, 4, True)]
     assert ledger.plan(fresh, 4, ledger.Dealing("shrink")).shares == {0: (0, 2), 1: (1, 3)}

@@ -108,11 +108,6 @@ def test_a_group_that_is_there_twice_is_no_quorum():
         read_quorum(1, [member(0), member(0, life="another")])
 
 
-def test_requests_survive_the_wire():
-    said = member(3, 8, 2**62 - 1, connected="ab", state_addresses=("a:1", "b:2"))
-    assert decode(encode(said)) == said
-
-
 def test_what_is_damaged_is_no_request_or_one_of_the_right_types():
     chance, whole = random.Random(0), encode(member(3, 8, 12, connected="ab"))
     for _ in range(2000):

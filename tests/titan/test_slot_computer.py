@@ -63,11 +63,3 @@ def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path,
     start("another file", "dataloader")
     with pytest.raises(TrainerEnds, match="it is another file here and one file there"):
         start("another file")
-
-
-@pytest.mark.parametrize(("able", "validates"), [((0, 1), True), ((0, 2), False)])
-def test_a_group_that_catches_up_does_not_validate_while_the_others_wait_for_it(able, validates):
-    group = MagicMock()
-    group._ft.group_id, group.update.return_value = 1, (0.5, {})
-    work.TrainerWork.apply(group, SimpleNamespace(step=8, able=able, unfit=(), took_s=1.0, history=9))
-    assert group._validate.called is validates
