@@ -62,13 +62,8 @@ def assign_table(
 
 def run_own_checks(config: Any, to_error: Callable[[str], ConfigError]) -> None:
     """Run a config dataclass's `__post_init__` again, and turn an exception that it raises into a ConfigError."""
-    own_checks = getattr(config, "__post_init__", None)
-    if own_checks is None:
-        return
     try:
-        own_checks()
-    except ConfigError:
-        raise
+        getattr(config, "__post_init__", lambda: None)()
     except Exception as error:
         raise to_error(str(error)) from error
 
@@ -105,7 +100,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         return typed.parse(declared, value)
     except UnfitError:
         wanted = words(declared).replace("null", f'"{NONE}"')
-        raise source.error(path, f"{source.name(path)} must be {wanted}, got {shown(value)}") from None
+        raise source.error(path, f"{describe(path)} must be {wanted}, got {shown(value)}") from None
 
 
 def shown(value: Any) -> str:
@@ -122,8 +117,7 @@ def shown(value: Any) -> str:
 
 def class_name(config: Any) -> str:
     """Return a value for the `class` key: the import path of the class that a component's config builds."""
-    owner = component_of(config) if is_component(config) else None
-    owner = owner or type(config)
+    owner = component_of(config) or type(config)
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
@@ -151,7 +145,7 @@ def variants(declared: Any) -> dict[str, type | None]:
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     wanted = keys.pop("class", None)
     if wanted is not None and (current is None or wanted != class_name(current)):
@@ -169,14 +163,6 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
         if key not in known:
             raise _unknown_key(source, (*path, key), value, known, ())
         values[key] = convert(known[key], value, None, source, (*path, key))
-    required = [
-        f.name
-        for f in dataclasses.fields(declared)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.init
-    ]
-    for name in required:
-        if name not in values:
-            raise source.error(path, f"{describe_table(path)} needs the key '{name}'")
     try:
         return declared(**values)
     except Exception as error:
@@ -185,34 +171,29 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
 
 def _set_variant(modes: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
     keys = dict(value)
-    mode = keys.pop("mode", None)
-    choices = ", ".join(f'"{name}"' for name in modes)
-    if mode is None:
-        name = next((n for n, kind in modes.items() if kind is (type(current) if current else None)), None)
-        chosen = type(current) if current else None
-    else:
-        name = mode.replace("_", "-") if isinstance(mode, str) else None
-        if name is None or name not in modes:
-            place = (*path, "mode")
-            raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
-        chosen = modes[name]
-    for key in keys:
-        if chosen is not None and key in field_types(chosen):
+    now = type(current) if current else None
+    mode = keys.pop("mode", next((name for name, kind in modes.items() if kind is now), None))
+    name = mode.replace("_", "-") if isinstance(mode, str) else ""
+    if name not in modes:
+        place, choices = (*path, "mode"), ", ".join(f'"{name}"' for name in modes)
+        raise source.error(place, f"{describe(place)} must be one of {choices}, got {shown(mode)}")
+    chosen = modes[name]
+    known = field_types(chosen) if chosen is not None else {}
+    for key, item in keys.items():
+        if key in known:
             continue
         owners = [n for n, kind in modes.items() if kind is not None and key in field_types(kind)]
         if owners:
             wanted = " or ".join(f'"{owner}"' for owner in owners)
             raise source.error((*path, key), f'{describe((*path, key))} needs mode = {wanted}, but mode is "{name}"')
+        raise _unknown_key(source, (*path, key), item, known, ["mode"])
     if chosen is None:
-        if keys:
-            key, item = next(iter(keys.items()))
-            raise _unknown_key(source, (*path, key), item, {}, ["mode"])
         return None
-    if current is None or type(current) is not chosen:
+    if now is not chosen:
         return _new_section(chosen, keys, source, path)
-    assign_table(current, keys, source, path, extra_keys=["mode"])
+    assign_table(current, keys, source, path)
     return current
 
 
@@ -220,22 +201,21 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
     """Return the Config class of the component with this import path. Raises ConfigError if it is of another kind than
     `declared`."""
     module_name, _, attribute = str(name).rpartition(".")
-    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")) or not module_name:
-        raise source.error(path, f"{source.name(path)} must be the import path of a class, got {shown(name)}")
     try:
         component = getattr(importlib.import_module(module_name), attribute)
         config_class = getattr(component, "Config", None)
         if dataclasses.is_dataclass(config_class):
             field_types(typing.cast(type, config_class))
     except (Exception, SystemExit) as error:
-        raise source.error(path, f"{source.name(path)} = {shown(name)} cannot be imported: {error}") from error
+        what = f"must be the import path of a class, but {shown(name)} cannot be imported: {error}"
+        raise source.error(path, f"{describe(path)} {what}") from error
     # Any component of the same kind is accepted: a subclass of the kind's root, which is the last dataclass of the MRO
     # before the base Config with `build` that all components share.
     line = [c for c in declared.__mro__ if dataclasses.is_dataclass(c)]
     root = line[-2] if is_component(line[-1]) and len(line) > 1 else line[-1]
     if not isinstance(config_class, type) or not issubclass(config_class, root):
-        kind = (component_of(root) if is_component(root) else None) or root
-        raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
+        kind = component_of(root) or root
+        raise source.error(path, f"{describe(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class
 
 

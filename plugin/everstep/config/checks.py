@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .assign import shown
-from .errors import ConfigError
 from .source import describe
 
 _TIMEOUTS = (
@@ -110,16 +109,6 @@ def _wrong(rows: Iterable[Row]) -> Iterator[Problem]:
     for is_wrong, key, what in rows:
         if is_wrong:
             yield Problem(tuple(key.split(".")), what)
-
-
-def check_config(config: Any) -> None:
-    """Refuse a config that cannot work.
-
-    Raises:
-        ConfigError: names the keys and what to do.
-    """
-    for problem in problems(config):
-        raise ConfigError(problem.message)
 
 
 def _bounds(config: Any) -> Iterator[Problem]:
@@ -250,18 +239,13 @@ def _data(config: Any) -> Iterator[Row]:
 def _ranks(config: Any, ranks: int) -> Iterator[Row]:
     """Refuse parallel degrees that do not fit the ranks of a group."""
     parallelism = config.parallelism
-    names = (
-        "tensor_parallel_degree",
-        "context_parallel_degree",
-        "pipeline_parallel_degree",
-        "data_parallel_replicate_degree",
-    )
     shard = parallelism.data_parallel_shard_degree
     key = "parallelism.data_parallel_shard_degree"
     no_shard = shard != -1 and shard < 1
     yield no_shard, key, f"must be at least 1, or -1 for all remaining ranks, got {shard}"
     together = sharing(parallelism) * parallelism.data_parallel_replicate_degree
-    degrees = {name: getattr(parallelism, name) for name in (*names, "data_parallel_shard_degree")}
+    names = (*_BOUNDS["parallelism"], "data_parallel_shard_degree")
+    degrees = {name: getattr(parallelism, name) for name in names}
     written = [name for name, degree in degrees.items() if degree > 1] or ["data_parallel_shard_degree"]
     needed = f"{together * shard} ranks" if shard > 0 else f"a multiple of {together} ranks"
     product = " x ".join(f"{name} = {degrees[name]}" for name in written).removeprefix(f"{written[0]} ")

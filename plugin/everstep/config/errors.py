@@ -14,12 +14,9 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     Similarity is difflib's ratio, plus 0.5 if one contains the other (`batch_size` → `local_batch_size`). There is no
     lower limit, because the nearest valid key is always worth naming.
     """
-    ranked = sorted(candidates)
-    if not ranked:
-        return None
 
-    def likeness(candidate: str) -> tuple[float, str]:
+    def likeness(candidate: str) -> float:
         contains = 0.5 if word and (word in candidate or candidate in word) else 0.0
-        return (-contains - difflib.SequenceMatcher(None, word, candidate).ratio(), candidate)
+        return contains + difflib.SequenceMatcher(None, word, candidate).ratio()
 
-    return min(ranked, key=likeness)
+    return max(sorted(candidates), key=likeness, default=None)

@@ -12,16 +12,17 @@ import tomli
 Path = tuple[str | int, ...]
 """Keys from the root down. An int is an index into an array of tables or an array value."""
 
-LONGEST_STATEMENT, LARGEST = 200, 1 << 20
-"""Limits: lines of a statement, characters of a document. Above them no line is searched, as it would take too long."""
+LONGEST_STATEMENT = 200
+"""Most lines of a statement. Above it no line is searched, as it would take too long."""
 
 
 def line_of(text: str, path: Path) -> int | None:
     """Return the line, from 1, of the header or `key = value` that first contains `path`, or the longest prefix of
-    `path` in the document. None if even the first key is missing, or above the limits. `text` is a valid document."""
+    `path` in the document. None if even the first key is missing, or if a statement is too long. `text` is a valid
+    document."""
     lines, whole = text.replace("\r\n", "\n").split("\n"), tomli.loads(text)
     there = next((path[:end] for end in range(len(path), 0, -1) if _has(whole, path[:end])), None)
-    if there is None or len(text) > LARGEST:
+    if there is None:
         return None
 
     def appears(line: int) -> bool:

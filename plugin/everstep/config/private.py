@@ -18,5 +18,6 @@ def is_component(config: Any) -> bool:
 
 
 def component_of(config: Any) -> type | None:
-    """Return the class that a torchtitan component's Config builds; None for the base class of all these Configs."""
-    return config._owner
+    """Return the class that a torchtitan component's Config builds; None for a plain section, and for the base class of
+    all these Configs."""
+    return getattr(config, "_owner", None)

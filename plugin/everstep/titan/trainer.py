@@ -15,7 +15,8 @@ from torchtitan.tools.utils import device_type
 
 from everstep.attention.guard import Checks
 from everstep.attention.section import AttentionCheck
-from everstep.config.checks import check_config
+from everstep.config.checks import problems
+from everstep.config.errors import ConfigError
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
 from everstep.run.beats import STARTUP
@@ -72,7 +73,8 @@ class EverstepTrainer(titan.Trainer):
         begin = time.monotonic()
         ft = config.fault_tolerance
         try:  # checked here too: it may have been checked on another machine, or not at all
-            check_config(config)
+            for problem in problems(config):
+                raise ConfigError(problem.message)
             bind_data(config)
             if ft.enable and ft.exact:
                 exactness.prepare(config)

@@ -36,7 +36,7 @@ def bind_data(config: Any) -> None:
 
 
 def check_files(config: Any) -> None:
-    """Refuse a config if its tokenizer or dataset files do not exist. Not part of `config.checks.check_config`, because
+    """Refuse a config if its tokenizer or dataset files do not exist. Not part of `config.checks.problems`, because
     only a machine that trains needs these files.
 
     Raises:
