@@ -22,8 +22,7 @@ def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_i
     assert time.monotonic() - begin < 20.0
     said = capfd.readouterr().out
     assert "fault_tolerance.notify: not sent (URLError: timed out): trouble 0" in said or "TimeoutError" in said
-    assert "everstep: fault_tolerance.notify: not sent (the webhook is too slow): trouble 29" in said
-    assert f"everstep: fault_tolerance.notify: not sent (the run ended first): trouble {notify.WAITING - 1}" in said
+    assert "everstep: fault_tolerance.notify: not sent (the run ended first): trouble 29" in said
     assert all(f": trouble {number}\n" in said for number in range(30))
     assert "secret" not in said
 

@@ -1,27 +1,23 @@
 """Posts each trouble to a webhook when it begins, but not its end, as the JSON that Slack takes: {"text": …}."""
 
-import contextlib
 import json
 import queue
 import threading
-import time
 import urllib.request
 from typing import Any
 
 TIMEOUT_S = 5.0
 TRIES = 2
-WAITING = 20
-"""Texts that may wait for a slow webhook. If the queue is full, newer ones are only printed on the console."""
 CLOSE_S = 8.0
 """Seconds for which `Outlet.close` waits for the rest of a queue."""
 
 
 class Outlet:
     """Hands things one by one to a receiver that may be slow or away. It does so in its own thread, so that neither the
-    run nor its page waits. `most`: longest queue; 0: unbounded."""
+    run nor its page waits."""
 
-    def __init__(self, most: int = 0) -> None:
-        self._things: queue.Queue[Any] = queue.Queue(most)
+    def __init__(self) -> None:
+        self._things: queue.Queue[Any] = queue.Queue()
         self._giving: Any = None
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
         self._thread.start()
@@ -34,21 +30,16 @@ class Outlet:
         """Called in the thread after the last thing."""
 
     def put(self, thing: object) -> None:
-        """Queue a thing. If the queue is full, the thing is lost."""
-        try:
-            self._things.put_nowait(thing)
-        except queue.Full:
-            self.lose(thing, "the webhook is too slow")
+        """Queue a thing."""
+        self._things.put(thing)
 
     def lose(self, thing: Any, reason: str) -> None:
         """Called for a thing that is not handed over, with the reason."""
 
     def close(self) -> None:
         """Hand over what is left in the queue, for CLOSE_S at most."""
-        until = time.monotonic() + CLOSE_S
-        with contextlib.suppress(queue.Full):
-            self._things.put(None, timeout=CLOSE_S / 2)
-        self._thread.join(until - time.monotonic())
+        self._things.put(None)
+        self._thread.join(CLOSE_S)
         for thing in filter(None, (self._giving, *self._things.queue)):
             self.lose(thing, "the run ended first")
 
@@ -72,7 +63,7 @@ class Webhook(Outlet):
 
     def __init__(self, address: str) -> None:
         self._address = address
-        super().__init__(WAITING)
+        super().__init__()
 
     def give(self, thing: str) -> None:
         data = json.dumps({"text": thing}).encode()
