@@ -53,8 +53,10 @@ class Commit:
 
     @property
     def gap_s(self) -> float | None:
-        """Seconds since its parent; None if none of its groups went on from the parent without loading or healing."""
-        return self.t - self.parent.t if self.parent is not None and self.continued else None
+        """Seconds since its parent; None if none of its groups went on from the parent without loading or healing, or
+        if a clock was set back between the two."""
+        gap_s = self.t - self.parent.t if self.parent is not None and self.continued else 0.0
+        return gap_s if gap_s > 0 else None
 
     def count(self, owners: tuple[int, ...], coverage_ok: bool) -> None:
         """Add the slots that one group's event shows to be missing or repeated. A slot is repeated if this event and

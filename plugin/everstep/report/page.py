@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +87,21 @@ def clock(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
-def curves(final: Iterable[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
+def curves(final: Sequence[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
     """Return name -> points of each curve of a run's final state that has points. Seconds a step and tokens per second
     are measured from one commit to the next, so a step has none if the run was down or went back before it."""
-    found: dict[str, dict[int, float]] = {
-        name: {} for name in ("loss", "tokens per second", "MFU, %", "seconds a step", "gradient norm", "learning rate")
+    known: dict[str, Mapping[int, float | None]] = {
+        "loss": {one.step: one.loss for one in final},
+        "tokens per second": {one.step: one.tokens / one.gap_s if one.gap_s else None for one in final},
+        "MFU, %": {one.step: one.mfu for one in final},
+        "seconds a step": {one.step: one.gap_s for one in final},
+        "gradient norm": {one.step: one.grad_norm for one in final},
+        "learning rate": {one.step: one.lr for one in final},
+        "validation loss": validations,
     }
-    for commit in final:
-        gap_s = commit.gap_s or 0.0
-        values = {
-            "loss": commit.loss,
-            "tokens per second": commit.tokens / gap_s if gap_s > 0 else None,
-            "MFU, %": commit.mfu,
-            "seconds a step": gap_s if gap_s > 0 else None,
-            "gradient norm": commit.grad_norm,
-            "learning rate": commit.lr,
-        }
-        for name, value in values.items():
-            if value is not None:
-                found[name][commit.step] = value
-    found["validation loss"] = dict(validations)
+    found = {
+        name: {step: value for step, value in points.items() if value is not None} for name, points in known.items()
+    }
     return {name: thinned(points) for name, points in found.items() if points}
 
 

@@ -273,10 +273,8 @@ def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens", f"{_number(f['tokens'], ',.0f')}, {_number(f['tokens_per_s'], ',.0f')} a second"),
     ]
     if f["inner_steps"]:
-        per_step = f"{f['payload_bytes'] / 2**20:.3f} MiB across groups per inner step"
-        share = f"{f['payload_share']:.1%} of a synchronous step's gradients"
-        kept = f"{f['kept_bytes'] / 2**20:.3f} MiB of workers' own states to other hosts"
-        lines.append(("rounds", f"of {f['inner_steps']} inner steps; {per_step}, {share}; {kept}"))
+        sent = f"{f['payload_share']:.1%} of a synchronous step's gradients are sent"
+        lines.append(("rounds", f"of {f['inner_steps']} inner steps; for each, {sent}"))
     if f["loss_delta_steps"]:
         largest = _number(f["loss_delta_max"], ".3g")
         lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))

@@ -19,8 +19,6 @@ GUARANTEES = (
     "finite", "data", "pace", "clock",
 )  # fmt: skip
 """The guarantees that may not hold; docs/monitoring.md says what each means."""
-MOST = 50
-"""Largest number of troubles held at once. If there are more, the oldest are forgotten."""
 GRACE_S = 5.0
 """Seconds after an announced retry by which its failure would have been reported."""
 QUORUM_S = 5.0
@@ -314,8 +312,6 @@ class Troubles:
         before = told.get(key)
         self.now.pop(key, None)
         self.now[key] = found
-        while len(self.now) > MOST:
-            del self.now[next(iter(self.now))]
         return [] if before is not None and (found.row.once or before.sentence == found.sentence) else [found.sentence]
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
