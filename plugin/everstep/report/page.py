@@ -17,8 +17,6 @@ from everstep.report.lineage import Commit
 from everstep.report.score import KEPT, account_of, broken_promises, figures_of, lines_of
 from everstep.run.files import write_whole
 
-RELOAD_MS = 2500
-"""Milliseconds between two reloads of a live run's page. It is not reloaded while the pointer is on a curve."""
 MOST_POINTS = 1500
 """Largest number of points in a curve, few enough for a browser."""
 Points = list[tuple[int, float | None]]
@@ -61,7 +59,6 @@ def report_of(
         name=run_dir.resolve().name,
         lines=lines_of(figures),
         as_of=as_of,
-        reload_ms=RELOAD_MS,
         states=STATES,
         clock=clock,
         figures=figures,
