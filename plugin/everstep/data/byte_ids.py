@@ -14,11 +14,7 @@ VOCAB_SIZE = 258
 
 def document_ids(data: bytes) -> np.ndarray:
     """Return the ids of one document with BOS and EOS: uint16, shape [len(data) + 2]."""
-    ids = np.empty(len(data) + 2, dtype=np.uint16)
-    ids[0] = BOS_ID
-    ids[1:-1] = np.frombuffer(data, dtype=np.uint8)
-    ids[-1] = EOS_ID
-    return ids
+    return np.pad(np.frombuffer(data, np.uint8).astype(np.uint16), 1, constant_values=(BOS_ID, EOS_ID))
 
 
 @dataclass(frozen=True)

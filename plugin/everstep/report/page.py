@@ -53,7 +53,7 @@ def report_of(
     drawn = {
         "curves": curves(account.lineage.final(), account.validations),
         "other": curves(other.lineage.final(), other.validations) if other is not None else {},
-        "faults": sorted({(row["step"], row["fault"]) for row in rows if row["step"] is not None}),
+        "faults": sorted({row["step"] for row in rows if row["step"] is not None}),
     }
     text = _template().render(
         name=run_dir.resolve().name,
