@@ -96,7 +96,8 @@ MISTAKES = {
         "imported: No module named 'no_such_package'"
     ),
     ("[checkpoint]\nlast_save_model_weights_only = 3", ""): (
-        "run.toml:14: [checkpoint] last_save_model_only must be true or false, got 3"
+        "run.toml:15: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
+        "be true or false, got 3"
     ),
 }  # fmt: skip
 

@@ -100,7 +100,7 @@ def convert(declared: Any, value: Any, current: Any, source: Source, path: Path)
         return typed.parse(declared, value)
     except UnfitError:
         wanted = words(declared).replace("null", f'"{NONE}"')
-        raise source.error(path, f"{describe(path)} must be {wanted}, got {shown(value)}") from None
+        raise source.error(path, f"{source.name(path)} must be {wanted}, got {shown(value)}") from None
 
 
 def shown(value: Any) -> str:
@@ -145,7 +145,7 @@ def variants(declared: Any) -> dict[str, type | None]:
 
 def _set_section(declared: type, value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     wanted = keys.pop("class", None)
     if wanted is not None and (current is None or wanted != class_name(current)):
@@ -163,6 +163,9 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
         if key not in known:
             raise _unknown_key(source, (*path, key), value, known, ())
         values[key] = convert(known[key], value, None, source, (*path, key))
+    for f in dataclasses.fields(declared):
+        if f.init and f.default is f.default_factory is dataclasses.MISSING and f.name not in values:
+            raise source.error(path, f"{describe_table(path)} needs the key '{f.name}'")
     try:
         return declared(**values)
     except Exception as error:
@@ -171,14 +174,14 @@ def _new_section(declared: type, keys: dict[str, Any], source: Source, path: Pat
 
 def _set_variant(modes: dict[str, type | None], value: Any, current: Any, source: Source, path: Path) -> Any:
     if not isinstance(value, dict):
-        raise source.error(path, f"{describe(path)} must be a table, got {shown(value)}")
+        raise source.error(path, f"{source.name(path)} must be a table, got {shown(value)}")
     keys = dict(value)
     now = type(current) if current else None
     mode = keys.pop("mode", next((name for name, kind in modes.items() if kind is now), None))
     name = mode.replace("_", "-") if isinstance(mode, str) else ""
     if name not in modes:
         place, choices = (*path, "mode"), ", ".join(f'"{name}"' for name in modes)
-        raise source.error(place, f"{describe(place)} must be one of {choices}, got {shown(mode)}")
+        raise source.error(place, f"{source.name(place)} must be one of {choices}, got {shown(mode)}")
     chosen = modes[name]
     known = field_types(chosen) if chosen is not None else {}
     for key, item in keys.items():
@@ -208,14 +211,14 @@ def _component_config(name: Any, declared: type, source: Source, path: Path) -> 
             field_types(typing.cast(type, config_class))
     except (Exception, SystemExit) as error:
         what = f"must be the import path of a class, but {shown(name)} cannot be imported: {error}"
-        raise source.error(path, f"{describe(path)} {what}") from error
+        raise source.error(path, f"{source.name(path)} {what}") from error
     # Any component of the same kind is accepted: a subclass of the kind's root, which is the last dataclass of the MRO
     # before the base Config with `build` that all components share.
     line = [c for c in declared.__mro__ if dataclasses.is_dataclass(c)]
     root = line[-2] if is_component(line[-1]) and len(line) > 1 else line[-1]
     if not isinstance(config_class, type) or not issubclass(config_class, root):
         kind = component_of(root) or root
-        raise source.error(path, f"{describe(path)} must name a {kind.__name__}, got {shown(name)}")
+        raise source.error(path, f"{source.name(path)} must name a {kind.__name__}, got {shown(name)}")
     return config_class
 
 

@@ -126,6 +126,8 @@ def translate(source: Source) -> str:
     if isinstance(training, dict):
         training.setdefault("disable_cuda_graphs", True)  # 0.2 had none to disable
     gone = GONE | _settle_semi_sync(source)
+    if _section(source, "activation_checkpoint").get("selective_ac_option") == "op":  # what `selective` does today
+        _pop(source.table, ("activation_checkpoint", "selective_ac_option"))
     for path in list(_leaves(source.table)):
         # The longest of the key's path and its parent tables' paths that is in MOVED or GONE.
         names = [".".join(map(str, path[:end])) for end in range(len(path), 0, -1)]
@@ -176,6 +178,8 @@ def _settle_semi_sync(source: Source) -> dict[str, str]:
     if isinstance(method, str):
         section["semi_sync_method"] = method.lower()
     section.setdefault("sync_steps", 5)
+    if section.get("should_quantize") is False:
+        del section["should_quantize"]
     is_local = section["semi_sync_method"] == "local_sgd"
     return dict.fromkeys(of_diloco if is_local else (), 'nothing: it is read with semi_sync_method = "diloco" only')
 
@@ -195,6 +199,7 @@ def _move(source: Source, old: Path, new: Path) -> None:
     if key in target:
         raise source.error(old, f"{describe(old)} is torchtitan 0.2's name of {describe(new)}, which the file sets too")
     target[str(key)] = value
+    source.written_as[new] = old
 
 
 def _leaves(table: Any, path: Path = ()) -> Iterator[Path]:

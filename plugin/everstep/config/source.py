@@ -32,10 +32,25 @@ class Source:
     elsewhere: dict[str, str] = field(default_factory=dict)
     """Key that only one section has -> that section, to name it if the key is in a wrong section."""
 
+    written_as: dict[Path, Path] = field(default_factory=dict)
+    """Path of a key that `legacy.translate` moved -> its path in the file."""
+
+    def as_written(self, path: Path) -> Path:
+        """Return the path in the file of a path in today's keys."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.written_as:
+                return self.written_as[path[:end]] + path[end:]
+        return path
+
+    def name(self, path: Path) -> str:
+        """Return the key as users write it, with the key in the file if that is another one."""
+        written = self.as_written(path)
+        return describe(path) if written == path else f"{describe(path)} ({describe(written)} in the file)"
+
     def error(self, path: Path, message: str) -> ConfigError:
         """Return a ConfigError that begins with file and line of `path`, or with the file alone if no line is known."""
         message = "".join(c if c.isprintable() else "?" for c in message)  # a key may contain terminal control codes
-        line = line_of(self.text, path)
+        line = line_of(self.text, self.as_written(path))
         return ConfigError(f"{self.file}:{line}: {message}" if line else f"{self.file}: {message}")
 
 

@@ -13,7 +13,7 @@ from torchtitan.trainer import Trainer
 from everstep.config.assign import shown
 from everstep.config.errors import nearest
 from everstep.config.sections import Job
-from everstep.config.source import Source, describe
+from everstep.config.source import Source
 from everstep.titan import private
 from everstep.titan.names import HuggingFaceTextDataLoader
 
@@ -69,7 +69,7 @@ def _registry(module: str, source: Source) -> ModuleType:
     """Return the registry of a torchtitan model, given its short name, or of any package, given its import path."""
     place = ("job", "module")
     if module in GONE_MODELS:
-        raise source.error(place, f'{describe(place)} = "{module}": {GONE_MODELS[module]}')
+        raise source.error(place, f'{source.name(place)} = "{module}": {GONE_MODELS[module]}')
     if module in private.models():
         names = [f"torchtitan.models.{module}.config_registry"]
     else:
