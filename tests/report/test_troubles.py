@@ -48,7 +48,7 @@ CAUSES = {
         "coded: group 0 did not keep up. If its host is lost now, a recovery from memory goes back to step 5", CODED),
     "snapshots skipped": ("snapshots", skipped(SKIPPED), "none of the last 10 snapshots: the last one is not", CODED),
     "a host less": (
-        "hosts", [CODED, ALONE], "of no host; earlier ones survived the loss of 1. It is shared by group 0", CODED),
+        "hosts", [CODED, ALONE], "It is shared by group 0 only: bring back the groups that are gone, and kill", CODED),
     "a worker's state on a full disk": ("workers", [("workers_unprotected", {"reason": "the disk is full",
                                                                            "risk": "group 1 dies"})],
                                         "If group 1 dies now, the run ends: the disk is full. Make room",

@@ -61,6 +61,8 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         assert len(caplog.messages) == 1, "once, however often it is tried"
         keeps._add_new_ranks()
         assert list(keeps._coders) == [(3, 0)]
+        shutil.rmtree(peers.records_dir(tmp_path))
+        keeps._add_new_ranks()
         assert [place.group for place in peers.read_records(tmp_path)] == [3]
         monkeypatch.setattr(peers, "ask", lambda *asked: {"pid": os.getpid()})
         assert keepers.find_keeper(tmp_path, 3, settings) is None, "no keeper of this version answers so"

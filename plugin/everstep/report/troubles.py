@@ -232,7 +232,7 @@ ROWS: dict[str, Row] = {
     "snapshot_protected": Row(
         "hosts",
         "The snapshot of step {step} survives the loss of no host; earlier ones survived the loss of {survived}. It is "
-        "shared by {sharers} only: bring back the groups that are gone.",
+        "shared by {sharers} only: bring back the groups that are gone, and kill a keeper that hangs.",
         ends=("snapshot_protected",),
         when=lambda event: not event["survives"] and event.get("survived", 0) > 0,
         once=True,

@@ -76,12 +76,12 @@ class Keeper:
         coding = threading.Thread(target=self._code, args=(bell,), name="coding", daemon=True)
         coding.start()
         while not self.over.wait(POLL_S if not self._coders else HEARTBEAT_S):
-            self._add_new_ranks()
-            for coder in list(self._coders.values()):
-                coder.note()
             why = self._reason_to_end()
             if why:
                 break
+            self._add_new_ranks()
+            for coder in list(self._coders.values()):
+                coder.note()
         self.over.set()
         self._server.close()
         self.segment.ring()
@@ -116,14 +116,15 @@ class Keeper:
             log.warning("%s cannot be read: %s", self.segment.path, error)
             return
         for group, rank in columns:
-            if (group, rank) in self._coders:
+            watched = (group, rank) in self._coders
+            if watched and (peers.record_file(self.run_dir, group).exists() or not self.run_dir.is_dir()):
                 continue
-            known = {coded for coded, _ in self._coders}
             try:
-                if group not in known:  # first: a snapshot that no start can find must not count as coded
-                    peers.write_record(self.run_dir, self.record(group))
-                segment = self.segment.beside(group)
-                self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
+                # First, and again if it was removed: a snapshot that no start can find must not count as coded.
+                peers.write_record(self.run_dir, self.record(group))
+                if not watched:
+                    segment = self.segment.beside(group)
+                    self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
             except OSError as error:  # no run directory, or no room in it: try again later
                 why = f"rank {rank} of group {group} is not watched yet: {error}"
                 if why not in self._warned:
