@@ -42,7 +42,6 @@ def stand_in() -> None:
         "reset_peak_memory_stats": lambda *args: None,
         "empty_cache": lambda *args: None,
         "memory_stats": lambda *args: {},
-        "set_device": lambda *args: None,
         # torchtitan passes the current device to barrier(device_ids=[...])
         "current_device": lambda *args: 0,
     }

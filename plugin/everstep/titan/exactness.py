@@ -33,12 +33,6 @@ def prepare(config: Any) -> None:
     config.attention_check.mode = "detect"
 
 
-def after_build() -> None:
-    """Turn off the filling of new memory in PyTorch's deterministic mode. It is for programs that read uninitialized
-    memory, and costs another write of all activations in every slot."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute] set by its class
-
-
 @contextlib.contextmanager
 def naming_operators() -> Iterator[None]:
     """Turn the error for an operator without a deterministic implementation into TrainerEnds: a retry cannot help."""

@@ -98,7 +98,6 @@ class EverstepTrainer(titan.Trainer):
             return
         run = self.context
         if ft.exact:
-            exactness.after_build()
             exactness.require_same(run.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
         self.data_told = ""
