@@ -63,11 +63,13 @@ class _Stream:
             self._batches = iter(self.loader)
         self.position = self.began_at = known.position if known else 0
 
-    def take(self) -> Batch:
-        """Return the batch at `position` and advance it by one. Raises StopIteration at the end of the data."""
-        batch = next(self._batches)
-        self.position += 1
-        return batch
+    def batch(self, number: int) -> Batch:
+        """Skip to batch `number`, not before `position`, and return it. Raises StopIteration at the end of the data."""
+        while True:
+            batch = next(self._batches)
+            self.position += 1
+            if self.position > number:
+                return batch
 
     def state(self) -> StreamState:
         """Return position and state. Raises UnfitError if a dataloader restored from it would give other batches."""
@@ -142,7 +144,7 @@ class SlotStreams(SlotSource):
 
     def _slot(self, number: int, slot: int) -> Batch:
         if (number, slot) not in self._held:
-            self._held[number, slot] = self._batch(self.stream_of(slot), number)
+            self._held[number, slot] = self._batch(slot * self.dp_size + self.dp_rank, number)
         inputs, labels = self._held[number, slot]
         copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
         return copies, labels.clone()
@@ -165,10 +167,6 @@ class SlotStreams(SlotSource):
             )
 
     # Positions of streams.
-
-    def stream_of(self, slot: int) -> int:
-        """Return the number of the stream that a slot reads on this rank."""
-        return slot * self.dp_size + self.dp_rank
 
     def known_states(self) -> bytes:
         """Return the newest known state of every stream, this rank's and others', none beyond the last commit."""
@@ -209,7 +207,7 @@ class SlotStreams(SlotSource):
         live = live or self._open(stream, known, number)
         while True:
             try:
-                batch = _skip_to(live, number)
+                batch = live.batch(number)
                 break
             except StopIteration:
                 if live.began_at == 0:
@@ -261,9 +259,3 @@ class SlotStreams(SlotSource):
         own = range(self.dp_rank, self._streams, self.dp_size)
         self._known = {stream: known for stream, known in self._known.items() if stream in own}
         self._steps = state_dict["batches_read"] // self._streams
-
-
-def _skip_to(stream: _Stream, number: int) -> Batch:
-    while stream.position < number:
-        stream.take()
-    return stream.take()
