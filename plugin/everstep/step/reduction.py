@@ -166,13 +166,6 @@ class _Bucket:
         self._extremes.zero_()
         self.wrong.zero_()
 
-    def give(self, scale: float) -> None:
-        """Set the parameters' gradients to the sums, times `scale`."""
-        for param, view in zip(self.params, self.memory.views, strict=True):
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            torch.mul(view, scale, out=local(param.grad))
-
     def give_up(self) -> torch.Tensor:
         """Replace the memory, to which a sum that was given up may still write, and return it."""
         given_up, self.memory = self.memory.flat, self._new_memory()
@@ -330,11 +323,14 @@ class GradientReducer:
             for bucket, flat in zip(self._buckets, sums, strict=True):
                 bucket.memory.flat.copy_(flat)
 
+    @torch.no_grad()
     def assign(self, scale: float) -> None:
         """Set the parameters' gradients to the sums, times `scale`. Only after `finish`."""
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.give(scale)
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.memory.views, strict=True):
+                if param.grad is None:
+                    param.grad = torch.empty_like(param)
+                torch.mul(view, scale, out=local(param.grad))
 
     def _on_accumulated(self, bucket: _Bucket, index: int, param: torch.Tensor) -> None:
         bucket.additions[index] += 1
