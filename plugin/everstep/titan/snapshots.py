@@ -43,7 +43,7 @@ class Snapshots:
     def __init__(
         self, run_dir: Path, group: int, host: str, settings: Snapshot, token: bytes, events: EventLog
     ) -> None:
-        self._run_dir, self.group, self._address = run_dir, group, host
+        self._run_dir, self.group = run_dir, group
         self._settings, self._events = settings, events
         self.shards: Mapping[str, Shard] = {}
         """`TrainingState.shards()`; the trainer sets it once there is a state."""

@@ -54,15 +54,14 @@ class MetricsLogger(BaseLogger):
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._logged = metrics
 
-    def of(self, step: int, commit: Commit, grad_norm: float, extra: dict[str, Any]) -> dict[str, float]:
+    def of(self, step: int, commit: Commit, loss: float, grad_norm: float, extra: dict[str, Any]) -> dict[str, float]:
         """Return the metrics of a commit by torchtitan's names; empty at steps at which torchtitan does not log."""
         if not self._processor.should_log(step):
             return {}
         counted = commit.tokens > 0
-        mean_loss = float(commit.loss.sum() / commit.tokens.sum())
         worst = float((commit.loss[counted] / commit.tokens[counted]).max())
         self._processor.data_loading_times.append(0.0)
-        self._processor.log(step, mean_loss, worst, grad_norm, extra_metrics=extra)
+        self._processor.log(step, loss, worst, grad_norm, extra_metrics=extra)
         return {name: float(value) for name, value in self._logged.items()}
 
     def validation_loss(self) -> float | None:
@@ -172,7 +171,7 @@ class TrainerWork(ABC):
                 self._snapshots.committed(commit, self.statuses(commit), self._whole)
         with sl.log_trace_span("metrics"):
             extra = {"n_tokens_seen": trainer.ntokens_seen, **lr_metrics}
-            metrics = self._measures.of(trainer.step, commit, grad_norm, extra)
+            metrics = self._measures.of(trainer.step, commit, loss, grad_norm, extra)
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
         saves = commit.able[0] == self._ft.group_id
@@ -184,8 +183,7 @@ class TrainerWork(ABC):
         if commit.unfit:  # only now: the commit contains this group's slots, and no work on the next one has begun
             self._leave_unfit(commit)
         self._commits += 1
-        if trainer.profiler is not None:
-            trainer.profiler.step()
+        trainer.profiler.step()
         if self._commits == 1:
             train_timeout = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
             dist_utils.set_pg_timeouts(timeout=train_timeout, parallel_dims=trainer.parallel_dims)
