@@ -48,9 +48,9 @@ class SlotComputer:
         """Number of semi-synchronous workers that share a step's slots, each with its own optimizer steps; else 1."""
         self.steps_per_commit = semi.round_steps if semi.enabled else 1
         """Optimizer steps of a commit: 1, or those of a semi-synchronous round."""
-        self.tokens_per_step = (
-            config.training.local_batch_size * config.training.seq_len * self.source.dp_size * self.number
-        )
+        self._slot_tokens = config.training.local_batch_size * config.training.seq_len
+        """Tokens of a slot on this rank, with a label or without."""
+        self.tokens_per_step = self._slot_tokens * self.source.dp_size * self.number
         self.nominal_tokens = self.tokens_per_step / self.workers
         """Tokens of an optimizer step (of one worker) if every label were valid. Backward divides by it, and the scale
         is corrected before the step: the number of valid tokens is known only when all slots are computed. Without the
@@ -108,7 +108,6 @@ class SlotComputer:
             raise OutOfData
         self._seed(step, slot)  # again: datasets may draw random numbers, more of them if batches had to be skipped
         trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
-        tokens = sum(labels.numel() for _, labels in batches)
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen = trainer.ntokens_seen
@@ -120,7 +119,6 @@ class SlotComputer:
             labels=list(labels) if pipelined else labels[0],
             global_valid_tokens=self._scale,
         )
-        trainer.metrics_processor.ntokens_since_last_log += tokens
         trainer.ntokens_seen = seen  # counts committed slots only
         if self._checks is not None:
             self._checks.end()
@@ -220,6 +218,7 @@ class SlotComputer:
         self._seed(step, seeded_as)
         grad_norm = self.clip(trainer.config.training.max_norm)
         trainer.checkpointer.maybe_wait_for_staging()
+        trainer.metrics_processor.ntokens_since_last_log += self._slot_tokens * len(self._tokens)
         trainer.optimizers.step()
         trainer.lr_schedulers.step()
         if self._checks is not None:
@@ -263,10 +262,7 @@ class SlotComputer:
     def audit(self, step: int, slot: int) -> int:
         """See `Work.audit`."""
         loads, reached = [local(load).clone() for load in self.expert_loads], set(self._reached)
-        processor = self._trainer.metrics_processor
-        counted = processor.ntokens_since_last_log
         self.compute(step, slot, check_all=False)
-        processor.ntokens_since_last_log = counted
         for param in self.trainable:
             if param.grad is None:
                 continue

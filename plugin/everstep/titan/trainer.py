@@ -201,13 +201,10 @@ class EverstepTrainer(titan.Trainer):
             return
         self.context.files.beat(STARTUP, 0)
         begin = time.monotonic()
-        processor = self.metrics_processor
-        counted = processor.ntokens_since_last_log
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices), contextlib.suppress(OutOfData):
             self.slots.compute(1, 0, check_all=True)
-            processor.data_loading_times.pop()
-        processor.ntokens_since_last_log = counted
+            self.metrics_processor.data_loading_times.pop()
         self.work.discard()
         if self.checks is not None:
             self.checks.injector.renew()
