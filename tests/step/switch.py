@@ -11,13 +11,12 @@ import fcntl
 import heapq
 import os
 import random
-import select
 import struct
 import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -108,8 +107,7 @@ def _forward(devices: list[int], connection: Connection) -> None:
     count = 0
     while True:
         wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([*devices, connection], [], [], wait_s)
-        for source in ready:
+        for source in wait([*devices, connection], wait_s):
             if source is connection:
                 try:
                     rules = connection.recv()
