@@ -22,13 +22,7 @@ def test_damaged_lines_are_left_out_and_the_others_read(tmp_path):
     whole = list(read_events(tmp_path))
     path = tmp_path / "events" / "group-0.rank-0.jsonl"
     planted = b'{"t":1.0,"kind":"commit","step":5,"groups":[0]}\nnot json\n'
-    for pid in (
-        "-1",
-        "0",
-        "true",
-        '"7"',
-        str(1 << 40),
-    ):  # -1: all of the user, 0: our group
+    for pid in ("-1", "0", "true", '"7"', str(1 << 40)):  # -1: all of the user, 0: our group
         planted += f'{{"t":1,"kind":"workers_started","group":0,"pids":[{pid}]}}\n'.encode()
         planted += f'{{"t":1,"kind":"agent_up","group":0,"pid":{pid}}}\n'.encode()
     path.write_bytes(planted + path.read_bytes())
