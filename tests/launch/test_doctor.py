@@ -1,7 +1,6 @@
 """What `everstep doctor` says about a config and about this machine."""
 
 import json
-from unittest.mock import Mock
 
 import pytest
 
@@ -26,11 +25,6 @@ def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdi
     assert line.verdict == verdict
     assert what in line.found
     assert ("bind_host" in line.advice) == (verdict != "ok")
-
-
-def test_a_machine_without_a_temporary_folder_is_at_fault_and_not_the_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=FileNotFoundError(2, "None is usable")))
-    assert doctor.check_run_directory(tmp_path).found == "there is no temporary folder: None is usable"
 
 
 def test_gpus_that_only_a_variable_names_are_none(monkeypatch):

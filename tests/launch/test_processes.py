@@ -77,6 +77,7 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     first, second = run.workers(0)
     others = run.workers(1)
     killed = time.time()
+    (run.run_dir / "data-is-away").touch()  # one start finds its configuration invalid
     os.kill(second, signal.SIGKILL)
     assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
     up = run.wait_for("worker_up", after=killed, group=0)

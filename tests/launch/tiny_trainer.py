@@ -49,6 +49,9 @@ def main():
     group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
     if flag(argv, "--tiny.exit") is not None:
         raise SystemExit(int(flag(argv, "--tiny.exit")))
+    if (away := run_dir / "data-is-away").exists():
+        away.unlink(missing_ok=True)
+        raise SystemExit(2)
     while "--tiny.exhaust" in argv:
         os.dup(0)
     if rank == int(flag(argv, "--tiny.vanish", "-1")):

@@ -25,7 +25,7 @@ from everstep.run import fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
 from everstep.run.directory import End, check_room, ended_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
-from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
+from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.files import read_json, write_json
 from everstep.run.poison import Slot
 
@@ -288,6 +288,8 @@ class Group:
         death = now.death_of(culprit, peer_killed=peer_killed)
         self.deaths.append(death)
         poison = now.poison_of(culprit, death, self.events)
+        # A configuration with which the group made steps is valid: a file that it names may only be away.
+        worked = any(one.committed for one in self.deaths)
         self.events.emit(
             "workers_died",
             incarnation=now.number,
@@ -308,7 +310,7 @@ class Group:
             self.deaths.pop()  # it does not count: the next start skips the slot, or there is no next start
             if settings.fault_tolerance.on_poison == "stop":
                 self._end_poisoned(*poison, death.error or death.reason)
-        elif death.exitcode in HOPELESS:
+        elif death.exitcode in HOPELESS and not (death.exitcode == USAGE_EXIT and worked):
             why = HOPELESS[death.exitcode]
             self.finish("failed", f"group {settings.group} is given up, {why}; last: {death.reason}")
         else:

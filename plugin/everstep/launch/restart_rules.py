@@ -19,7 +19,7 @@ STEPS_MEANWHILE = 3
 HOPELESS = {
     USAGE_EXIT: "its configuration is not valid",
     HOPELESS_EXIT: "its trainer decided that another start would end the same way; its log says why",
-    UNFIT_EXIT: "its trainer found this machine's results wrong, and there is no other machine; its log says why",
+    UNFIT_EXIT: "its trainer found this machine's results or data wrong, with no other machine; its log says why",
 }
 """Exit status after which workers are never restarted, whatever other groups do -> the reason."""
 OOM_COUNTS = {"": "memory.events", "memory": "memory.oom_control"}
