@@ -23,7 +23,7 @@ class Group(rounds.Rounds):
         self.kept = {NOW - 1: b"good4"}
         self._refused, self._steps, self._checks, self._round_s = set(), 1, object(), 0.0
         self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
-        self._events, self._files, self._weights_changed = MagicMock(), MagicMock(), MagicMock()
+        self._events, self._files = MagicMock(), MagicMock()
         self._disk = MagicMock(**{"is_due.return_value": False})
         self._from_checkpoint = lambda key: None
         self.state = MagicMock(

@@ -53,7 +53,7 @@ class Checks:
     """The attention check of one rank, as the training step calls it.
 
     Call `begin` before a slot's forward, `end` after its backward, `refused` before any result of the slot is used, and
-    `weights_changed` after the step. Between slots, for example in a validation, nothing is checked.
+    `forget` once the weights changed. Between slots, for example in a validation, nothing is checked.
 
     Args:
         section: the config's `[attention_check]`.
@@ -68,7 +68,7 @@ class Checks:
         self.schedule = Schedule(section.rate(), section.max_overhead, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
         self.weights_version = 0
-        """A number that changes whenever weights do. Kept sums of weights are valid for one version."""
+        """A number that changes before each slot with other weights. Kept sums of weights are valid for one version."""
         self.looks_at_rows = step_tokens < SMALL_STEP
         """Whether a lost row of P, one that does not sum to 1, refuses the slot even if its layer is not checked."""
         self.coverage = ""
@@ -121,7 +121,7 @@ class Checks:
         for finding in self.findings.last:
             self.schedule.found(finding["layer"], finding["step"])
         if self.findings.last:
-            self.weights_changed()  # since the kept sums of weights may have been wrong
+            self.weights_version += 1  # since the kept sums of weights may have been wrong
         return refused
 
     def record(self, layer: int, section: str, action: str, again: bool, worst: torch.Tensor, bound: float) -> None:
@@ -165,9 +165,10 @@ class Checks:
         spans.append((begin, self.now()))
 
     def forget(self) -> None:
-        """Drop what was seen since the last call of `refused`: these slots are not used."""
+        """Drop what was seen since the last call of `refused`: these slots are not used. Weights may have changed."""
         self._later.clear()
         self.findings.forget()
+        self.weights_version += 1
 
     def drain(self) -> list[dict[str, Any]]:
         """Return the findings since the last call, as the fields of `finding` events."""
@@ -184,10 +185,6 @@ class Checks:
             return None
         self._told = rate
         return rate._asdict() if fixed is None else {"rate": fixed}
-
-    def weights_changed(self) -> None:
-        """Note that weights changed, by a commit, a heal, a checkpoint or a finding."""
-        self.weights_version += 1
 
     def now(self) -> Any:
         """Return a point in the device's queue, as an event; without a device the time in seconds."""

@@ -139,7 +139,7 @@ class Work(Protocol):
         """Return the sums of all slots computed since `discard`, over the group's ranks."""
 
     def discard(self) -> None:
-        """Forget all gradients and sums of the step in progress."""
+        """Forget all gradients and sums of the step in progress. Called after `apply`, `heal` and `restore`, too."""
 
     def own_notes(self, step: int) -> bytes | None:
         """Return what the other groups should know after `step`; None if no group sends notes now. A rank whose tally

@@ -118,7 +118,7 @@ class Rounds(TrainerWork):
             tokens, loss = self._inner_steps(round_, worker, check_all=check_all, synchronises=True)
             self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.own_state()
         finally:
-            self._use_global()
+            self.state.use_global()
         self._offer(round_)
         self._round_s = time.monotonic() - begun
         losses = (loss / tokens).tolist()
@@ -138,7 +138,7 @@ class Rounds(TrainerWork):
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
             if self.committed and self._disk.is_due(self._trainer.step):
                 self._add_missing([worker])
-        self._begin_round(key, state)
+        self.state.begin_round_after(state, key.round)
 
     def _newest(self, worker: int) -> tuple[StateKey, bytes]:
         """Return the key of the worker's newest own state of the current history that all ranks can read, and this
@@ -181,19 +181,10 @@ class Rounds(TrainerWork):
         """Bring an own state up to the last commit by making the rounds since `key.round` again. The result must not
         be used if the worker is in `_refused` afterwards."""
         while key.round < self.committed:
-            self._begin_round(key, state)
+            self.state.begin_round_after(state, key.round)
             self._inner_steps(key.round + 1, key.worker, check_all=check_all, synchronises=False)
             key, state = self.state.key(key.worker, key.round + 1), self.state.own_state()
         return key, state
-
-    def _begin_round(self, key: StateKey, state: bytes) -> None:
-        self.state.begin_round_after(state, key.round)
-        self._weights_changed()
-
-    def _use_global(self) -> None:
-        """Return the model to the global parameters, which it has between computations."""
-        self.state.use_global()
-        self._weights_changed()
 
     def _inner_steps(self, round_: int, worker: int, *, check_all: bool, synchronises: bool) -> torch.Tensor:
         """Make a worker's optimizer steps of a round. With `synchronises`, add its parameter changes to the group's
@@ -291,7 +282,7 @@ class Rounds(TrainerWork):
         self.state.add_mark(commit.step, commit.history)
         for worker, (_, own) in self._held.items():
             self.store.hold(self.state.key(worker, commit.step), own)
-        self._use_global()
+        self.state.use_global()
         self._keep(commit.step)
         saved, self._counted_saved = self._counted_saved, self.store.copied_bytes
         sent, self._counted_sent = self._counted_sent, self._trainer.participation.column.payload_bytes
@@ -343,7 +334,7 @@ class Rounds(TrainerWork):
         own = self.state.own_state()
         for worker in () if saved else range(self.shares):
             self.store.hold(self.state.key(worker, round_), own)
-        self._use_global()
+        self.state.use_global()
         return round_, history
 
     # Checkpoints
@@ -370,7 +361,7 @@ class Rounds(TrainerWork):
             if sum_in_group(worker not in written):
                 own = self._caught_up(worker)
                 self._disk.save(self._trainer.step, self.committed, last=last, part=self.state.on_disk(worker, own))
-        self._use_global()
+        self.state.use_global()
 
     def _caught_up(self, worker: int) -> bytes:
         """Return a worker's own state after the last commit. A collective of the group. Raises CheckpointException if
@@ -378,7 +369,7 @@ class Rounds(TrainerWork):
         _, own = self._catch_up(*self._newest(worker))
         if worker in self._refused:
             self._refused.discard(worker)
-            self._use_global()
+            self.state.use_global()
             raise not_saved(f"an attention check refuses the state of worker {worker}")
         return own
 
@@ -396,7 +387,7 @@ class Rounds(TrainerWork):
         if not self.state.marks:
             return dict(self.state.outer)
         self.state.begin_round_after(self._caught_up(0), self.committed)
-        self._use_global()
+        self.state.use_global()
         return self.state.outer | self._carried()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ class SlotComputer:
         return frozenset(self._refused)
 
     def discard(self) -> None:
-        """Forget all gradients, tokens, losses and refusals."""
+        """Forget all gradients, tokens, losses and refusals. Comes before any slot with other weights."""
         self._tokens.clear()
         self._losses.clear()
         self._rows.clear()
@@ -221,8 +221,6 @@ class SlotComputer:
         trainer.metrics_processor.ntokens_since_last_log += self._slot_tokens * len(self._tokens)
         trainer.optimizers.step()
         trainer.lr_schedulers.step()
-        if self._checks is not None:
-            self._checks.weights_changed()
         return grad_norm
 
     def clip(self, max_norm: float) -> torch.Tensor:

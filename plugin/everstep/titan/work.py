@@ -341,9 +341,8 @@ class TrainerWork(ABC):
         self._source.learn(state.blobs[DATA_BLOB])
 
     def _taken(self, source: str) -> None:
-        """Tell the data source, the checks and the events that a state was loaded from `source`."""
+        """Tell the data source and the events that a state was loaded from `source`."""
         self._source.committed(self._trainer.step)
-        self._weights_changed()
         config = self._trainer.config
         self._events.emit(
             "training_started",
@@ -356,8 +355,3 @@ class TrainerWork(ABC):
             global_batch_size=config.training.global_batch_size * self._slots.steps_per_commit,
             ranks=dist.get_world_size(),
         )
-
-    def _weights_changed(self) -> None:
-        """Have the attention checks derive anew what depends on the weights."""
-        if self._checks is not None:
-            self._checks.weights_changed()
