@@ -115,7 +115,7 @@ class Rounds(TrainerWork):
         self._trainer.checkpointer.maybe_wait_for_staging()  # staging reads tensors that change below
         try:
             self._take_up(round_, worker, check_all=check_all)
-            tokens, loss = self._inner_steps(round_, worker, check_all=check_all, synchronises=True)
+            tokens, loss = self._inner_steps(round_, worker, check_all=check_all)
             self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.own_state()
         finally:
             self.state.use_global()
@@ -128,20 +128,31 @@ class Rounds(TrainerWork):
         """Set model and optimizer to the state in which the worker begins the round. A collective of the group."""
         # Decided by all ranks: after a heal, one may hold the state and another find it in a file.
         begun, known = time.monotonic(), all_in_group(self.store.holds(worker, self.committed))
-        found, state = self._newest(worker)
-        key, state = self._catch_up(found, state, check_all=check_all)
+        own, again = self._own(worker, check_all=check_all)
         if not known and worker not in self._refused:
-            self.store.hold(key, state)
-            again, took_s = key.round - found.round, round(time.monotonic() - begun, 3)
+            key = self.state.key(worker, self.committed)
+            self.store.hold(key, own)
+            took_s = round(time.monotonic() - begun, 3)
             if again:  # no other group has this state; if lost again, it would take even more repeated rounds
-                self.store.begin_write(key, state)
+                self.store.begin_write(key, own)
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
             if self.committed and self._disk.is_due(self._trainer.step):
                 self._add_missing([worker])
-        self.state.begin_round_after(state, key.round)
+        self.state.begin_round_after(own, self.committed)
 
-    def _newest(self, worker: int) -> tuple[StateKey, bytes]:
-        """Return the key of the worker's newest own state of the current history that all ranks can read, and this
+    def _own(self, worker: int, *, check_all: bool = False) -> tuple[bytes, int]:
+        """Return this rank's part of a worker's own state after the last commit, and how many rounds since the newest
+        state found were made again for it. The result must not be used if the worker is in `_refused` afterwards. A
+        collective of the group."""
+        newest, own = self._newest(worker)
+        for round_ in range(newest + 1, self.committed + 1):
+            self.state.begin_round_after(own, round_ - 1)
+            self._inner_steps(round_, worker, check_all=check_all)
+            own = self.state.own_state()
+        return own, self.committed - newest
+
+    def _newest(self, worker: int) -> tuple[int, bytes]:
+        """Return the round of the worker's newest own state of the current history that all ranks can read, and this
         rank's part of it. End the run and raise TrainerEnds if there is none. A collective of the group."""
         keys = [self.state.key(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
         self._await(keys[0])
@@ -149,7 +160,7 @@ class Rounds(TrainerWork):
             state = self.store.read(key) or self._from_checkpoint(key)
             if all_in_group(state is not None):
                 assert state is not None
-                return key, state
+                return key.round, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and its states after rounds "
             f"{min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start the run "
@@ -177,23 +188,14 @@ class Rounds(TrainerWork):
         into = {f"{WORKERS}.{name}": t for name, t in self.state.on_disk(key.worker).items()} if folder else {}
         return packed(into.values()) if folder and self._disk.read(folder, into) else None
 
-    def _catch_up(self, key: StateKey, state: bytes, *, check_all: bool = False) -> tuple[StateKey, bytes]:
-        """Bring an own state up to the last commit by making the rounds since `key.round` again. The result must not
-        be used if the worker is in `_refused` afterwards."""
-        while key.round < self.committed:
-            self.state.begin_round_after(state, key.round)
-            self._inner_steps(key.round + 1, key.worker, check_all=check_all, synchronises=False)
-            key, state = self.state.key(key.worker, key.round + 1), self.state.own_state()
-        return key, state
-
-    def _inner_steps(self, round_: int, worker: int, *, check_all: bool, synchronises: bool) -> torch.Tensor:
-        """Make a worker's optimizer steps of a round. With `synchronises`, add its parameter changes to the group's
-        sum τ steps before the end. Return valid tokens and the sum of their losses by step, float64 [2, h]."""
+    def _inner_steps(self, round_: int, worker: int, *, check_all: bool) -> torch.Tensor:
+        """Make a worker's optimizer steps of a round. If the round is not made again, add its parameter changes to the
+        group's sum τ steps before the end. Return valid tokens and the sum of their losses by step, float64 [2, h]."""
         sums = torch.zeros(2, self._steps, dtype=torch.float64)
         last = self._steps - self._settings.overlap_steps
         for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
             sums[:, made - 1] = torch.tensor(self._inner_step(round_, inner_step, worker, check_all=check_all))
-            if synchronises and made == last:
+            if round_ > self.committed and made == last:
                 self._synchronise(round_)
         return sums
 
@@ -361,15 +363,14 @@ class Rounds(TrainerWork):
             if sum_in_group(worker not in written):
                 own = self._caught_up(worker)
                 self._disk.save(self._trainer.step, self.committed, last=last, part=self.state.on_disk(worker, own))
-        self.state.use_global()
 
     def _caught_up(self, worker: int) -> bytes:
-        """Return a worker's own state after the last commit. A collective of the group. Raises CheckpointException if
-        the checks refuse an optimizer step of it twice."""
-        _, own = self._catch_up(*self._newest(worker))
+        """Return a worker's own state after the last commit; the model has the global parameters then. A collective of
+        the group. Raises CheckpointException if the checks refuse an optimizer step of it twice."""
+        own, _ = self._own(worker)
+        self.state.use_global()
         if worker in self._refused:
             self._refused.discard(worker)
-            self.state.use_global()
             raise not_saved(f"an attention check refuses the state of worker {worker}")
         return own
 
