@@ -39,8 +39,8 @@ def test_every_command_explains_itself_without_torch():
 
 @pytest.mark.parametrize(("groups", "flags", "starts", "words"), [
     (1, ("--tiny.exit", "2"), 1, ("its configuration is not valid",)),
-    (1, ("--tiny.fail_in", "1"), 3, ("its workers were started 3 times and failed each", "FileNotFoundError")),
-    (3, ("--tiny.fail_in", "1"), 8, ("workers of 3 groups were started", "FileNotFoundError")),
+    (1, ("--tiny.fail_in", "1"), 3, ("its workers failed 3 times", "FileNotFoundError")),
+    (3, ("--tiny.fail_in", "1"), 8, ("workers of 3 groups failed", "FileNotFoundError")),
     (3, ("--tiny.fail_in", "6"), 99, ("slot 2 of step 6 ended the workers of group(s) 0, 1, 2", "FileNotFound")),
 ])  # fmt: skip
 def test_a_run_that_cannot_go_on_ends_and_says_why(start, groups, flags, starts, words):

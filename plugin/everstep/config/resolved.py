@@ -15,7 +15,7 @@ from .source import describe
 
 
 def resolved_toml(config: Any) -> str:
-    """Return the whole config as TOML, with every key. `load_config` of the text gives an equal config.
+    """Return the config as TOML, with every key that a file may set. `load_config` of the text gives an equal config.
 
     Values that TOML cannot express, e.g. callables of a registry's config, are left to the base config that `[job]`
     names. Comments list their keys.
@@ -61,6 +61,7 @@ def identity_keys(config: Any) -> dict[str, Any]:
     # An optimizer's implementations differ only by rounding, except the one with states of lower precision.
     keys["optimizer states in bfloat16"] = config.optimizer.implementation == "fused_opt_states_bf16"
     if config.semi_sync.enabled:
+        # In place of the file's number, which may be 0.
         keys["[semi_sync] workers"] = config.semi_sync.workers or config.fault_tolerance.groups
     spec = config.model_spec
     keys["model"] = f"{spec.name} {spec.flavor}"
@@ -86,7 +87,7 @@ _NOT_THE_RESULT = {
     ("training", "enable_cpu_offload"),
     ("training", "gc_freq"),
     ("training", "gc_debug"),
-    ("optimizer", "implementation"),
+    ("optimizer", "implementation"),  # but see `identity_keys`
     ("loss", "num_chunks"),
     ("dataloader", "persistent_workers"),
     ("dataloader", "pin_memory"),

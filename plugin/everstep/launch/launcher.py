@@ -1,12 +1,12 @@
 """The loop of `everstep run`, `everstep agent` and `everstep lighthouse`: one thread that keeps groups and jobs going.
 
-    launcher: imports torch and torchtitan once
+    launcher: imports once what its children need
       ├── the lighthouse (not in `everstep agent`), forked
       ├── the workers of its groups, forked
       └── the teller (not in `everstep agent`), a new process: metrics, curves and the page of the run
 
-A shortage (a full disk; no process, descriptor or memory to spare) ends neither the launcher nor a group. The launcher
-reports it and retries after a pause.
+A shortage (a full or read-only disk; no process, descriptor or memory to spare) ends neither the launcher nor a group.
+The launcher reports it and retries after a pause. A start that it cuts short is made again from its first rank.
 """
 
 import signal
@@ -39,9 +39,10 @@ Job = Callable[[], None]
 
 
 class Launcher:
-    """Runs the loop that watches its children, groups and jobs. At the end of its context it kills its children.
+    """Runs the loop that watches its children, groups and jobs. At the end of its context it kills its children,
+    except keepers of snapshots.
 
-    Make it in the main thread, and before any file of the run: a process that sees a file may send a signal to stop.
+    Make it in the main thread, and before this process writes an event: who sees that may send a signal to stop.
     From then on, output that is refused (a closed terminal, a full disk) is lost, and the run goes on.
 
     Args:
@@ -136,10 +137,10 @@ class Launcher:
                 self._show([event])
 
     def _look_for_room(self) -> None:
-        """Raise OSError if the run directory's disk is full: no other process can write an event that says so."""
+        """Raise OSError if the run directory's disk is full or read-only: then no process can say so in an event."""
         if time.monotonic() >= self._room_looked_mono + ROOM_EVERY_S:
-            self._room_looked_mono = time.monotonic()
             check_room(self._run_dir)
+            self._room_looked_mono = time.monotonic()  # only now: a failure is followed by its backoff
 
     def _give_up_together(self) -> None:
         """Give up all groups here if each of them has failed by itself, STARTS_WITHOUT_A_STEP times in sum, since any
@@ -149,9 +150,7 @@ class Launcher:
         failures = [group.failures(newest) for group in live]
         if all(failures) and sum(failures) >= STARTS_WITHOUT_A_STEP:
             for group in live:
-                count = f"its workers were started {sum(failures)} times"
-                if len(live) > 1:
-                    count = f"workers of {len(live)} groups were started {sum(failures)} times"
+                whose = "its workers" if len(live) == 1 else f"workers of {len(live)} groups"
                 last = group.deaths[-1].reason
-                why = f"{count} and failed each time, while no group committed a step; last: {last}"
+                why = f"{whose} failed {sum(failures)} times, while no group committed a step; last: {last}"
                 group.finish("failed", f"group {group.settings.group} is given up, {why}")

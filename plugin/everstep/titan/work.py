@@ -60,7 +60,7 @@ class MetricsLogger(BaseLogger):
             return {}
         counted = commit.tokens > 0
         worst = float((commit.loss[counted] / commit.tokens[counted]).max())
-        self._processor.data_loading_times.append(0.0)
+        self._processor.data_loading_times.append(0.0)  # torchtitan takes the mean, and a spare has no times
         self._processor.log(step, loss, worst, grad_norm, extra_metrics=extra)
         return {name: float(value) for name, value in self._logged.items()}
 
@@ -70,7 +70,8 @@ class MetricsLogger(BaseLogger):
 
 
 class TrainerWork(ABC):
-    """Common to `Steps` and `Rounds`. Undocumented methods: see `everstep.step.interfaces.Work`.
+    """What `Steps` and `Rounds` have in common; they add `compute`, `refused`, `results` and `discard`. Methods without
+    a docstring: see `everstep.step.interfaces.Work`.
 
     Args:
         trainer: an `EverstepTrainer` that has set all its attributes but `work`.
@@ -118,7 +119,7 @@ class TrainerWork(ABC):
         self._leave_out(step, slots)
 
     def _leave_out(self, step: int, slots: Collection[int]) -> None:
-        """Handle slots that no group can compute. Here: raise TrainerEnds. `Steps` can train without them."""
+        """Handle slots that no group can compute. Here: raise TrainerEnds. `Steps` may hold them without a token."""
         self._events.emit("diverged", step, reason="a gradient is not finite")
         why = f"no group that was asked has finite gradients of slots {list(slots)} of step {step}: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -142,7 +143,8 @@ class TrainerWork(ABC):
         return sum_in_group(self.state.checksum())
 
     def apply(self, commit: Commit) -> None:
-        """Make the optimizer step that all groups agreed on. Then tell it in events, and save and validate if due.
+        """Make the optimizer step of a commit that this group took part in or catches up on. Then tell it in events,
+        save and validate, if due.
 
         Raises:
             TrainerEnds: training cannot go on, for instance as it diverged, or this rank computes wrong results.
@@ -180,7 +182,7 @@ class TrainerWork(ABC):
         validates = trainer.config.validator.enable and trainer.validator.should_validate(trainer.step)
         if validates and self._ft.group_id in commit.able:  # not while this group catches up: the others would wait
             self._validate(step, tells=saves)
-        if commit.unfit:  # only now: the commit contains this group's slots, and no work on the next one has begun
+        if commit.unfit:  # only now: the commit contains this rank's slots, and no work on the next one has begun
             self._leave_unfit(commit)
         self._commits += 1
         trainer.profiler.step()
@@ -189,7 +191,8 @@ class TrainerWork(ABC):
             dist_utils.set_pg_timeouts(timeout=train_timeout, parallel_dims=trainer.parallel_dims)
 
     def _save(self, commit: Commit, *, first: bool) -> None:
-        """Write a checkpoint if one is due and this is the `first` group, but none if `save_last` follows."""
+        """Write a checkpoint if one is due and this is the `first` group, but none if `save_last` follows. In `Rounds`
+        other groups add the states of their workers."""
         if first and self.goes_on() and not commit.all_leave:
             self._disk.save(self._trainer.step, commit.step)
 
@@ -239,6 +242,7 @@ class TrainerWork(ABC):
             self._events.emit("validation", commit, loss=loss)
 
     def _leave_unfit(self, commit: Commit) -> NoReturn:
+        """End this rank, which computes wrongly. On the other ranks of the group `commit.unfit` is empty."""
         slot = commit.unfit[0]
         reason = (
             f"rank {dist.get_rank()} on host {socket.gethostname()} refused slot {slot} of step {commit.step} twice, "
@@ -252,12 +256,14 @@ class TrainerWork(ABC):
         self._disk.save_last(self._trainer.step, self.committed, goes_on=self.goes_on())
 
     def close(self, *, leaves: bool) -> None:
-        """Tell that this group makes no more steps: it was asked to leave (`leaves`), or the run is over."""
+        """Tell that this group makes no more steps: it was asked to leave (`leaves`), or the run is over. After
+        the beat DONE, the end of this process is no death."""
         self._events.emit("left" if leaves else "training_done", self.committed)
         self._files.beat(DONE, self.committed)
 
     def own_notes(self, step: int) -> bytes | None:
-        """Return the positions of this group's data streams, with which any group can go on; None if not due."""
+        """Return the positions of this group's data streams, with which any group can go on; None if not due, or if the
+        data has no streams: the same on all groups."""
         return None if step % self.notes_interval else self._source.known_states() or None
 
     def receive_notes(self, notes: list[bytes]) -> None:
@@ -269,7 +275,8 @@ class TrainerWork(ABC):
                 self._events.emit("warning", text=text)
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        """Load the newest state from memory or disk, or start afresh. Return the last commit's number and history."""
+        """Load the newest state from memory or disk, or start afresh. A loaded state is copied to a snapshot at once.
+        Return the last commit's number and history."""
         trainer = self._trainer
         self._taken(self._from_memory() or self._from_disk())
         self._files.restored(self.committed)
@@ -298,7 +305,8 @@ class TrainerWork(ABC):
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
         trainer.history = trainer.history or ledger.next_history(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        if leaves_data and trainer.data_told != trainer.data:  # if equal, the checkpoint already has it
+        if leaves_data and trainer.data_told != trainer.data:
+            # If equal, the data began anew before this checkpoint, which says when.
             self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
