@@ -20,7 +20,7 @@ ON_DEVICE = {"process_group": "nccl"}
 """For tests tests/device/late/column.py stands for NCCL."""
 EACH_STEP = {
     ("reduction.py", "all_within"): "whether the sums are finite",
-    ("slots.py", "tokens_and_losses"): "the losses of the step's slots",
+    ("slot_computer.py", "tokens_and_losses"): "the losses of the step's slots",
     ("steps.py", "update"): "the gradient's norm",
 }
 """Where the trainer's thread waits for the device in each healthy step, once, and what for."""

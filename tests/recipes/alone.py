@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from torchtitan import trainer as titan
@@ -59,8 +60,8 @@ class Alone(titan.Trainer):
         self.metrics_processor.log = keep
 
 
-def main(argv):
-    config, folder = (argv[argv.index(flag) + 1] for flag in ("--config", "--dump_folder"))
+def main():
+    config, folder = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--config", "--dump_folder"))
     everything = load_config(Path(config), EverstepTrainer.Config, ["--dump_folder", folder], check=False)
     bind_data(everything)
     if everything.data.source == "dataloader":
