@@ -10,8 +10,6 @@ import grimp
 import everstep
 
 PLUGIN = Path(everstep.__file__).parent
-OF_PYTHON = {"_exit", "_asdict", "_replace"}
-"""Documented, in spite of their names."""
 
 
 def is_private(name):

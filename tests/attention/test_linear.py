@@ -69,3 +69,11 @@ def test_a_bias_raises_no_alarm_if_its_sum_is_zero_or_it_cancels_the_product(dty
         for b in (bias, against):
             y = F.linear(x, w, b)
             assert not row_deviation(y, x, tile_sums(w.t()), bias_sums(b)).bad().any()
+
+
+def test_sums_of_weights_are_those_of_the_weights_after_forget(bench):
+    x, w, b, dy = operands(torch.float32)
+    for _ in range(2):
+        assert bench.run(lambda guard: computed(x, w, b, dy, guard))[1:] == (False, [])
+        w.data *= 1.01
+        bench.checks.forget()
