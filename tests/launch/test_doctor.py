@@ -17,14 +17,14 @@ def no_job(monkeypatch):
 @pytest.mark.parametrize(("host", "nodes", "verdict", "what"), [
     ("127.0.0.1", 1, "ok", "on lo"),
     ("127.0.0.1", 8, "warning", "only processes on this machine"),
+    ("::1", 1, "ok", "on lo"),
     ("192.0.2.1", 8, "error", "this machine cannot listen on 192.0.2.1"),
     ("no-such-host.invalid", 2, "error", "no-such-host.invalid"),
 ])  # fmt: skip
 def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdict, what):
     line = doctor.check_network(host, nodes)
-    assert line.verdict == verdict
+    assert (line.verdict, "bind_host" in line.advice) == (verdict, verdict != "ok")
     assert what in line.found
-    assert ("bind_host" in line.advice) == (verdict != "ok")
 
 
 def test_gpus_that_only_a_variable_names_are_none(monkeypatch):

@@ -70,7 +70,7 @@ def follow_threads() -> None:
 def free_port(host: str = HOST) -> int:
     """Return a TCP port of PORTS that is free now. Raises like `listen`, and LaunchError if none is free."""
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
+        with socket.socket(_family(host)) as probe:
             try:
                 probe.bind((host, port))
                 return port
@@ -84,9 +84,13 @@ def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port, only at the address `host`. Raises LaunchError if that is no address
     of this machine, and OSError for a shortage."""
     try:
-        return socket.create_server((host, 0), backlog=1024)
+        return socket.create_server((host, 0), family=_family(host), backlog=1024)
     except OSError as error:
         raise _cannot_bind(host, error) from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _cannot_bind(host: str, error: OSError) -> Exception:
