@@ -52,7 +52,8 @@ def start(run_dir: str, group: int, incarnation: int, argv: list[str], listener:
             serves. A store that opened its own would listen on every interface, and the other ranks would have to wait
             for it. -1: another rank serves the store.
     """
-    rank, events = int(os.environ["RANK"]), EventLog(Path(run_dir), group, int(os.environ["RANK"]), "worker")
+    rank = int(os.environ["RANK"])
+    events = EventLog(Path(run_dir), group, rank, "worker")
     _die_before_the_launcher()
     store = None if listener < 0 else _serve_store(listener)
     try:
