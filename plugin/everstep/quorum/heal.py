@@ -285,10 +285,6 @@ class Fetch:
             return ""
         return f"the state of step {self._wanted.step} could not be fetched: {'; '.join(self._reasons)}"
 
-    def room(self, nbytes: int) -> contextlib.AbstractContextManager[bool]:
-        """Return a context, whose value is whether this host has memory for `nbytes` besides the state."""
-        return room_for(nbytes)
-
     def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:
         """Fetch the state, if this host has memory for it besides what its other processes are about to use."""
         with room_for(self.nbytes) as has_room:

@@ -10,6 +10,7 @@ from everstep.quorum.process_group import RankColumn
 from everstep.quorum.ranks import GroupRanks
 from everstep.quorum.request import Quorum, State
 from everstep.run.events import EventLog
+from everstep.run.memory import room_for
 from everstep.step import ledger
 from everstep.step.interfaces import Clock, Commit, RunFiles, Timeouts
 from everstep.step.reduction import GradientReducer
@@ -118,7 +119,7 @@ class Healing:
 
     def keep(self, commit: Commit, reducer: GradientReducer) -> None:
         """Keep a commit with a copy of its summed gradients. Without host memory for that, healing has failed."""
-        with self.fetch.room(reducer.nbytes) as has_room:
+        with room_for(reducer.nbytes) as has_room:
             self.full = self.full or not has_room
             if not self.full:
                 self.commits.append((commit, reducer.stash()))

@@ -268,26 +268,14 @@ class StepProtocol:
             self._give_up_healing()
         else:
             self._holding.drop()
-        if self.group in quorum.sources:
-            self._heal_from(quorum.sources[self.group], attempt)
         if any(self.group in lenders for lenders in quorum.sources.values()):
             self._state_server.serve(quorum.state.step, quorum.state.history, self._work.serve())
-
-    def _heal_from(self, sources: tuple[int, ...], attempt: Attempt) -> None:
-        quorum = attempt.quorum
-        self._give_up_healing()
-        self._files.beat("heal", attempt.step)
-        if self.state != NOTHING:
-            self._events.emit(
-                "history_left",
-                self.state.step,
-                history=f"{self.state.history:x}",
-                for_step=quorum.state.step,
-                for_history=f"{quorum.state.history:x}",
-            )
-        addresses = [quorum.member(source).state_addresses[self.decisions.rank] for source in sources]
-        fetch = self._state_server.fetch(addresses, quorum.state.step, quorum.state.history, self._work.serve())
-        self._healing = Healing(sources, quorum.state, fetch)
+        if sources := quorum.sources.get(self.group):
+            self._give_up_healing()
+            self._files.beat("heal", attempt.step)
+            addresses = [quorum.member(source).state_addresses[self.decisions.rank] for source in sources]
+            fetch = self._state_server.fetch(addresses, quorum.state.step, quorum.state.history, self._work.serve())
+            self._healing = Healing(sources, quorum.state, fetch)
 
     def _give_up_healing(self) -> None:
         if self._healing is not None:
