@@ -45,7 +45,7 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
         ({"replicas_diverged": 2}, "Audits found 2 groups whose parameters differ (counted once in each audit)."),
         ({"status": "failed", "reason": "no group left"}, "The run is not done: failed, no group left."),
         ({"last_step": 7}, "The run ended at step 7 of 8."),
-        ({"steps_unseen": 3}, "The log has no commit of 3 steps between the first and the last."),
+        ({"steps_unseen": 3}, "The log lacks the commits of 3 steps, so these cannot be checked."),
         ({"loss_delta_steps": 0}, "No step is in both runs, so no loss was compared."),
         ({"loss_delta_undefined": 1}, "In 1 step the losses differ, and at least one is not finite."),
     ],

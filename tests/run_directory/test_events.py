@@ -110,7 +110,7 @@ def test_a_run_may_have_more_logs_than_a_process_descriptors(tmp_path):
     assert sorted(found) == [*range(100)]
 
 
-def test_a_disk_that_takes_a_part_of_an_event_costs_that_one_and_is_said_once(tmp_path, capsys):
+def test_what_a_full_disk_refuses_is_written_once_there_is_room_and_is_said_once(tmp_path, capsys):
     log, ignored = EventLog(tmp_path, None, None, "chaos"), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     log.emit("before")
     resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 50, resource.RLIM_INFINITY))
@@ -121,9 +121,10 @@ def test_a_disk_that_takes_a_part_of_an_event_costs_that_one_and_is_said_once(tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, ignored)
-    log.emit("after")
-    assert [event["kind"] for event in read_events(tmp_path)] == ["before", "after"]
     assert [event["kind"] for event in log.unwritten] == ["torn", "refused", "refused"]
+    log.emit("after")
+    assert [event["kind"] for event in read_events(tmp_path)] == ["before", "torn", "refused", "refused", "after"]
+    assert not log.unwritten
     said = capsys.readouterr().err
     assert (said.count("No space left"), said.count("\n")) == (1, 1)
 

@@ -115,8 +115,8 @@ class Launcher:
             self._give_up_together()
             for log in {self.events, *(group.events for group in self.groups)}:
                 if log.unwritten:
-                    self._show(log.unwritten)
-                    log.unwritten = []
+                    self._show([*log.unwritten])
+                    log.unwritten.clear()
 
     def _try(self, name: str, job: Job, log: EventLog, whose: str = "") -> None:
         """Do one part of a turn. A shortage is reported to `log`, and the part is skipped until its backoff has passed.

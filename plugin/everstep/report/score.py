@@ -229,7 +229,7 @@ def broken_promises(figures: dict[str, Any]) -> list[str]:
         f"The run is not done: {ending}.": f["status"] not in ("done", "stopped"),
         "No step was committed.": f["steps"] == 0,
         f"The run ended at step {reached} of {asked}.": done and asked is not None and reached < asked,
-        f"The log has no commit of {counted(unseen, 'step')} between the first and the last.": unseen,
+        f"The log lacks the commits of {counted(unseen, 'step')}, so these cannot be checked.": unseen,
         f"In {counted(thrown, 'attempt')} work of a surviving group was thrown away.": thrown,
         f"{counted(lost, 'sample')} of the committed steps did not enter the model.": lost,
         f"{counted(repeated, 'sample')} entered the model more than once.": repeated,

@@ -17,7 +17,9 @@ import json
 import os
 import re
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from everstep.run.files import NotRegularError, open_own, open_regular
 
 LONGEST_LINE = 16 << 20
 """Bytes. A commit names every slot of a step, so lines can be long."""
-MOST_UNWRITTEN = 100
+MOST_UNWRITTEN = 1000
 READ_AT_ONCE = 1 << 16
 """Bytes of each log that are in memory while the logs of a run are merged."""
 NEAR = 1 << 20
@@ -55,16 +57,17 @@ def _plain(value: Any) -> Any:
 class EventLog:
     """Appends the events of one process with the role `role` (see the module).
 
-    Forked children may share it, and the log may be read meanwhile. If the disk refuses a write, the event is lost and
-    the run goes on; the first such error is printed on stderr.
+    Threads and forked children may share it, and the log may be read meanwhile. If the disk refuses a write, the run
+    goes on; the first such error is printed on stderr, and the event is written before the next one that fits.
     """
 
     def __init__(self, run_dir: Path, group: int | None, rank: int | None, role: str):
         self.path = event_path(run_dir, group, rank, role)
         self._head = {"role": role, "group": group, "rank": rank}
         self._complained = False
-        self.unwritten: list[dict[str, Any]] = []
-        """The newest events that the disk refused, for a caller that can show them in another way."""
+        self.unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_UNWRITTEN)
+        """The newest events that the disk refused. A caller that shows them in another way may clear it."""
+        self._lock = threading.Lock()
         # Somebody may set the wall clock during the run, which must not change the order of events. CLOCK_BOOTTIME
         # also counts the time that the host sleeps, which the monotonic clock leaves out.
         self._booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -86,18 +89,24 @@ class EventLog:
         }
         if self._head["rank"] and kind in OF_RANK_0 and not fields.get("reason"):
             return event
-        line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
-        try:
-            line = b"\n" * self._is_torn + line
-            self._is_torn = os.write(self._fd, line) < len(line)
-            if self._is_torn:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            if not self._complained:
-                print(f"everstep: cannot write events to {self.path}: {error}", file=sys.stderr, flush=True)
-            self._complained = True
-            self.unwritten = [*self.unwritten[-MOST_UNWRITTEN:], event]
+        with self._lock:
+            self.unwritten.append(event)
+            try:
+                while self.unwritten:
+                    self._write(self.unwritten[0])
+                    self.unwritten.popleft()
+            except OSError as error:
+                if not self._complained:
+                    print(f"everstep: cannot write events to {self.path}: {error}", file=sys.stderr, flush=True)
+                self._complained = True
         return event
+
+    def _write(self, event: dict[str, Any]) -> None:
+        line = (json.dumps(event, default=_plain, separators=(",", ":")) + "\n").encode()
+        line = b"\n" * self._is_torn + line
+        self._is_torn = os.write(self._fd, line) < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         if self._fd >= 0:
