@@ -7,13 +7,13 @@ is not of its annotated type, the whole is refused. The only conversions are int
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import from_json
 
 T = TypeVar("T")
 
@@ -33,16 +33,12 @@ class UnfitError(ValueError):
 
 
 def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
-    """Parse standard JSON. Raises UnfitError for text that is no JSON, NaN, Infinity, numbers too large for a float or
-    for 64 bits, nesting that exhausts the stack, and text longer than `limit`."""
+    """Parse standard JSON. Raises UnfitError for text that is no JSON, NaN, Infinity, nesting deeper than 200, and text
+    longer than `limit`. A number beyond the range of floats becomes infinite, which `parse` refuses."""
     if len(text) > limit:
         raise UnfitError(f"it is too long: {len(text)} bytes, at most {limit} are allowed")
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_moderate)
-    except RecursionError:
-        raise UnfitError("it is nested too deeply") from None
-    except UnfitError:
-        raise
+        return from_json(text, allow_inf_nan=False)
     except ValueError as error:
         raise UnfitError(f"it is not JSON ({error})"[:200]) from None
 
@@ -50,22 +46,6 @@ def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
 def dumps(value: Any) -> bytes:
     """Return `value` as compact JSON for `loads`. Raises ValueError for NaN and Infinity."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _no_constant(name: str) -> Any:
-    raise UnfitError(f"{name} is not a number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise UnfitError(f"the number {text[:40]} is too large")
-    return value
-
-
-def _moderate(text: str) -> int:
-    if len(text) > 20 or not -LARGEST_INT <= (value := int(text)) < LARGEST_WORD:
-        raise UnfitError(f"the number {text[:40]} is too large")
-    return value
 
 
 @functools.cache
