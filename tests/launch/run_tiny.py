@@ -10,11 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-from everstep.launch import group, launcher, lighthouse, supervisor, view, worker
+from everstep.launch import group, launcher, lighthouse, prepare, supervisor, view, worker
 from everstep.launch.prepare import PrepareOptions
 from everstep.run.directory import LaunchError
-
-PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
 
 BURST_S, PAUSE_S = 0.4, 0.8
 FAULTS = (errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM)
@@ -67,7 +65,9 @@ def main():
     lighthouse.SILENCE_S, worker.EXIT_TIMEOUT_S = 4.0, 2.0
     config = Path(run_dir).with_suffix(".toml")
     config.write_text("")
-    worker.ENTRY, supervisor.PREPARE, supervisor.PRELOAD = "tiny_trainer:main", "tiny_trainer:prepare", PRELOAD
+    worker.ENTRY = "tiny_trainer:main"
+    supervisor.PRELOAD = ("tiny_trainer", "torchft", "everstep.quorum.lighthouse")
+    prepare.main = lambda order: __import__("tiny_trainer").prepare(order)
     options = PrepareOptions(str(config), flags, int(groups), int(ranks), run_dir)
     try:
         sys.exit(supervisor.run(options, view.RunState().show, page="--tiny.page" in flags))

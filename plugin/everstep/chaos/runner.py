@@ -71,13 +71,13 @@ class Runner:
         self._events.close()
 
 
-def kill_groups(run_dir: str, every_s: float, seed: int) -> None:
+def kill_groups(every_s: float, run_dir: Path, seed: int) -> None:
     """Main function of `everstep run --chaos-every S`'s process: kill all workers of a random group every `every_s`
     seconds, until the run is to stop."""
-    view = View(Path(run_dir))
+    view = View(run_dir)
     view.catch_up()
     runner = Runner(LocalTarget(view), Schedule((), seed, every_s, [Fault(name="kill-group")]))
-    drive(runner, lambda event: None, None, stop_file(Path(run_dir)).exists)
+    drive(runner, lambda event: None, None, stop_file(run_dir).exists)
 
 
 def drive(runner: Runner, say: Callable[[dict], None], for_s: float | None, stopping: Callable[[], bool]) -> str:

@@ -1,5 +1,6 @@
 """`everstep run`: start a run on this machine."""
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ def run(
         run_dir: The run directory, for everything that the run writes. A run of the same config in it is continued.
             Default: runs/<config>-<timestamp>.
     """
+    from everstep.chaos.runner import kill_groups
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
     from everstep.report.page import write_report
@@ -56,7 +58,8 @@ def run(
         together=True,
         flags=[*flags, *([] if steps is None else ["--training.steps", str(steps)])],
     )
-    status = supervisor.run(options, view.RunState().show, page=page, chaos_every_s=chaos_every or 0.0)
+    chaos = functools.partial(kill_groups, chaos_every) if chaos_every else None
+    status = supervisor.run(options, view.RunState().show, page=page, chaos=chaos)
     print(f"All files of this run are in {run_dir}")
     try:
         figures = write_report(run_dir)

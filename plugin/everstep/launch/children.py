@@ -6,10 +6,12 @@ import secrets
 import select
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from everstep.launch import orphans
-from everstep.launch.forking import ForkRequest, fork
+from everstep.launch.forking import Main, fork
 
 KILL_GRACE_S = 10.0
 PAUSE_S = 3.0
@@ -61,11 +63,11 @@ class Children:
         orphans.kill(left)
         return bool(left)
 
-    def start(self, request: ForkRequest, rank: int = 0) -> Child:
-        """Fork a process. Raises OSError if the system has no room for another."""
+    def start(self, main: Main, log: Path, env: Mapping[str, str] | None = None, rank: int = 0) -> Child:
+        """Fork a process (see `forking.fork`). Raises OSError if the system has no room for another."""
         if not self._guard.alive:
             self._guard = self._register(orphans.fork_guard(self._mark, self._wake_r))
-        return self._register(fork(request), rank)
+        return self._register(fork(main, log, env or {}), rank)
 
     def _register(self, pid: int, rank: int = 0) -> Child:
         self._alive[pid] = Child(pid, rank)

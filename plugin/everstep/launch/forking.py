@@ -5,14 +5,12 @@ stops it around a fork.)
 """
 
 import contextlib
-import importlib
 import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.launch.machine import LOOK_ONLY
@@ -39,15 +37,8 @@ PRELOAD = (
 file might be newer than what the group began with."""
 
 
-@dataclass(frozen=True)
-class ForkRequest:
-    """A process to fork. It calls `run` ("module:function") with `args`, appends its output to `log`, and has the
-    variables `env` in addition to this process's environment."""
-
-    run: str
-    args: Sequence
-    log: Path
-    env: Mapping[str, str] = field(default_factory=dict)
+Main = Callable[[], int | None]
+"""What a forked process does. It returns the exit status; None stands for 0."""
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
@@ -103,9 +94,10 @@ def redirect_output(path: Path) -> None:
     keep_on_without_output()
 
 
-def fork(request: ForkRequest) -> int:
-    """Fork a process that carries out `request` in a new session, and return its pid. The kernel kills it when this
-    process dies. Call it in the main thread. Raises OSError if the system has no room for another process."""
+def fork(main: Main, log: Path, env: Mapping[str, str]) -> int:
+    """Fork a process in a new session, and return its pid. It calls `main`, appends its output to `log`, and has the
+    variables `env` in addition to this process's environment. The kernel kills it when this process dies. Call it in
+    the main thread. Raises OSError if the system has no room for another process."""
     parent_pid = os.getpid()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError):
@@ -120,20 +112,19 @@ def fork(request: ForkRequest) -> int:
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         die_with_parent(parent_pid)
-        status = _do(request)
+        status = _do(main, log, env)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
 
 
-def _do(request: ForkRequest) -> int:
-    """Carry out the request in the forked process, and return the exit status. An exception is printed."""
+def _do(main: Main, log: Path, env: Mapping[str, str]) -> int:
+    """Call `main` in the forked process, and return the exit status. An exception is printed."""
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.update(request.env)
-        redirect_output(request.log)
-        module, _, function = request.run.partition(":")
-        return getattr(importlib.import_module(module), function)(*request.args) or 0
+        os.environ.update(env)
+        redirect_output(log)
+        return main() or 0
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

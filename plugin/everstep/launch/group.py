@@ -8,19 +8,19 @@ starts when all processes of the last one, and those that its workers started, a
 """
 
 import errno
+import functools
 import signal
 import socket
 import time
 from collections.abc import Callable
 
 from everstep.launch.children import Child, Children
-from everstep.launch.forking import ForkRequest
 from everstep.launch.incarnation import Incarnation
 from everstep.launch.machine import VISIBLE, limited_threads, storage_complaint
 from everstep.launch.rendezvous import Rendezvous
 from everstep.launch.restart_rules import HOPELESS, WINDOW_S, Death, backoff_s, failures, in_a_row
 from everstep.launch.settings import GroupSettings
-from everstep.launch.worker import log_path
+from everstep.launch.worker import log_path, start
 from everstep.run import fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
 from everstep.run.directory import End, check_room, ended_file, is_surplus, starts_file
@@ -177,7 +177,7 @@ class Group:
         listener = next_round.listener
         try:
             for rank in next_round.ranks:
-                now.workers[rank] = self._children.start(self._fork_request(now, rank, listener), rank)
+                now.workers[rank] = self._fork(now, rank, listener)
                 if listener is not None:  # the first rank has inherited it; no other process should
                     listener.close()
                     listener = None
@@ -191,7 +191,7 @@ class Group:
         kind = "workers_started" if settings.node_rank == 0 else "node_workers_started"
         self.events.emit(kind, incarnation=now.number, pids=[child.pid for child in now.workers.values()])
 
-    def _fork_request(self, now: Incarnation, rank: int, listener: socket.socket | None) -> ForkRequest:
+    def _fork(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Child:
         settings = self.settings
         env = now.round.environment(rank, f"group-{settings.group}", now.number)
         env |= limited_threads(settings.ranks_here or settings.ranks)
@@ -200,8 +200,9 @@ class Group:
         if settings.job:
             env[fence.ENVIRONMENT] = str(settings.claim)
         serves = -1 if listener is None else listener.fileno()
-        args = [str(settings.run_dir), settings.group, now.number, settings.worker_argv, serves]
-        return ForkRequest("everstep.launch.worker:start", args, log_path(settings.run_dir, settings.group, rank), env)
+        run_dir, group = settings.run_dir, settings.group
+        worker = functools.partial(start, run_dir, group, now.number, settings.worker_argv, serves)
+        return self._children.start(worker, log_path(run_dir, group, rank), env, rank)
 
     # While they run
 

@@ -4,6 +4,7 @@ A lighthouse keeps no state. Once its address is published, groups rely on it, s
 Its process beats, because the port and connections of a hung process stay open and do not show that it hangs.
 """
 
+import functools
 import math
 import signal
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
-from everstep.launch.forking import ForkRequest
 from everstep.launch.machine import free_port
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
@@ -79,6 +79,8 @@ class Lighthouse:
             child.signal(signal.SIGKILL)
 
     def _start(self) -> None:
+        from everstep.quorum.lighthouse import main
+
         self._port = self._port or free_port(self._host)
         BeatFile(self._beats).close()  # no room for the file: retried here, but the process would end
         options = {
@@ -90,7 +92,7 @@ class Lighthouse:
         }
         words = [str(word) for option in options.items() for word in option]
         log = self._run_dir / "logs" / "lighthouse.log"
-        self._child = self._children.start(ForkRequest("everstep.quorum.lighthouse:main", [words], log))
+        self._child = self._children.start(functools.partial(main, words), log)
         self._started_mono, self._serves, self._hung = time.monotonic(), False, False
 
     def _ended(self, child: Child) -> None:

@@ -5,11 +5,13 @@ The state of the run is in the run directory, so that a launcher that was killed
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import everstep
-from everstep.launch.forking import PRELOAD, ForkRequest, preload
+from everstep.launch import prepare
+from everstep.launch.forking import PRELOAD, preload
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
@@ -33,10 +35,7 @@ from everstep.run.token import own_token
 
 STOPPED_AT_ONCE_EXIT = 130
 """The status that a shell reports for a command ended by Ctrl-C."""
-
-
-PREPARE = "everstep.launch.prepare:main"
-"""`module:function` that checks the config and writes the result to the run directory."""
+Chaos = Callable[[Path, int], None]
 
 
 class Refused(LaunchError):
@@ -50,7 +49,7 @@ class Supervisor:
     Args:
         options: what to run, except its run directory.
         page: whether to serve the page of the live run, on loopback.
-        chaos_every_s: seconds between two kills of a group's workers; 0: none.
+        chaos: what a process beside the run does to disturb it, from the run directory and the seed; None: nothing.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class Supervisor:
         run_dir: Path,
         on_events: OnEvents,
         page: bool = False,
-        chaos_every_s: float = 0.0,
+        chaos: Chaos | None = None,
     ) -> None:
         self._options, self._run_dir, self._on_events = options, run_dir, on_events
-        self._page, self._chaos_every_s = page, chaos_every_s
+        self._page, self._chaos = page, chaos
         self._launcher = Launcher(run_dir, "supervisor", on_events)
         self._tail = EventTail(run_dir)
         self._stop_told = False
@@ -131,7 +130,7 @@ class Supervisor:
         """Check the config in a forked process that writes the result to the run directory. Raises LaunchError."""
         options, log = replace(self._options, run_dir=str(self._run_dir)), self._run_dir / "logs" / "prepare.log"
         try:
-            child = self._launcher.children.start(ForkRequest(PREPARE, [asdict(options)], log))
+            child = self._launcher.children.start(functools.partial(prepare.main, asdict(options)), log)
         except OSError as error:
             raise Refused(f"the process that checks the config could not be started: {error.strerror}.") from None
         while child.alive and not self._launcher.is_stopping():
@@ -146,7 +145,7 @@ class Supervisor:
         raise LaunchError(f"checking the config failed (exit status {child.exitcode}), see {log}.")
 
     def _begin(self, found: Prepared) -> None:
-        """Report the start of the run and the config's warnings, and start the process that kills groups, if wanted."""
+        """Report the start of the run and the config's warnings, and start the process of `chaos`, if wanted."""
         launcher = self._launcher
         launcher.events.emit(
             "run_started",
@@ -159,10 +158,9 @@ class Supervisor:
         )
         for warning in found.warnings:
             launcher.events.emit("warning", text=warning)
-        if self._chaos_every_s:
-            args = [str(self._run_dir), self._chaos_every_s, found.seed]
-            log = self._run_dir / "logs" / "chaos.log"
-            launcher.children.start(ForkRequest("everstep.chaos.runner:kill_groups", args, log))
+        if self._chaos:
+            disturb = functools.partial(self._chaos, self._run_dir, found.seed)
+            launcher.children.start(disturb, self._run_dir / "logs" / "chaos.log")
 
     def _keep_groups(self, found: Prepared, lighthouse: Lighthouse) -> None:
         """Add groups up to the wanted number (`everstep scale`), once the lighthouse has a published address. A group
@@ -203,7 +201,7 @@ def run(
     on_events: OnEvents = lambda events: None,
     *,
     page: bool = False,
-    chaos_every_s: float = 0.0,
+    chaos: Chaos | None = None,
 ) -> int:
     """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix. The arguments are
     those of `Supervisor`."""
@@ -211,4 +209,4 @@ def run(
     with removed_if_refused(run_dir, Refused):
         lock_run_dir(run_dir)
         own_token(run_dir)
-        return Supervisor(options, run_dir, on_events, page, chaos_every_s).run()
+        return Supervisor(options, run_dir, on_events, page, chaos).run()

@@ -42,7 +42,7 @@ def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
     return log_path(run_dir, group, rank).with_suffix(".stacks")
 
 
-def start(run_dir: str, group: int, incarnation: int, argv: list[str], listener: int) -> None:
+def start(run_dir: Path, group: int, incarnation: int, argv: list[str], listener: int) -> None:
     """Run a trainer until it is done or was asked to stop. torchrun's environment variables say which rank this is. An
     exception that ends the trainer is told in the event `worker_failed`.
 
@@ -53,12 +53,12 @@ def start(run_dir: str, group: int, incarnation: int, argv: list[str], listener:
             for it. -1: another rank serves the store.
     """
     rank = int(os.environ["RANK"])
-    events = EventLog(Path(run_dir), group, rank, "worker")
+    events = EventLog(run_dir, group, rank, "worker")
     _die_before_the_launcher()
     store = None if listener < 0 else _serve_store(listener)
     try:
-        await_predecessor(Path(run_dir), group, rank)
-        _work(Path(run_dir), group, incarnation, argv, events)
+        await_predecessor(run_dir, group, rank)
+        _work(run_dir, group, incarnation, argv, events)
     except Exception as error:
         lines = [] if isinstance(error, TrainerEnds) else traceback.format_exception(error)
         events.emit("worker_failed", pid=os.getpid(), error=_described(error), traceback="".join(lines).splitlines())
