@@ -76,6 +76,6 @@ def test_a_config_is_written_and_a_submission_shown_away_from_the_tree(venv, tmp
     scripts = [Path(word) for word in shown.stdout.split() if word.endswith(".sbatch")]
     assert len(scripts) == 2
     assert all(script.is_file() and script.is_relative_to(venv.parent) for script in scripts)
-    assert f"EVERSTEP={venv}/everstep" in shown.stdout
+    assert f"{venv}/everstep" in shown.stdout
     assert everstep(venv, tmp_path, "init", "slurm").returncode == 0
     assert os.access(tmp_path / "submit.sh", os.X_OK)

@@ -36,17 +36,16 @@ def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
     assert slurm.alive_jobs(run_dir) == {"groups": "7"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "exports"),
-    [([], "ALL,EVERSTEP="), (["--export", "NONE"], "EVERSTEP="), (["--export=ALL,MINE=1"], "ALL,MINE=1,EVERSTEP=")],
-)
-def test_a_job_knows_its_everstep_whatever_else_it_is_to_know(tmp_path, flags, exports):
-    submission = slurm.Submission(tmp_path / "run.toml", tmp_path, 1, sbatch_flags=["-p", "gpu", *flags])
-    words = submission.commands()["groups"]
-    (told,) = [word for word in words if word.startswith("--export")]
-    assert told.startswith(f"--export={exports}/")
-    assert words[words.index("-p") + 1] == "gpu"
-    assert "NONE" not in words
+def test_a_job_knows_its_everstep_and_not_more_of_the_environment_than_it_is_to_know(tmp_path):
+    venv = tmp_path / "everstep"
+    venv.write_text('#!/bin/sh\necho "$@"')
+    venv.chmod(0o755)
+    words = slurm.Submission(tmp_path / "run.toml", tmp_path, 1, lighthouse_flags=["--export=NONE"]).commands()
+    job = words["lighthouse"][words["lighthouse"].index("--export=NONE") + 1 :]
+    assert job[1].endswith("/everstep")
+    job[1] = str(venv)
+    said = subprocess.run(["bash", *job], env={"PATH": os.defpath}, capture_output=True, text=True).stdout
+    assert said == f"lighthouse {tmp_path / 'config.toml'} --run-dir {tmp_path}\n"
 
 
 def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):

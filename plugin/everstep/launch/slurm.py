@@ -57,34 +57,23 @@ class Submission:
     def commands(self) -> dict[str, list[str]]:
         """Return the sbatch command of each job, by its name, in the order in which to run them."""
         name, logs = self.config.stem, self.run_dir / "logs"
-        common = [str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]
+        # The path of this Everstep is an argument, as the user's flags may keep the environment from the job.
+        everstep = str(Path(sys.executable).with_name("everstep"))
+        common = [everstep, str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]
         sbatch = ["sbatch", "--parsable"]
         array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
             "lighthouse": [
                 *sbatch, f"--job-name={name}-lighthouse", f"--output={logs}/lighthouse-job.log",
-                *_exporting(self.lighthouse_flags),
+                *self.lighthouse_flags,
                 str(SCRIPTS / "lighthouse.sbatch"), *common, *["--page"] * self.page,
             ],
             "groups": [
                 *sbatch, *array, "--ntasks-per-node=1", f"--output={logs}/group-%a/job.log",
-                *_exporting(self.sbatch_flags),
+                *self.sbatch_flags,
                 str(SCRIPTS / "train.sbatch"), *common, "--ranks", str(self.ranks_per_node),
             ],
         }  # fmt: skip
-
-
-def _exporting(flags: Sequence[str]) -> list[str]:
-    """Return sbatch's flags with an --export that adds this Everstep's path to what `flags` export."""
-    others, given, words = list[str](), "ALL", iter(flags)
-    for word in words:
-        name, has_value, value = word.partition("=")
-        if name == "--export":
-            given = value if has_value else next(words, given)
-        else:
-            others.append(word)
-    ours = f"EVERSTEP={Path(sys.executable).with_name('everstep')}"
-    return [f"--export={ours}" if given in ("NONE", "NIL") else f"--export={given},{ours}", *others]
 
 
 def job_file(run_dir: Path) -> Path:
