@@ -42,7 +42,6 @@ if not cpu.has_accelerator():
     cpu.stand_in()
 
 from torchtitan.config import TrainingConfig
-from torchtitan.config.override import apply_overrides
 from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.trainer import Trainer
@@ -274,10 +273,10 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: in
     with mock.patch("torch.accelerator.is_available", return_value=True):
         if section is not None:
             checked.apply(config, section)
-    if config.override.imports:
-        apply_overrides(config.override, config)
     with torch.device("meta"):
         holder = Holder(spec.model.layers[0].build()).to(torch.bfloat16)
+    if section is not None:
+        checked.make_checkable(holder)
     with mock.patch.object(cpu, "has_attention_kernels", return_value=True):
         checks = None if section is None else checked.attach([holder], section, step_tokens=tokens)
     x = torch.empty(1, LENGTH, spec.model.dim, device="meta", dtype=torch.bfloat16, requires_grad=True)

@@ -122,7 +122,6 @@ def recovery() -> None:
     if not cpu.has_accelerator():
         cpu.stand_in()
     from torchtitan.config import TrainingConfig
-    from torchtitan.config.override import apply_overrides
     from torchtitan.models import llama3
     from torchtitan.trainer import Trainer
 
@@ -135,8 +134,8 @@ def recovery() -> None:
     section = AttentionCheck(enable=True, frequency=1.0, path="explicit")
     attention.apply(config, section)
     spec.model.update_from_config(config=config)
-    apply_overrides(config.override, config)
     model = spec.model.build()
+    attention.make_checkable(model)
     model.init_weights(buffer_device=torch.device("cpu"))
     checks = attention.attach([model], section)
     shot = checks.injector = OneShot()

@@ -340,7 +340,6 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
     checks as `section` says. It returns the gradients and what the checks refuse."""
     import torch
     from torchtitan.config import TrainingConfig
-    from torchtitan.config.override import apply_overrides
     from torchtitan.models import llama3
     from torchtitan.trainer import Trainer
 
@@ -355,10 +354,10 @@ def block(section: Any, length: int) -> Callable[[int], list[Any]]:
     if not cpu.has_attention_kernels():
         cpu_attention.prepare(config)
     attention.apply(config, section)
-    if config.override.imports:
-        apply_overrides(config.override, config)
     with torch.device("meta"):
         model: Any = spec.model.build()
+    if section.enable:
+        attention.make_checkable(model)
     model.to_empty(device=device())
     torch.manual_seed(0)
     model.init_weights(buffer_device=None)

@@ -13,11 +13,15 @@ if not cpu.has_accelerator():
     cpu.stand_in()
 
 from torchtitan.config import TrainingConfig
-from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common import attention as common_attention
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenMetadata
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+    VarlenMetadata,
+)
 from torchtitan.trainer import Trainer
 
 from everstep.attention import compiled
@@ -62,7 +66,7 @@ def build(spec, section=None, checkpointing=None):
     cpu_attention.prepare(config)
     if section is not None:
         override.apply(config, section)
-    model = built(spec, config)
+    model = built(spec, config, checked=section is not None and section.enable)
     if checkpointing is not None:
         checkpointing.build(dump_folder="").apply(model)
     checks = override.attach([model], section) if section is not None and section.enable else None
@@ -71,12 +75,12 @@ def build(spec, section=None, checkpointing=None):
     return model, checks
 
 
-def built(spec, config):
+def built(spec, config, checked=False):
     spec.model.update_from_config(config=config)
-    if config.override.imports:
-        apply_overrides(config.override, config)
     torch.manual_seed(0)
     model = spec.model.build()
+    if checked:
+        override.make_checkable(model)
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model
@@ -146,7 +150,7 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
 def test_a_window_to_the_left_and_to_the_right_means_the_same_on_the_explicit_path():
     starts = torch.tensor([0, 40, 64, 70, 2 * L])
     for window in [(-1, 0), (5, 0), (-1, -1), (3, 5), (-1, 5)]:
-        inner = override.CheckedVarlenAttention.Config(window_size=window).build()
+        inner = override.CheckedVarlenAttention(VarlenAttention.Config(window_size=window))
         visible = inner._visible(torch.zeros(2, L, 1, 8), {"attention_masks": VarlenMetadata(starts, starts, 40, 40)})
         seen = visible.block(0, L, 0, L, batch=2, heads=1, device=starts.device)
         assert seen.equal(cpu_attention._document_mask(starts, (2, L), window)), window
@@ -172,9 +176,9 @@ def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpo
 def test_switched_off_the_model_is_torchtitans_own():
     """It has the same modules, and the same operations on the same shapes, so it takes the same memory."""
     spec, stock_spec = (plain_sdpa(2) for _ in range(2))
-    config = trainer_config(spec)
+    parallelize, config = spec.parallelize_fn, trainer_config(spec)
     override.apply(config, AttentionCheck(enable=False))
-    assert config.override.imports == []
+    assert spec.parallelize_fn is parallelize
     model, checks = build(spec, AttentionCheck(enable=False))
     stock, _ = build(stock_spec)
     assert checks is None

@@ -188,7 +188,7 @@ def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:
 
 def _check_model(config: Any) -> Iterator[Check]:
     """Yield the size of the model, built on the meta device, and whether `[attention_check]` covers all of it."""
-    from everstep.titan.attention import coverage
+    from everstep.titan.attention import coverage, make_checkable
     from everstep.titan.machine import built_on_meta, choose_attention, trained_parameters
 
     choose_attention(config)
@@ -199,6 +199,7 @@ def _check_model(config: Any) -> Iterator[Check]:
     yield Check("config", "ok", f"{parameters / 1e6:,.1f} M parameters: {whole} in each group")
     if not config.attention_check.enable:
         return
+    make_checkable(model)
     checked, unchecked = coverage([model])
     found = f"{checked} linear layers and kernels are checked"
     if config.attention_check.rate() != 1.0:

@@ -1,21 +1,19 @@
 """Puts the attention check into torchtitan's models.
 
-`apply` uses torchtitan's own override mechanism to replace the Configs of the attention's projections and inner
-attention by subclasses of them. `attach` gives the modules built from these their guards. Between the two calls, and
-with `attention_check.enable = false`, the model computes as torchtitan's does.
+`apply` has torchtitan call `make_checkable` on a model that was built, before it is parallelized. That turns the
+attention's projections and inner attention into instances of subclasses, to which `attach` gives their guards. Without
+a guard, and with `attention_check.enable = false`, the model computes as torchtitan's does.
 """
 
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import (
     BaseAttention,
     FlexAttention,
@@ -32,9 +30,6 @@ from everstep.attention.masks import Visible, documents_of
 from everstep.attention.section import AttentionCheck
 from everstep.titan import cpu, private
 from everstep.titan.cpu_attention import MatrixMask
-
-_PROJECTIONS = ["model_spec.model.*.attention.*"]
-_INNER = ["model_spec.model.*.attention.inner_attention"]
 
 
 class _CheckedProjection:
@@ -54,10 +49,6 @@ class _CheckedProjection:
 class CheckedLinear(_CheckedProjection, Linear):
     """A projection that checks y, dX and dW."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
             return super().forward(input)
@@ -66,10 +57,6 @@ class CheckedLinear(_CheckedProjection, Linear):
 
 class CheckedScaledBiasRowwiseLinear(_CheckedProjection, ScaledBiasRowwiseLinear):
     """A row-parallel projection with bias that checks y, dX and dW."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ScaledBiasRowwiseLinear.Config):
-        pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.guard is None:
@@ -173,10 +160,6 @@ class CheckedFlexAttention(_CheckedInner, FlexAttention):
 
     wide_sums = narrow = True
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        pass
-
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         if masks.get("score_mod") is not None:
             raise ValueError(
@@ -190,10 +173,6 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
     """Variable-length attention, watched, or replaced by attention as matrices."""
 
     reads = torch.bfloat16
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         left, right = self.window_size
@@ -210,10 +189,6 @@ class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention)
     """Scaled dot product attention, watched, or replaced by attention as matrices."""
 
     hands_out_lse = "never"
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ScaledDotProductAttention.Config):
-        pass
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
         if masks.get("attention_masks") is not None:
@@ -238,67 +213,34 @@ def _seen_by_block_mask(mask: BlockMask) -> Visible:
     return Visible(causal=not mask.seen.triu(1).any(), mod=mask.mask_mod)
 
 
-@override(target=Linear.Config, fqns=_PROJECTIONS, description="Everstep: projections that check themselves")
-def checked_projections(config: Linear.Config) -> Linear.Config:
-    """Return the Config of the checked counterpart of an attention's projection.
-
-    Raises:
-        ValueError: the projection's product is not a plain one, but quantised or fused with a collective.
-    """
-    if isinstance(config, (CheckedLinear.Config, CheckedScaledBiasRowwiseLinear.Config)):
-        return config  # the model's config has this layer in two places
-    if type(config) is Linear.Config:
-        return derive(config, CheckedLinear.Config)
-    if type(config) is ScaledBiasRowwiseLinear.Config:
-        return derive(config, CheckedScaledBiasRowwiseLinear.Config)
-    raise ValueError(
-        f"attention_check.enable: a projection of this model's attention is a {type(config).__qualname__}, "
-        "which cannot be checked; use plain projections or set attention_check.enable = false."
-    )
-
-
-@override(target=FlexAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_flex(config: FlexAttention.Config) -> FlexAttention.Config:
-    """Return the Config of the checked counterpart of FlexAttention."""
-    return derive(config, CheckedFlexAttention.Config)
-
-
-@override(target=VarlenAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_varlen(config: VarlenAttention.Config) -> VarlenAttention.Config:
-    """Return the Config of the checked counterpart of VarlenAttention."""
-    return derive(config, CheckedVarlenAttention.Config)
-
-
-@override(target=ScaledDotProductAttention.Config, fqns=_INNER, description="Everstep: attention that checks itself")
-def checked_sdpa(config: ScaledDotProductAttention.Config) -> ScaledDotProductAttention.Config:
-    """Return the Config of the checked counterpart of ScaledDotProductAttention."""
-    return derive(config, CheckedScaledDotProductAttention.Config)
-
-
-_OVERRIDES = {
-    FlexAttention.Config: checked_flex,
-    VarlenAttention.Config: checked_varlen,
-    ScaledDotProductAttention.Config: checked_sdpa,
+_CHECKED: dict[Any, type[nn.Module]] = {
+    Linear: CheckedLinear,
+    ScaledBiasRowwiseLinear: CheckedScaledBiasRowwiseLinear,
+    FlexAttention: CheckedFlexAttention,
+    VarlenAttention: CheckedVarlenAttention,
+    ScaledDotProductAttention: CheckedScaledDotProductAttention,
 }
+"""torchtitan's modules that can be checked -> their checked counterparts."""
 
 
 def apply(config: Any, section: AttentionCheck) -> None:
-    """Have torchtitan build the model of `config`, a `Trainer.Config`, with checked attention.
+    """Have torchtitan make the model of `config`, a `Trainer.Config`, checkable before it parallelizes the model.
 
-    Call it before the Trainer is made, because it adds entries to `config.override.imports`. With
-    `section.enable = false` nothing happens.
+    Call it before the Trainer is made. With `section.enable = false` nothing happens.
 
     Raises:
-        ValueError: the model has no attention that can be checked, or another setting forbids it; names the key.
+        ValueError: the model has no attention, or a part that is of another kind than the plain ones, such as a
+            projection that is quantised or fused with a collective; or another setting forbids checks. Names the key.
     """
     if not section.enable:
         return
-    model = config.model_spec.model
-    kinds = {type(attention.inner_attention) for _, attention, _, _ in model.traverse(BaseAttention.Config)}
-    if not kinds:
-        raise ValueError(f"attention_check.enable: model {config.model_spec.name} has no attention; set it to false.")
-    unknown = [kind.__qualname__ for kind in kinds if kind not in _OVERRIDES]
-    if unknown:
+    spec = config.model_spec
+    attentions = [attention for _, attention, _, _ in spec.model.traverse(BaseAttention.Config)]
+    if not attentions:
+        raise ValueError(f"attention_check.enable: model {spec.name} has no attention; set it to false.")
+    kinds = {type(attention.inner_attention) for attention in attentions}
+    kinds |= {type(linear) for attention in attentions for _, linear, _, _ in attention.traverse(Linear.Config)}
+    if unknown := sorted(kind.__qualname__ for kind in kinds - {module.Config for module in _CHECKED}):
         raise ValueError(f"attention_check.enable: {', '.join(unknown)} cannot be checked; set it to false.")
     _refuse(config)
     compiled = config.compile.enable and "model" in config.compile.components
@@ -309,8 +251,19 @@ def apply(config: Any, section: AttentionCheck) -> None:
         )
     if compiled:  # selective activation checkpointing keeps the results of plain projections, so also of checked ones
         private.keep_in_checkpointing(torch.ops.everstep.project.default)
-    factories = [checked_projections, *(_OVERRIDES[kind] for kind in kinds)]
-    config.override.imports += sorted(f"{__name__}.{factory.__name__}" for factory in factories)
+    spec.parallelize_fn = functools.partial(_parallelize_checkable, spec.parallelize_fn)
+
+
+def _parallelize_checkable(parallelize: Callable[..., nn.Module], model: nn.Module, **settings: Any) -> nn.Module:
+    make_checkable(model)
+    return parallelize(model, **settings)
+
+
+def make_checkable(model: nn.Module) -> None:
+    """Turn the plain projections and the kernels inside a model's attention into their checked counterparts, still
+    without guards."""
+    for module in list(_of_attention(model).values()):
+        module.__class__ = _CHECKED.get(type(module), type(module))
 
 
 def _refuse(config: Any) -> None:
@@ -347,31 +300,28 @@ def _refuse(config: Any) -> None:
             raise ValueError(f"attention_check.enable: {why}")
 
 
+def _of_attention(model: nn.Module) -> dict[str, nn.Module]:
+    """Return by name the modules of a model that should be guarded: each linear layer and each kernel inside a
+    torchtitan attention, and each module whose class is named like an attention of another kind."""
+    found: dict[str, nn.Module] = {}
+    within: list[str] = []
+    for fqn, module in model.named_modules():
+        inside = any(fqn.startswith(prefix) for prefix in within)
+        if isinstance(module, BaseAttention):
+            within.append(f"{fqn}.")
+        elif isinstance(module, FlexAttention | VarlenAttention | ScaledDotProductAttention) or (
+            isinstance(module, nn.Linear) if inside else re.search(r"Attention$|DeltaNet$", type(module).__name__)
+        ):
+            found[fqn] = module
+    return found
+
+
 def coverage(model_parts: Iterable[nn.Module]) -> tuple[str, list[str]]:
-    """Return how much of these models' attention is guarded ("12 of 12"), and the names of the modules that are not.
-    Each linear layer and each kernel inside a torchtitan attention counts, and each module whose class is named like an
-    attention of another kind."""
-    guarded, missing = 0, []
-    for part in model_parts:
-        within: list[str] = []
-        for fqn, module in part.named_modules():
-            if isinstance(module, BaseAttention):
-                within.append(f"{fqn}.")
-            inside = any(fqn.startswith(prefix) for prefix in within)
-            if isinstance(module, (_CheckedProjection, _CheckedInner)):
-                guarded += 1
-            elif _attends(module, inside):
-                missing.append(fqn)
-    return f"{guarded} of {guarded + len(missing)}", missing
-
-
-def _attends(module: nn.Module, inside: bool) -> bool:
-    """Return whether a module should be guarded. inside: whether it is inside a torchtitan attention."""
-    if isinstance(module, (FlexAttention, VarlenAttention, ScaledDotProductAttention)):
-        return True
-    if inside or isinstance(module, BaseAttention):
-        return isinstance(module, (Linear, nn.Linear))
-    return re.search(r"Attention$|DeltaNet$", type(module).__name__) is not None
+    """Return how much of these models' attention is checkable ("12 of 12"), and the names of the modules that are not.
+    See `_of_attention`."""
+    parts = [item for part in model_parts for item in _of_attention(part).items()]
+    missing = [fqn for fqn, module in parts if not isinstance(module, (_CheckedProjection, _CheckedInner))]
+    return f"{len(parts) - len(missing)} of {len(parts)}", missing
 
 
 def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
