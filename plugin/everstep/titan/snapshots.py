@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ class Snapshots:
         self._restored = False
         """Whether a snapshot of a restored state has been begun, for which `await_snapshot` is to wait."""
         self._location = self._location_of(os.environ, socket.gethostname(), group)
-        self._copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
+        self.copier = Copier(self._segment, self._rank, self._ranks, settings, events.emit, gather_json)
         failed = lambda why: events.emit("snapshot_failed", reason=why)  # noqa: E731
         self._keeper = KeeperWatch.of_first(run_dir, host, settings, self._segment, events, failed)
 
@@ -65,28 +64,15 @@ class Snapshots:
         """After a restore, wait until its snapshot is coded or has failed, for up to `coding_timeout_s` seconds."""
         if self._restored:
             self._restored = False
-            self._copier.await_settled(self._settings.coding_timeout_s)
-
-    def wait(self) -> None:
-        """Wait until the copier has read the state, which may change afterwards."""
-        self._copier.wait()
+            self.copier.await_settled(self._settings.coding_timeout_s)
 
     def status(self) -> int:
         """Return what this group tells the others about its newest snapshot, as a number; a collective of the group."""
-        status = self._copier.status()
+        status = self.copier.status()
         settled, coded, able = map(bool, least_in_group(status.settled, status.coded, status.able))
         # `location` and `blamed_index` are each rank's own: parity is made over a rank column, and other ranks of the
         # same groups may be on other hosts.
         return replace(status, settled=settled, coded=coded, able=able, location=self._location).encode()
-
-    @property
-    def agreed(self) -> dict[str, Any]:
-        """What all groups know about the snapshots, the same in each, as JSON. A joiner copies it (`set_agreed`)."""
-        return self._copier.agreed.to_json()
-
-    def set_agreed(self, agreed: dict[str, Any]) -> None:
-        """Take over `agreed` from the group that this one heals from."""
-        self._copier.agreed = Agreed.from_json(agreed)
 
     def committed(self, commit: Commit, statuses: Mapping[int, int], state: Callable[[], HealState]) -> None:
         """Take a snapshot of a step that was just committed, if one is due. A collective of the group.
@@ -96,7 +82,7 @@ class Snapshots:
         """
         said = {group: status for group, number in statuses.items() if (status := Status.decode(number)) is not None}
         taken = lambda: self._to_snapshot(state())  # noqa: E731
-        self._copier.committed(commit.step, commit.history, commit.able, said, taken)
+        self.copier.committed(commit.step, commit.history, commit.able, said, taken)
 
     def _to_snapshot(self, state: HealState) -> State:
         return State(state.tensors, state.meta, state.blobs, self.shards)
@@ -109,7 +95,7 @@ class Snapshots:
             host = member.state_addresses[self._rank].rpartition(":")[0]
             statuses[member.group] = Status(location=self._location_of({}, host, member.group))
         self._restored = True
-        self._copier.restored((step, history, start), quorum.groups, statuses, self._to_snapshot(state))
+        self.copier.restored((step, history, start), quorum.groups, statuses, self._to_snapshot(state))
 
     def recover(self, state: HealState, disk_step: int | None) -> HealState | None:
         """Return the newest state of the run if it is in memory, else None. A collective of the group.
@@ -136,7 +122,7 @@ class Snapshots:
         self._events.emit("recovery", found.decision.step, **found.event)
         if found.restored is None:
             return None
-        self._copier.agreed = Agreed(anchor=found.decision.anchor)
+        self.copier.agreed = Agreed(anchor=found.decision.anchor)
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
@@ -145,7 +131,7 @@ class Snapshots:
         snapshots. Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""
         if self._keeper is not None:
             self._keeper.end()  # a keeper that it started later would not hear that the run is over
-        self._copier.close()
+        self.copier.close()
         if leaves:
             self._segment.drop(self._rank)
         elif over and self._keeper is not None:

@@ -74,7 +74,7 @@ class Steps(TrainerWork):
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         if self._snapshots is not None:
-            self._snapshots.wait()
+            self._snapshots.copier.wait()
         self.reducer.assign(self._slots.nominal_tokens / float(commit.tokens.sum()))
         self._assign(self._nothing.unpack(commit.extra))
         return float(self._slots.optimizer_step(commit.step)), {}

@@ -22,6 +22,7 @@ from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
 from everstep.run.beats import DONE
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
+from everstep.snapshot.agreement import Agreed
 from everstep.step import ledger
 from everstep.step.interfaces import Commit
 from everstep.step.reduction import GradientReducer
@@ -331,7 +332,7 @@ class TrainerWork(ABC):
     def serve(self) -> HealState:
         state = self._whole()
         if self._snapshots is not None:
-            state.meta[AGREED_SNAPSHOTS] = self._snapshots.agreed
+            state.meta[AGREED_SNAPSHOTS] = self._snapshots.copier.agreed.to_json()
         return state
 
     def heal(self, state: HealState) -> None:
@@ -339,12 +340,12 @@ class TrainerWork(ABC):
         self._taken("peer")
         known = state.meta.get(AGREED_SNAPSHOTS)
         if self._snapshots is not None and known is not None:
-            self._snapshots.set_agreed(known)
+            self._snapshots.copier.agreed = Agreed.from_json(known)
 
     def _load(self, state: HealState) -> None:
         """Load a state of the same rank, from another group or from memory."""
         if self._snapshots is not None:
-            self._snapshots.wait()  # a snapshot of the old state may still be in progress
+            self._snapshots.copier.wait()  # a snapshot of the old state may still be in progress
         self.state.load(state)
         self._source.learn(state.blobs[DATA_BLOB])
 
