@@ -224,7 +224,7 @@ class Rounds(TrainerWork):
         for again in (False, True):
             slots.discard()
             for slot in slots_of(worker, slots.number, slots.workers):
-                self._files.beat_slot(round_, worker)
+                self._files.beat("compute", round_, worker)
                 slots.compute(inner_step, slot, check_all=again or check_all)
             if self._checks is None or all_in_group(not slots.refused()):
                 break

@@ -9,7 +9,6 @@ from everstep.run import fence, typed
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
 from everstep.run.directory import ended_file, stop_file
 from everstep.run.files import read_json, write_first, write_json
-from everstep.run.poison import poisoned
 
 FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
@@ -48,17 +47,9 @@ class RankFiles:
     def _on_terminate(self, signum: int, frame: Any) -> None:
         self._terminated = True
 
-    def beat(self, phase: str, step: int) -> None:
-        """See `RunFiles.beat`."""
-        self._heartbeat.beat(phase, step)
-
-    def beat_slot(self, step: int, slot: int) -> None:
-        """Write in the beat that this slot is being computed: if the process dies now, its data may be the cause."""
-        self._heartbeat.beat("compute", step, slot)
-
-    def is_poison(self, step: int, slot: int) -> bool:
-        """Return whether this slot has ended enough groups to be left out (`run.poison`). Ranks have to agree on it."""
-        return bool(poisoned(self._run_dir, (step, slot)))
+    def beat(self, phase: str, step: int, slot: int = -1) -> None:
+        """See `RunFiles.beat`. If this process dies while it computes `slot`, the slot's data may be the cause."""
+        self._heartbeat.beat(phase, step, slot)
 
     def fenced(self) -> bool:
         """See `RunFiles.fenced`."""

@@ -92,6 +92,8 @@ class TrainerWork(ABC):
         self._snapshots, self._checks = trainer.context.snapshots, trainer.checks
         self._source = self._slots.source
         self._measures = MetricsLogger(trainer)
+        self._skipped: set[tuple[int, int]] = set()
+        """(step, slot) pairs for which no group can compute a finite gradient."""
         self._commits = 0
 
     @property
@@ -117,10 +119,9 @@ class TrainerWork(ABC):
         for slot in slots:
             reason = "its gradient's norm is not finite on any group asked, so the cause is in the data or the model"
             self._events.emit("not_finite", step, slot=slot, reason=reason)
-        self._leave_out(step, slots)
-
-    def _leave_out(self, step: int, slots: Collection[int]) -> None:
-        """Handle slots that no group can compute. Here: raise TrainerEnds. `Steps` may hold them without a token."""
+        if self._ft.on_poison == "skip":
+            self._skipped |= {(step, slot) for slot in slots}
+            return
         self._events.emit("diverged", step, reason="a gradient is not finite")
         why = f"no group that was asked has finite gradients of slots {list(slots)} of step {step}: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
