@@ -86,7 +86,12 @@ class SlotComputer:
         source = trainer.dataloader
         assert isinstance(source, SlotSource)  # `bind_data`
         assert trainer.config.model_spec is not None
-        source.require_vocab(decoder_vocab_size(trainer.config.model_spec))
+        vocab_size = decoder_vocab_size(trainer.config.model_spec)
+        if source.largest_id >= vocab_size:
+            raise ValueError(
+                f"the data has token ids up to {source.largest_id}, but the model's vocabulary has {vocab_size} ids: "
+                "use the model's own tokenizer (hf_assets_path), or a model with a larger vocabulary"
+            )
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
         # What torchtitan's dataloaders read is not known. A run may turn to other data if it loads no position.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading

@@ -34,6 +34,7 @@ class Steps(TrainerWork):
             on_gradient=slots.note_gradient,
         )
         super().__init__(trainer, TrainingState(trainer), slots.number, reducer)
+        self.refused, self.discard = slots.refused, slots.discard
         most_groups = slots.number + self._ft.spares  # every group but the spares has a slot (config.checks)
         statuses = torch.zeros(0 if self._snapshots is None else most_groups, dtype=torch.float64)
         self._nothing = StepSums(flat(slots.expert_loads), slots.reached(), statuses)
@@ -49,9 +50,6 @@ class Steps(TrainerWork):
         self._files.beat("compute", step, slot)
         self._slots.compute(step, slot, check_all=check_all)
 
-    def refused(self) -> frozenset[int]:
-        return self._slots.refused()
-
     def results(self) -> SlotSums:
         tokens, loss = self._slots.tokens_and_losses()
         statuses = self._nothing.statuses.clone()
@@ -59,9 +57,6 @@ class Steps(TrainerWork):
             statuses[self._snapshots.group] = self._snapshots.status()
         further = StepSums(flat(self._slots.expert_loads), self._slots.reached(), statuses)
         return SlotSums(tokens, loss, further.pack(), self._slots.held)
-
-    def discard(self) -> None:
-        self._slots.discard()
 
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         if self._snapshots is not None:

@@ -91,12 +91,22 @@ class EverstepTrainer(titan.Trainer):
         super().__init__(config)
         if on_cpu:
             cpu.sum_only_collectives(self.model_parts)
-        self.checks: Checks | None = self._attach_checks() if config.attention_check.enable else None
         self.profiler: Any = None
         """torchtitan's profiler, once `train` has built it."""
         if not ft.enable:
             return
         run = self.context
+        self.checks: Checks | None = None
+        if config.attention_check.enable:
+            source: Any = self.dataloader
+            rows = config.training.local_batch_size * source.dp_size * self.gradient_accumulation_steps
+            self.checks = attention.attach(
+                self.model_parts,
+                config.attention_check,
+                rank=int(os.environ["RANK"]),
+                seed=config.debug.seed or 0,
+                step_tokens=rows * config.training.seq_len,
+            )
         if ft.exact:
             exactness.require_same(run.run_dir, exactness.fingerprint(config, self.device))
         self.history = 0
@@ -153,19 +163,6 @@ class EverstepTrainer(titan.Trainer):
         if self.config.fault_tolerance.enable:
             require_members(self.context.token)
         return dims
-
-    def _attach_checks(self) -> Checks:
-        """Attach the attention checks to the model's modules and return them."""
-        training = self.config.training
-        ranks = self.parallel_dims.get_mesh("batch").size() if self.parallel_dims.dp_enabled else 1
-        rows = training.local_batch_size * ranks * self.gradient_accumulation_steps
-        return attention.attach(
-            self.model_parts,
-            self.config.attention_check,
-            rank=int(os.environ["RANK"]),
-            seed=self.config.debug.seed or 0,
-            step_tokens=rows * training.seq_len,
-        )
 
     @record
     @exactness.naming_operators()

@@ -87,6 +87,7 @@ class TrainerWork(ABC):
     def __init__(self, trainer: Any, state: TrainingState, shares: int, reducer: GradientReducer) -> None:
         self._trainer, self.state, self.shares, self.reducer = trainer, state, shares, reducer
         self._slots, self._disk = trainer.slots, trainer.disk
+        self.bits, self.audit = trainer.slots.bits, trainer.slots.audit
         self._ft = trainer.config.fault_tolerance
         self._events, self._files = trainer.context.events, trainer.context.files
         self._snapshots, self._checks = trainer.context.snapshots, trainer.checks
@@ -108,12 +109,6 @@ class TrainerWork(ABC):
     def statuses(self, commit: Commit) -> dict[int, int]:
         """Return group id -> what it says of its last snapshot (`Status.encode`). Empty here: rounds take none."""
         return {}
-
-    def bits(self, slot: int) -> int:
-        return self._slots.bits(slot)
-
-    def audit(self, step: int, slot: int) -> int:
-        return self._slots.audit(step, slot)
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         for slot in slots:

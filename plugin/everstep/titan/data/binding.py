@@ -36,8 +36,8 @@ def bind_data(config: Any) -> None:
 
 
 def check_files(config: Any) -> None:
-    """Refuse a config if its tokenizer or dataset files do not exist. Not part of `config.checks.problems`, because
-    only a machine that trains needs these files.
+    """Refuse a config if torchtitan does not know its dataset, or files of its tokenizer or dataset do not exist. Not
+    part of `config.checks.problems`, because only a machine that trains needs these files.
 
     Raises:
         ConfigError: names the key and what to do.
@@ -55,24 +55,15 @@ def check_files(config: Any) -> None:
             f'hf_assets_path = "{folder}" has no tokenizer ({" or ".join(_TOKENIZER_FILES)}), which [data] source = '
             f'"{config.data.source}" needs{old}; download the model\'s tokenizer, or set [data] source = "stdlib"'
         )
-    _check_dataset(config)
-
-
-def _check_dataset(config: Any) -> None:
-    """Refuse a dataset that torchtitan does not know, or whose files do not exist.
-
-    Raises:
-        ConfigError: names the key and what to do.
-    """
     loader = config.dataloader
-    if config.data.source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+    if source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
         return
-    name, path = loader.dataset, loader.dataset_path
+    name, given = loader.dataset, loader.dataset_path
     if name not in DATASETS:
         raise ConfigError(
             f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
             'Text of your own: `everstep pack` and [data] source = "tokens"'
         )
-    place = path or DATASETS[name].path
-    if (path or place.startswith(("/", ".", "tests/"))) and not Path(place).exists():
+    place = given or DATASETS[name].path
+    if (given or place.startswith(("/", ".", "tests/"))) and not Path(place).exists():
         raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, which does not exist')

@@ -89,12 +89,9 @@ class Rows(SlotSource):
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
         return f"{self.documents.content}, rows of {self._seq_len}, {order}"
 
-    def require_vocab(self, vocab_size: int) -> None:
-        if self.documents.max_id >= vocab_size:
-            raise ValueError(
-                f"{self.documents.name} has token ids up to {self.documents.max_id}, but the model's vocabulary has "
-                f"{vocab_size} ids: use a model with a larger vocabulary, or text in the model's tokens."
-            )
+    @property
+    def largest_id(self) -> int:
+        return self.documents.max_id
 
     # Under torchtitan's own trainer.
 

@@ -63,9 +63,10 @@ class SlotSource(BaseDataLoader):
     def fingerprint(self) -> str:
         """Return a short string that two processes have in common if they read the same data."""
 
+    @property
     @abstractmethod
-    def require_vocab(self, vocab_size: int) -> None:
-        """Raise ValueError if the data has ids that a model with `vocab_size` embeddings does not have."""
+    def largest_id(self) -> int:
+        """The largest token id that the data may have."""
 
     # Positions of streams. A source that computes a row's address has no streams, and does nothing here.
 

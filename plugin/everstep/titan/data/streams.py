@@ -159,12 +159,9 @@ class SlotStreams(SlotSource):
         config = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(settings, sort_keys=True))
         return f"{type(self._base).__qualname__} {config}, rows of {self._runtime['seq_len']}"
 
-    def require_vocab(self, vocab_size: int) -> None:
-        if self._tokenizer.get_vocab_size() > vocab_size:
-            raise ValueError(
-                f"the tokenizer has {self._tokenizer.get_vocab_size()} ids, but the model's vocabulary has "
-                f"{vocab_size}: use the model's own tokenizer (hf_assets_path)."
-            )
+    @property
+    def largest_id(self) -> int:
+        return self._tokenizer.get_vocab_size() - 1
 
     # Positions of streams.
 
