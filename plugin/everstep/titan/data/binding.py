@@ -27,8 +27,7 @@ def bind_data(config: Any) -> None:
     data, seed = config.data, config.debug.seed or 0
     if data.source in ("stdlib", "tokens"):
         path = data.path if data.source == "tokens" else ""
-        rows = config.training.global_batch_size
-        config.dataloader = Rows.Config(path=path, shuffle=data.shuffle, seed=seed, step_rows=rows)
+        config.dataloader = Rows.Config(path=path, shuffle=data.shuffle, seed=seed)
         if data.source == "stdlib" or in_bytes(Path(path)):
             config.tokenizer = ByteTokenizer.Config()
     elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):

@@ -33,9 +33,6 @@ class Rows(SlotSource):
         path: str = ""
         """The token file; empty: the standard library's text."""
 
-        step_rows: int = 0
-        """Rows of a global batch under torchtitan's own trainer. 0: unknown."""
-
     def __init__(
         self,
         config: Config,
@@ -57,8 +54,8 @@ class Rows(SlotSource):
             )
         self._shuffle, self._seed = config.shuffle, config.seed
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
-        self._step_rows = max(0, config.step_rows)
         self._rows_read = 0  # by all ranks together
+        self._loaded = 0  # rows that had been read at the checkpoint just loaded
         self._permutation = lru_cache(maxsize=2)(partial(permutation, self.rows, self._seed))  # by epoch
 
     def _batch(self, first_row: int) -> Batch:
@@ -73,17 +70,18 @@ class Rows(SlotSource):
 
     # By slot.
 
-    @property
-    def _rows_per_step(self) -> int:
-        """Rows of one global batch; 0 if `open_slots` was not called."""
-        return self._slots * self.dp_size * self._local_batch_size
-
     def _slot(self, number: int, slot: int) -> Batch:
         batch_number = (number * self._slots + slot) * self.dp_size + self.dp_rank
         return self._batch(batch_number * self._local_batch_size)
 
     def committed(self, step: int) -> None:
-        self._rows_read = (step - self.began_after) * self._rows_per_step
+        self._rows_read = (step - self.began_after) * self._slots * self.dp_size * self._local_batch_size
+        if self._loaded and self._rows_read not in (0, self._loaded):
+            raise ValueError(
+                f"the checkpoint of step {step} has read {self._loaded} rows, but this run's steps up to there read "
+                f"{self._rows_read}, so rows would be read twice or never: keep global_batch_size, or start a new run."
+            )
+        self._loaded = 0
 
     def fingerprint(self) -> str:
         order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
@@ -96,29 +94,19 @@ class Rows(SlotSource):
     # Under torchtitan's own trainer.
 
     def __iter__(self) -> Iterator[Batch]:
-        stride = self.dp_size * self._local_batch_size
-        if self._rows_read % stride:
-            raise ValueError(
-                f"the checkpoint has read {self._rows_read} rows, which {self.dp_size} ranks with batches "
-                f"of {self._local_batch_size} cannot have read in equal parts: keep the number of ranks and "
-                "training.local_batch_size."
-            )
         while True:
             first_row = self._rows_read + self.dp_rank * self._local_batch_size
-            self._rows_read += stride
+            self._rows_read += self.dp_size * self._local_batch_size
             yield self._batch(first_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is equal on all ranks: rows read by all ranks together, rows of a step (0 if
-        unknown), and the data's fingerprint."""
-        return {
-            "rows_read": self._rows_read,
-            "rows_per_step": self._rows_per_step or self._step_rows,
-            "data": self.fingerprint(),
-        }
+        """Return the position, which is equal on all ranks: rows read by all ranks together, and the data's
+        fingerprint."""
+        return {"rows_read": self._rows_read, "data": self.fingerprint()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's position. Raises ValueError if it is of other data or another global batch."""
+        """Take over a checkpoint's position. Raises ValueError if it is of other data. If the global batch differs,
+        `committed` raises it, which is called with the checkpoint's step."""
         if not state_dict:
             return
         if state_dict["data"] != self.fingerprint():
@@ -127,15 +115,4 @@ class Rows(SlotSource):
                 f"({state_dict['data']}), this run's is ({self.fingerprint()}). Use the checkpoint's data, seq_len and "
                 'seed, or ignore its position with checkpoint.exclude_from_loading = ["dataloader"].'
             )
-        per_step = self._rows_per_step
-        if per_step and state_dict["rows_per_step"] not in (0, per_step):
-            raise ValueError(
-                f"the checkpoint's steps had {state_dict['rows_per_step']} rows, but this run's have {per_step}, so "
-                "rows would be read twice or never: keep global_batch_size, or start a new run."
-            )
-        self._rows_read = state_dict["rows_read"]
-        if per_step and self._rows_read % per_step:
-            raise ValueError(
-                f"the checkpoint has read {self._rows_read} rows, which is not a whole number of steps of {per_step} "
-                "rows: keep global_batch_size."
-            )
+        self._rows_read = self._loaded = state_dict["rows_read"]
