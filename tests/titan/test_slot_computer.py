@@ -29,8 +29,10 @@ def step_of(loads, gradients, held, group):
         param.grad = torch.ones(2) if has else None
     trainer = MagicMock(slots=slots, model_parts=[])
     trainer.config.fault_tolerance = SimpleNamespace(exact=False, on_poison="stop", spares=1)
-    trainer.context.snapshots = SimpleNamespace(group=group, status=lambda: 7)
-    return Steps(trainer)
+    trainer.context.snapshots = SimpleNamespace(group=group, status=lambda: 7, copier=MagicMock())
+    step = Steps(trainer)
+    step.reducer, slots.optimizer_step, slots.nominal_tokens = MagicMock(), lambda step: 0.0, 2
+    return step
 
 
 def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypatch):
@@ -41,7 +43,7 @@ def test_a_parameter_that_no_slot_of_any_group_reached_has_no_gradient(monkeypat
     for step in (computed, idle):
         for param in step._slots.trainable:
             param.grad = torch.zeros(2)  # as the reducer leaves it on every group
-        step._assign(step._nothing.unpack(extra))
+        step.update(SimpleNamespace(step=1, tokens=torch.ones(2), extra=extra))
         assert [param.grad is None for param in step._slots.trainable] == [False, False, True]
         assert step._slots.expert_loads[0].tolist() == [3.0, 4.0]
 
@@ -53,7 +55,7 @@ def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path,
     def start(content, *excluded):
         group = MagicMock()
         group._trainer.dataloader = create_autospec(SlotSource, instance=True)
-        group._trainer.dataloader.fingerprint.return_value = content
+        group._trainer.dataloader.fingerprint.return_value, group._trainer.dataloader.largest_id = content, 0
         group._trainer.config.checkpoint.exclude_from_loading = excluded
         group._trainer.context.run_dir = tmp_path
         return SlotComputer._opened_source(group)

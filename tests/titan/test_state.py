@@ -65,7 +65,7 @@ def test_a_snapshot_is_shared_among_the_groups_that_have_the_state():
     """A group that is still healing has no part to give, and the snapshot could not be restored without that part."""
     one, fields = MagicMock(), dict.fromkeys(Commit.__dataclass_fields__, 0)
     Snapshots.committed(one, Commit(**fields | {"groups": (0, 1, 2), "able": (0, 2)}), {}, dict)
-    (told,) = one._copier.committed.call_args_list
+    (told,) = one.copier.committed.call_args_list
     assert told.args[2] == (0, 2)
 
 
