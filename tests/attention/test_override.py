@@ -147,13 +147,18 @@ def test_a_model_has_one_mask_on_every_path_and_with_every_kernel(name, monkeypa
         torch.testing.assert_close(slope, slopes[0], rtol=1e-6, atol=1e-6 * slopes[0].abs().max().item())
 
 
-def test_a_window_to_the_left_and_to_the_right_means_the_same_on_the_explicit_path():
+def test_a_window_to_the_left_and_to_the_right_shows_just_that_of_a_document():
     starts = torch.tensor([0, 40, 64, 70, 2 * L])
+    documents = [[0] * 40 + [1] * 24, [2] * 6 + [3] * 58]
     for window in [(-1, 0), (5, 0), (-1, -1), (3, 5), (-1, 5)]:
         inner = override.CheckedVarlenAttention(VarlenAttention.Config(window_size=window))
         visible = inner._visible(torch.zeros(2, L, 1, 8), {"attention_masks": VarlenMetadata(starts, starts, 40, 40)})
         seen = visible.block(0, L, 0, L, batch=2, heads=1, device=starts.device)
-        assert seen.equal(cpu_attention._document_mask(starts, (2, L), window)), window
+        back, ahead = (2 * L if size < 0 else size for size in window)
+        expected = [
+            [[ids[i] == ids[j] and i - back <= j <= i + ahead for j in range(L)] for i in range(L)] for ids in documents
+        ]
+        assert seen.squeeze(1).equal(torch.tensor(expected)), window
 
 
 @pytest.mark.parametrize("checkpointing", [None, FullAC.Config(), SelectiveAC.Config()], ids=["none", "full", "some"])

@@ -26,10 +26,10 @@ from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from everstep.attention import explicit, fused, operators
 from everstep.attention.guard import SMALL_STEP, Checks, Guard
 from everstep.attention.linear import linear, result_names
-from everstep.attention.masks import Visible, documents_of
+from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
 from everstep.titan import cpu, private
-from everstep.titan.cpu_attention import MatrixMask
+from everstep.titan.cpu_attention import MatrixMask, visible_in
 
 
 class _CheckedProjection:
@@ -175,14 +175,7 @@ class CheckedVarlenAttention(_CheckedInner, VarlenAttention):
     reads = torch.bfloat16
 
     def _visible(self, q_BLNH: torch.Tensor, masks: dict[str, Any]) -> Visible:
-        left, right = self.window_size
-        metadata: VarlenMetadata = masks["attention_masks"]
-        return Visible(
-            causal=right == 0,
-            window=None if left < 0 else left,
-            documents=documents_of(metadata.cu_seq_q, *q_BLNH.shape[:2]),
-            mod=(lambda b, h, i, j: j - i <= right) if right > 0 else None,
-        )
+        return visible_in(masks["attention_masks"], q_BLNH.shape[:2], self.window_size)
 
 
 class CheckedScaledDotProductAttention(_CheckedInner, ScaledDotProductAttention):

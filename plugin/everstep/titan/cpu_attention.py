@@ -7,15 +7,16 @@ of a few hundred tokens. If a model also needs lse (for attention sinks), scores
 Shape suffixes, as torchtitan's: B batch, L positions, N heads, H head dimension; S positions of keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
+from everstep.attention.masks import Visible, documents_of
 from everstep.foreign import replace
 from everstep.titan import private
 
@@ -50,11 +51,7 @@ def matrix_mask(
 ) -> MatrixMask:
     """Make a MatrixMask, in place of torch's `create_block_mask`. blocks: sizes for a kernel; they are ignored."""
     sizes = batch or 1, heads or 1, queries, keys
-    b, h, i, j = (
-        torch.arange(size, device=device).view([-1 if at == place else 1 for at in range(4)])
-        for place, size in enumerate(sizes)
-    )
-    seen = mask_mod(b, h, i, j).expand(sizes)
+    seen = _seen(Visible(causal=False, mod=mask_mod), sizes, device)
     one = torch.ones(*sizes[:2], 1, dtype=torch.int32, device=device)
     mask = MatrixMask.from_kv_blocks(
         one,
@@ -64,8 +61,16 @@ def matrix_mask(
         seq_lengths=(queries, keys),
         compute_q_blocks=False,
     )
-    mask.seen = None if torch.equal(seen, (j <= i).expand(sizes)) else seen
+    mask.seen = None if seen.equal(torch.ones_like(seen).tril()) else seen
     return mask
+
+
+def _seen(visible: Visible, sizes: Sequence[int], device: Any) -> torch.Tensor:
+    """Return a mask with at least one rule as a matrix, expanded to `sizes`: B, N, L and S."""
+    batch, heads, queries, keys = sizes
+    seen = visible.block(0, queries, 0, keys, batch=batch, heads=heads, device=device)
+    assert seen is not None
+    return seen.expand(*sizes)
 
 
 def attend(
@@ -119,31 +124,28 @@ def forward(
         raise NotImplementedError("score_mod of FlexAttention is not computed on a CPU: it needs an accelerator")
     with spmd.no_typecheck():
         if isinstance(attention_masks, VarlenMetadata):
-            seen = _document_mask(attention_masks.cu_seq_q, q_BLNH.shape[:2], self.window_size)
+            rows, length = q_BLNH.shape[:2]
+            visible = visible_in(attention_masks, q_BLNH.shape[:2], self.window_size)
+            seen = _seen(visible, (rows, 1, length, length), q_BLNH.device)
         elif isinstance(attention_masks, MatrixMask):
             seen = attention_masks.seen
         else:  # a part of a mask, since context parallelism splits rows among ranks
             sizes = *attention_masks.kv_num_blocks.shape[:2], q_BLNH.shape[1], k_BLNH.shape[1]
-            seen = create_mask(attention_masks.mask_mod, *sizes, device=str(q_BLNH.device))
+            seen = _seen(Visible(causal=False, mod=attention_masks.mask_mod), sizes, q_BLNH.device)
         return attend(q_BLNH, k_BLNH, v_BLNH, seen, scale, out_transform)
 
 
-def _document_mask(starts: torch.Tensor, shape: torch.Size, window: tuple[int, int]) -> torch.Tensor:
-    """Return the mask [B, 1, L, L] of packed rows: true where a query sees a key.
+def visible_in(packed: VarlenMetadata, shape: torch.Size, window: tuple[int, int]) -> Visible:
+    """Return the rules of the mask of packed rows.
 
     Args:
-        starts: `cu_seq_q`: token numbers where documents begin in the packed rows, and where the last one ends.
         shape: B, L.
         window: `window_size` of VarlenAttention.Config: positions seen back and ahead; below 0: all.
     """
-    rows, length = shape
-    token = torch.arange(rows * length, device=starts.device).view(rows, length)
-    document = torch.bucketize(token, starts, right=True)
-    distance = token[:, :, None] - token[:, None, :]
     back, ahead = window
-    seen = document[:, :, None] == document[:, None, :]
-    if back >= 0:
-        seen &= distance <= back
-    if ahead >= 0:
-        seen &= distance >= -ahead
-    return seen.unsqueeze(1)
+    return Visible(
+        causal=ahead == 0,
+        window=None if back < 0 else back,
+        documents=documents_of(packed.cu_seq_q, *shape),
+        mod=(lambda b, h, i, j: j - i <= ahead) if ahead > 0 else None,
+    )
