@@ -49,11 +49,9 @@ class RoundState(TrainingState):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._settings: SemiSync = trainer.config.semi_sync
-        live = self.live()
-        self._live_params = {name: t.detach() for name, t in live.items() if name.startswith(PARAM)}
-        self._live_balances = {name: t for name, t in live.items() if name.startswith("buffer/")}
-        self._global = {name: torch.empty_like(t) for name, t in self._live_params.items()}
-        self._balances = {name: torch.empty_like(t) for name, t in self._live_balances.items()}
+        self._live = {name: t.detach() for name, t in self.live().items() if not name.startswith(OPTIMIZER)}
+        self._global = {name: torch.empty_like(t) for name, t in self._live.items()}
+        self._balanced = [name for name in self._live if not name.startswith(PARAM)]
         self._trained = [f"{PARAM}{name}" for name, param in self.parameters.items() if param.requires_grad]
         fragment = fragments_of(self._trained, self._settings.fragments)
         self.fragments = [[at for at, f in enumerate(fragment) if f == p] for p in range(self._settings.fragments)]
@@ -68,7 +66,7 @@ class RoundState(TrainingState):
     @property
     def in_model(self) -> list[torch.Tensor]:
         """This rank's parts of the trained parameters as the model has them now, in the model's order."""
-        return [local(self._live_params[name]) for name in self._trained]
+        return [local(self._live[name]) for name in self._trained]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -84,11 +82,11 @@ class RoundState(TrainingState):
     def balances(self) -> list[torch.Tensor]:
         """This rank's parts of the model's persistent buffers as they are now: biases of experts, which no optimizer
         changes. Every round synchronises all of them: each becomes its mean over the workers."""
-        return [local(tensor) for tensor in self._live_balances.values()]
+        return [local(self._live[name]) for name in self._balanced]
 
     def set_balances(self, flat: torch.Tensor) -> None:
         """Set the global balances to the values of `flat`: float64 [n], all balances concatenated."""
-        spread(flat, self._balances.values())
+        spread(flat, [self._global[name] for name in self._balanced])
 
     def fragment_of(self, round_: int) -> list[int]:
         """Return the indices in `trained` of the parameters that a round synchronises."""
@@ -99,7 +97,7 @@ class RoundState(TrainingState):
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the model and optimizer that a worker's own state consists of, by name."""
         own = {name: t for name, t in self.live().items() if name.startswith(OPTIMIZER)}
-        return own | ({name: self._live_params[name] for name in self._trained} if self._keeps_params else {})
+        return own | ({name: self._live[name] for name in self._trained} if self._keeps_params else {})
 
     @property
     def own_bytes(self) -> int:
@@ -117,7 +115,7 @@ class RoundState(TrainingState):
 
         The fragment that `round_` synchronised becomes α × the worker's parameters + (1 − α) × the global ones.
         """
-        _copy(self._live_params.values(), self._global.values())
+        _copy(self._live.values(), self._global.values())
         _unpack(own, self._own().values())
         live = self.in_model
         merged = [live[at] for at in self.fragment_of(round_)]
@@ -130,8 +128,7 @@ class RoundState(TrainingState):
     @torch.no_grad()
     def use_global(self) -> None:
         """Set the model to the global parameters, and the learning rate to the trainer's step."""
-        _copy(self._live_params.values(), self._global.values())
-        _copy(self._live_balances.values(), self._balances.values())
+        _copy(self._live.values(), self._global.values())
         self.set_schedules({"last_epoch": self._counters.step})
 
     # What all groups have
@@ -140,7 +137,8 @@ class RoundState(TrainingState):
         """Note that the global parameters are now those after `round_`, with `history`. Drop marks not needed now."""
         trained = self.trained
         synchronised = [trained[at] for at in self.fragment_of(round_)]
-        self.marks[round_] = Mark(history, packed([*synchronised, *self._balances.values()]))
+        synchronised += [self._global[name] for name in self._balanced]
+        self.marks[round_] = Mark(history, packed(synchronised))
         oldest = round_ - REMEMBERED
         self.marks = {known: mark for known, mark in self.marks.items() if oldest <= known <= round_}
 
@@ -151,11 +149,10 @@ class RoundState(TrainingState):
     @torch.no_grad()
     def set_global(self) -> None:
         """Take the model's parameters and balances as the global ones, as after loading a checkpoint."""
-        _copy(self._global.values(), self._live_params.values())
-        _copy(self._balances.values(), self._live_balances.values())
+        _copy(self._global.values(), self._live.values())
 
     def handed_over(self) -> dict[str, torch.Tensor]:
-        return {**self._global, **self._balances, **self.outer}
+        return {**self._global, **self.outer}
 
     def serve(self, blobs: dict[str, bytes]) -> HealState:
         """See `TrainingState.serve`. The marks are included, which a joiner needs to take over workers."""
