@@ -190,8 +190,11 @@ class DiskCheckpoints:
 
     def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
         """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
-        training goes on, but for the `last` one CheckpointException is raised. `commit` is the number for events."""
+        training goes on, but for the `last` one, of the run or of this start of it, CheckpointException is raised.
+        `commit` is the number for events."""
         self._files.beat("checkpoint", commit)
+        if last and self._trainer.should_continue_training():  # to resume, the run needs more than the model
+            self._manager.last_save_model_only = self._manager.last_save_in_hf = False
         is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.on_complete` tells of the last
         tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
         try:
@@ -234,14 +237,6 @@ class DiskCheckpoints:
         if not self._config.enable or self._config.load_only:
             return False
         return self._trainer.should_continue_training() or not getattr(self._manager, "last_save_model_only", True)
-
-    def save_last(self, step: int, commit: int, *, goes_on: bool) -> None:
-        """Write the last checkpoint of the run, or of this start of it if the run `goes_on` later."""
-        if goes_on and self._config.enable:
-            # To resume, a run needs more than the model.
-            self._manager.last_save_model_only = False
-            self._manager.last_save_in_hf = False
-        self.save(step, commit, last=True)
 
 
 def _room(folder: str) -> str:

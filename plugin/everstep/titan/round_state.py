@@ -49,7 +49,8 @@ class RoundState(TrainingState):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._settings: SemiSync = trainer.config.semi_sync
-        self._live = {name: t.detach() for name, t in self.live().items() if not name.startswith(OPTIMIZER)}
+        live = super().handed_over()
+        self._live = {name: t.detach() for name, t in live.items() if not name.startswith(OPTIMIZER)}
         self._global = {name: torch.empty_like(t) for name, t in self._live.items()}
         self._balanced = [name for name in self._live if not name.startswith(PARAM)]
         self._trained = [f"{PARAM}{name}" for name, param in self.parameters.items() if param.requires_grad]
@@ -96,7 +97,7 @@ class RoundState(TrainingState):
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the model and optimizer that a worker's own state consists of, by name."""
-        own = {name: t for name, t in self.live().items() if name.startswith(OPTIMIZER)}
+        own = {name: t for name, t in super().handed_over().items() if name.startswith(OPTIMIZER)}
         return own | ({name: self._live[name] for name in self._trained} if self._keeps_params else {})
 
     @property

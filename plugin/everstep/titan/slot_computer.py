@@ -134,12 +134,8 @@ class SlotComputer:
         self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
 
     def _seed(self, step: int, slot: int) -> None:
-        """Seed the random numbers of a slot. `torch.manual_seed` would take 0.2 ms: without an accelerator it records a
-        stack trace, in case an accelerator is initialized later."""
-        seed = slot_seed(self.seed, step, slot, self.source.dp_rank)
-        torch.default_generator.manual_seed(seed)
-        if self._trainer.device.type != "cpu":
-            torch.get_device_module(self._trainer.device).manual_seed(seed)
+        """Seed the random numbers of a slot."""
+        torch.manual_seed(slot_seed(self.seed, step, slot, self.source.dp_rank))
 
     def hold_nothing(self, slot: int) -> None:
         """Hold a slot as if it had been computed, with no tokens, loss or gradient."""
@@ -172,8 +168,7 @@ class SlotComputer:
         loss = torch.zeros(self.number, dtype=torch.float64, device=device)
         for slot, count in self._tokens.items():
             tokens[slot] = count
-        for slot, value in self._losses.items():
-            loss[slot] = value
+            loss[slot] = self._losses[slot]
         if dims.dp_enabled:
             tokens = dist_utils.dist_sum_tensor(tokens.to(device), dims.get_mesh("batch"))
         if dims.dp_cp_enabled:

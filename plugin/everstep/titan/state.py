@@ -73,9 +73,9 @@ class TrainingState:
                     if "step" in state:
                         state["step"].zero_()
 
-    def live(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parameters, persistent buffers and optimizer state by name. Optimizer state is looked up
-        at every call, as loading a checkpoint replaces its tensors."""
+    def handed_over(self) -> dict[str, torch.Tensor]:
+        """Return by name the tensors that a joiner takes over: this rank's parameters, persistent buffers and optimizer
+        state. Optimizer state is looked up at every call, as loading a checkpoint replaces its tensors."""
         named = dict(self._in_model)
         for optimizer in self._optimizers:
             for param, state in optimizer.state.items():
@@ -84,10 +84,6 @@ class TrainingState:
                     if isinstance(value, torch.Tensor):
                         named[f"optimizer/{name}/{key}"] = value
         return named
-
-    def handed_over(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a joiner takes over, by name."""
-        return self.live()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:

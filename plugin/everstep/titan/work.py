@@ -250,7 +250,7 @@ class TrainerWork(ABC):
 
     def save_last(self) -> None:
         """Called on one group: write the last checkpoint of the run, or of this start."""
-        self._disk.save_last(self._trainer.step, self.committed, goes_on=self.goes_on())
+        self._disk.save(self._trainer.step, self.committed, last=True)
 
     def close(self, *, leaves: bool) -> None:
         """Tell that this group makes no more steps: it was asked to leave (`leaves`), or the run is over. After
