@@ -32,7 +32,6 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(_DURATIONS, Annotated[float, Field(ge=0, le=1e11)] | None),
     **dict.fromkeys(("loss", "grad_norm", "lr"), Number | None),
     "metrics": dict[str, Number],
-    "inner_losses": list[Number],
     "bits": dict[Annotated[str, Field(pattern=r"^[0-9]{1,19}$")], str],
     "groups": list[Group] | Annotated[int, Field(ge=1, le=MOST_GROUPS)] | None,
     **dict.fromkeys(("tokens", "overhead", "rate", "pace"), Annotated[float, Field(ge=0)] | None),

@@ -40,7 +40,7 @@ from everstep.titan.group import all_in_group, gather_json, least_in_group, sum_
 from everstep.titan.parts import WORKERS, Parts
 from everstep.titan.round_state import RoundState, packed
 from everstep.titan.slot_computer import OPTIMIZER_SLOT
-from everstep.titan.tally import RoundSums, flat
+from everstep.titan.tally import flat
 from everstep.titan.work import TrainerWork
 
 OWN = "own"
@@ -87,13 +87,11 @@ class Rounds(TrainerWork):
             nbytes=state.own_bytes,
             token=run.token,
         )
-        self._held: dict[int, tuple[RoundSums, bytes]] = {}
-        """Worker -> the sums of its round, and this rank's part of its own state after the round."""
+        self._held: dict[int, tuple[float, float, torch.Tensor, bytes]] = {}
+        """Worker -> its round's valid tokens, the sum of their losses, and this rank's parts of the balances and of the
+        worker's own state after the round."""
         self._refused: set[int] = set()
         """Workers with an optimizer step that was refused twice, in this round or in a round that was made again."""
-        by_step = torch.zeros(self._steps, dtype=torch.float64)
-        self._nothing = RoundSums(by_step, by_step, torch.zeros_like(flat(state.balances)))
-        """The sums of a group that holds no worker, which are all 0."""
         self._changed = [torch.zeros_like(param) for param in slots.trainable]
         """The parameter changes of all workers held in this round, summed; with exact sums, of the current worker."""
         self._round_s = 0.0
@@ -116,7 +114,8 @@ class Rounds(TrainerWork):
         try:
             self._take_up(round_, worker, check_all=check_all)
             tokens, loss = self._inner_steps(round_, worker, check_all=check_all)
-            self._held[worker] = RoundSums(tokens, loss, flat(self.state.balances)), self.state.own_state()
+            sums = float(tokens.sum()), float(loss.sum())
+            self._held[worker] = *sums, flat(self.state.balances), self.state.own_state()
         finally:
             self.state.use_global()
         self._offer(round_)
@@ -247,15 +246,13 @@ class Rounds(TrainerWork):
         return frozenset(self._refused)
 
     def results(self) -> SlotSums:
-        """Return tokens and losses by worker; in `extra` balances and sums by inner step, of all held workers."""
+        """Return tokens and losses by worker; in `extra` the sum of the balances of all held workers."""
         tokens, loss = torch.zeros(2, self.shares, dtype=torch.float64)
-        further = self._nothing.pack()
-        for worker, (made, _) in self._held.items():
-            tokens[worker], loss[worker] = made.tokens.sum(), made.loss.sum()
-            further += made.pack()
-        sums = self._nothing.unpack(further)
-        sums = RoundSums(sums.tokens, exact.rounded(sums.loss), exact.rounded(sums.balances))
-        return SlotSums(tokens, loss, sums.pack(), frozenset(self._held))
+        balances = torch.zeros_like(flat(self.state.balances))
+        for worker, (valid, its_loss, made, _) in self._held.items():
+            tokens[worker], loss[worker] = valid, its_loss
+            balances += made
+        return SlotSums(tokens, loss, exact.rounded(balances), frozenset(self._held))
 
     def discard(self) -> None:
         """Drop all results of the round in progress."""
@@ -279,17 +276,15 @@ class Rounds(TrainerWork):
             [local(grad) for at in places if (grad := self._slots.trainable[at].grad) is not None],
             [momentum[at] for at in places] if momentum else [],
         )
-        sums = self._nothing.unpack(commit.extra)
-        self.state.set_balances(sums.balances / self.shares)
+        self.state.set_balances(commit.extra / self.shares)
         self.state.add_mark(commit.step, commit.history)
-        for worker, (_, own) in self._held.items():
+        for worker, (*_, own) in self._held.items():
             self.store.hold(self.state.key(worker, commit.step), own)
         self.state.use_global()
         self._keep(commit.step)
         saved, self._counted_saved = self._counted_saved, self.store.copied_bytes
         sent, self._counted_sent = self._counted_sent, self._trainer.participation.column.payload_bytes
         return float(norm), {
-            "inner_losses": (sums.loss / sums.tokens).tolist(),
             "inner_steps": self._steps,
             "payload_bytes": self._counted_sent - sent,
             "kept_bytes": self._counted_saved - saved,

@@ -1,10 +1,9 @@
-"""Named fields for `step.interfaces.SlotSums.extra`, the sums that a tally carries besides tokens and losses.
-
-Each group sends its own values, and a commit has their sums over all groups.
+"""What `step.interfaces.SlotSums.extra` carries: the sums of a tally besides tokens and losses. Each group sends its
+own values, and a commit has their sums over all groups. Those of a semi-synchronous round are the experts' biases.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -13,21 +12,9 @@ from everstep.step.private import local
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Tensors that travel as one vector. Each is float64 [n] on the CPU, and its n never changes during a run."""
-
-    def pack(self) -> torch.Tensor:
-        """Return the fields, concatenated."""
-        return torch.cat([getattr(self, field.name) for field in fields(self)])
-
-    def unpack(self, vector: torch.Tensor) -> Self:
-        """Split what `pack` returned into fields of the same lengths as this object's. The fields are views."""
-        return type(self)(*vector.split([len(getattr(self, field.name)) for field in fields(self)]))
-
-
-@dataclass(frozen=True, slots=True)
-class StepSums(Sums):
-    """The extra sums of an optimizer step.
+class StepSums:
+    """The extra sums of an optimizer step, which travel as one vector. Each is float64 [n] on the CPU, and its n never
+    changes during a run.
 
     Attributes:
         loads: tokens of each expert, the layers concatenated.
@@ -39,19 +26,13 @@ class StepSums(Sums):
     reached: torch.Tensor
     statuses: torch.Tensor
 
+    def pack(self) -> torch.Tensor:
+        """Return the fields, concatenated."""
+        return torch.cat([self.loads, self.reached, self.statuses])
 
-@dataclass(frozen=True, slots=True)
-class RoundSums(Sums):
-    """The extra sums of a semi-synchronous round.
-
-    Attributes:
-        tokens, loss: valid tokens and the sum of their losses, by optimizer step of the round.
-        balances: the experts' biases after the workers' rounds, the layers concatenated.
-    """
-
-    tokens: torch.Tensor
-    loss: torch.Tensor
-    balances: torch.Tensor
+    def unpack(self, vector: torch.Tensor) -> Self:
+        """Split what `pack` returned into fields of the same lengths as this object's. The fields are views."""
+        return type(self)(*vector.split([len(self.loads), len(self.reached), len(self.statuses)]))
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
