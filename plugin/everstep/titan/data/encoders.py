@@ -50,8 +50,6 @@ def encoder_for(tokenizer: str) -> Encoder:
         )
     try:
         return _hugging_face(path)
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
     except Exception as error:
         # The package `tokenizers` raises a bare Exception for a file that it cannot parse.
         raise ValueError(f"the tokenizer in {path} cannot be loaded: {error}") from error
