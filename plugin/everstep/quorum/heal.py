@@ -20,7 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -218,7 +218,7 @@ class StateServer:
     def _talk(self, channel: wire.Channel) -> None:
         copy, schema = self._admit(channel.receive_frame())
         copy.views(0, min(1, copy.size))  # refuses before the answer if the host has no memory for the copy
-        channel.send_frame(asdict(schema))
+        channel.send_frame(schema)
         wire.serve_ranges(channel, copy)
 
     def _admit(self, request: dict[str, Any]) -> tuple[_Copy, _Schema]:
@@ -311,7 +311,7 @@ class Fetch:
                     if self._over:
                         return
                     self._channels.append(channel)
-                schema = typed.parse(_Schema, channel.ask(asdict(self._wanted)), "its answer")
+                schema = typed.parse(_Schema, channel.ask(self._wanted), "its answer")
                 if (schema.of, schema.tensors) != (self._wanted, self._described):
                     other = [tensor for tensor in schema.tensors if tensor not in self._described]
                     raise UnfitError(f"it offers {schema.of}; its tensors that this rank does not have: {other[:3]}")

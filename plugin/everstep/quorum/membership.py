@@ -11,7 +11,7 @@ heartbeat timeout, the heartbeat thread ends the request that waits for it, whic
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -55,7 +55,7 @@ class GateConnection:
         self.address = ""
         """`http://host:port` of the lighthouse that is asked now or was asked last."""
 
-    def ask(self, address: str, message: dict[str, Any], timeout: timedelta) -> dict[str, Any]:
+    def ask(self, address: str, message: GateMessage, timeout: timedelta) -> dict[str, Any]:
         """Send a message to the lighthouse at `address` and return the answer. Raises WireError."""
         try:
             channel = self._channel if address == self.address else None
@@ -133,7 +133,7 @@ class Membership:
         asked = GateMessage(self._replica, encode(request), max(0.001, (1 - SPARE) * timeout_s))
         address = self._published()
         try:
-            answer = self._asking.ask(address, asdict(asked), timedelta(seconds=timeout_s))
+            answer = self._asking.ask(address, asked, timedelta(seconds=timeout_s))
             if "failed" in answer:
                 raise QuorumUnavailable(str(answer["failed"]))
             members = answer["members"]
@@ -160,7 +160,7 @@ class Membership:
                 break
             address = self._published()
             try:
-                beat = asdict(GateMessage(self._replica, makes=self._makes))
+                beat = GateMessage(self._replica, makes=self._makes)
                 self.wanted = self._beating.ask(address, beat, self._timeout).get("wanted") is True
                 heard = time.monotonic()
             except wire.WireError:  # the next heartbeat says it again; no group waits at a lighthouse that is away

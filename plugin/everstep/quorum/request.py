@@ -7,10 +7,11 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from everstep.run import typed
 
@@ -86,7 +87,7 @@ class Request:
 
 def encode(request: Request) -> str:
     """Return a request as JSON text."""
-    return typed.dumps(asdict(request)).decode()
+    return to_json(request).decode()
 
 
 @functools.lru_cache(1024)

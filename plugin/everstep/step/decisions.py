@@ -5,8 +5,9 @@ what only it saw. Each decision is one collective of the group and carries its n
 different decisions, the group ends, instead of mixing the values of two decisions.
 """
 
-import json
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from everstep.quorum.errors import GroupBroken
 from everstep.quorum.ranks import GroupRanks
@@ -27,7 +28,7 @@ class Decisions:
         """
         self._taken += 1
         here = [self._taken, point]
-        said = [json.loads(each) for each in self._ranks.gather(json.dumps([here, mine]).encode())]
+        said = [from_json(each) for each in self._ranks.gather(to_json([here, mine]))]
         for rank, (there, _) in enumerate(said):
             if there != here:
                 raise GroupBroken(f"rank {rank} of this group is not at decision {self._taken}, '{point}'")

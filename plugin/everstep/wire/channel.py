@@ -2,7 +2,6 @@
 
 import bisect
 import contextlib
-import json
 import math
 import socket
 import struct
@@ -12,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidTag
+from pydantic_core import from_json, to_json
 
 from everstep.wire.sealing import TAG_BYTES, Sealer
 
@@ -76,9 +76,9 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def encoded(message: dict[str, Any]) -> bytes:
-    """Return a message as JSON bytes, for `send_frame`."""
-    return json.dumps(message, separators=(",", ":")).encode()
+def encoded(message: Any) -> bytes:
+    """Return a message, a dictionary or dataclass, as a JSON object in bytes, for `send_frame`."""
+    return to_json(message)
 
 
 class Channel:
@@ -179,7 +179,7 @@ class Channel:
         except InvalidTag:
             raise WireError(f"a record from {self.peer} was altered on the way") from None
 
-    def send_frame(self, message: dict[str, Any] | bytes) -> None:
+    def send_frame(self, message: Any) -> None:
         """Send a message, or its `encoded` bytes, so that a message to many peers is encoded only once."""
         body = message if isinstance(message, bytes) else encoded(message)
         if len(body) > FRAME_LIMIT_BYTES:
@@ -200,7 +200,7 @@ class Channel:
         body = bytearray(length)
         self._open(head, memoryview(sealed), [memoryview(body)])
         try:
-            message = json.loads(body)
+            message = from_json(body)
         except (ValueError, RecursionError) as error:
             raise WireError(f"{self.peer} sent a message that is not JSON") from error
         if not isinstance(message, dict):
@@ -209,7 +209,7 @@ class Channel:
             raise RefusedError(str(message["refused"]))
         return message
 
-    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, message: Any) -> dict[str, Any]:
         """Send a message and return the answer. Raises RefusedError with the peer's reason."""
         self.send_frame(message)
         return self.receive_frame()
