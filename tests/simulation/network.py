@@ -52,7 +52,7 @@ class Network:
 
     def __init__(self, scheduler: Scheduler, bulk_s: Callable[[], float], damaged: Callable[[], bool]) -> None:
         self.scheduler, self.bulk_s, self.damaged = scheduler, bulk_s, damaged
-        self.lost: Counter[Way] = Counter()
+        self.lost: dict[Way, int] = defaultdict(int)
         self.lost_since: dict[Way, float] = {}
         self.closed: Counter[Way] = Counter()
         """Ways on which no new connection can be made."""
@@ -165,7 +165,7 @@ class Network:
 
     def listen(self, port: int = 0, *, process: Process | None = None) -> Listener:
         """Listen at a port of the host of `process`, or of the running process."""
-        process = process or HERE.process()
+        process = process or HERE.scheduler.check()
         if not port:
             self.ports += 1
             port = self.ports
@@ -176,7 +176,7 @@ class Network:
 
     def connect(self, place: tuple[str, int], timeout: float) -> Socket:
         """Return a connection from the running process. Raises OSError."""
-        process, scheduler = HERE.process(), self.scheduler
+        process, scheduler = HERE.scheduler.check(), self.scheduler
         self.connected += 1
         ours, said = Socket(self, process), list[str]()
         there, back = (process.host, place[0]), (place[0], process.host)
@@ -321,7 +321,7 @@ class Socket(_Readable):
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         """Wait until `holds` is true. Raises what a socket raises."""
-        HERE.process()
+        HERE.scheduler.check()
         if self.closed:
             raise OSError("Bad file descriptor")
         if holds():
@@ -342,7 +342,7 @@ class Socket(_Readable):
 
     def recv(self, count: int, flags: int = 0) -> bytes:
         if flags & real_socket.MSG_DONTWAIT:
-            HERE.process()
+            HERE.scheduler.check()
             if self.closed:
                 raise OSError("Bad file descriptor")
             if not self.readable():
@@ -354,7 +354,7 @@ class Socket(_Readable):
     def recv_into(self, view: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         wanted = view.nbytes
         if len(self.inbox) >= wanted and not self.closed:
-            HERE.process()
+            HERE.scheduler.check()
             view[:] = self._take(wanted)
             return wanted
         try:
@@ -367,7 +367,7 @@ class Socket(_Readable):
         return len(data)
 
     def send(self, data: bytes | memoryview) -> int:
-        HERE.process()
+        HERE.scheduler.check()
         if self.closed or self.shut or self.broken or self.peer is None:
             raise BrokenPipeError("Broken pipe")
         network, peer, data = self.network, self.peer, bytes(data)
@@ -452,7 +452,7 @@ def getaddrinfo(host: str, port: int, **options: Any) -> list[tuple[Any, ...]]:
 
 
 def gethostname() -> str:
-    return HERE.process().host
+    return HERE.scheduler.check().host
 
 
 _CONSTANTS = {name: value for name, value in vars(real_socket).items() if name.isupper()}

@@ -30,14 +30,17 @@ class Checked:
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
-    def seal(self, head: bytes, views: Sequence[memoryview]) -> bytes:
-        body = b"".join(views)
+    def _tag(self, record: bytes) -> bytes:
         self._count += 1
-        return head + body + xxhash.xxh3_128(self._key + self._count.to_bytes(8, "little") + head + body).digest()
+        return xxhash.xxh3_128(self._key + self._count.to_bytes(8, "little") + record).digest()
+
+    def seal(self, head: bytes, views: Sequence[memoryview]) -> bytes:
+        record = head + b"".join(views)
+        return record + self._tag(record)
 
     def open(self, head: bytes, sealed: memoryview, into: Sequence[memoryview]) -> None:
         body = sealed[:-16]
-        if self.seal(head, [body]) != head + bytes(sealed):
+        if self._tag(head + body) != sealed[-16:]:
             raise InvalidTag
         for view in into:
             view[:], body = body[: view.nbytes], body[view.nbytes :]

@@ -108,7 +108,9 @@ class Signal:
     def fire(self, scheduler: "Scheduler") -> None:
         waiters, self.waiters = self.waiters, []
         for task, token in waiters:
-            scheduler.call_in(scheduler.random.random() * LATENCY_S, scheduler._resume, task, token)
+            latency_s = scheduler.random.random() * LATENCY_S
+            if token == task.token:  # else it has stopped waiting
+                scheduler.call_in(latency_s, scheduler._resume, task, token)
 
 
 class Scheduler:
@@ -150,10 +152,11 @@ class Scheduler:
         self._heap.clear()
 
     def _resume(self, task: Task, token: int) -> None:
-        if task.done or token != task.token or not task.process.alive:
+        process = task.process
+        if token != task.token or task.done or not process.alive:
             return
-        if task.process.stopped_until > self.now:
-            self.call_at(task.process.stopped_until, self._resume, task, token)
+        if process.stopped_until > self.now:
+            self.call_at(process.stopped_until, self._resume, task, token)
             return
         self.current = task
         if task.waits is not None:
@@ -198,14 +201,11 @@ class Scheduler:
 
     def wait(self, signal: Signal, holds: Callable[[], bool], timeout: float) -> bool:
         """Wait for `holds`, called whenever `signal` fires. Return whether it was true within `timeout` seconds."""
-        if holds():
-            self.check()
-            return True
+        held, task = holds(), self.current
         self.check()
-        task = self.current
+        if held or timeout <= 0:
+            return held
         assert task is not None
-        if timeout <= 0:
-            return False
         deadline = self.now + max(timeout, TICK_S)
         task.token += 1
         if timeout < FOR_EVER_S:

@@ -60,7 +60,7 @@ class LighthouseServer:
     def __init__(
         self, *, bind: str, min_replicas: int, join_timeout_ms: int, quorum_tick_ms: int, heartbeat_timeout_ms: int
     ) -> None:
-        process = HERE.process()
+        process = HERE.scheduler.check()
         waits_s = (ms / 1000 for ms in (join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms))
         process.inner = Inner(Lighthouse(Options(min_replicas, *waits_s)), process)
 
@@ -72,10 +72,10 @@ class LighthouseClient:
     """Replaces `torchft.coordination.LighthouseClient`, in the process of the lighthouse."""
 
     def __init__(self, address: str, connect_timeout: timedelta) -> None:
-        self._inner: Inner = HERE.process().inner
+        self._inner: Inner = HERE.scheduler.check().inner
 
     def heartbeat(self, replica_id: str, timeout: timedelta) -> None:
-        HERE.process()
+        HERE.scheduler.check()
         self._inner.rules.heartbeat(HERE.scheduler.now, replica_id)
 
     def quorum(self, replica_id: str, timeout: timedelta) -> Any:
@@ -173,10 +173,11 @@ class Communicator:
     on_device = False
 
     def __init__(self, backend: str, store: Prefix, rank: int, size: int, timeout: timedelta) -> None:
-        self.process, self.network = HERE.process(), HERE.network
+        self.process, self.network = HERE.scheduler.check(), HERE.network
         self.host, self.rank, self.size = self.process.host, rank, size
         self._store, self._timeout_s = store, timeout.total_seconds()
         self.members: dict[int, Communicator] = {}
+        self.others: list[Communicator] = []
         self.linked: set[int] = set()
         self.gone: set[int] = set()
         self.parts: dict[int, dict[int, Any]] = defaultdict(dict)
@@ -189,10 +190,6 @@ class Communicator:
     def tells(self, other: Communicator, what: Any) -> None:
         """Have `what` called at another member, after all that this member told it before."""
         self.network.carry((self.host, other.host), what, self._flows[other.rank])
-
-    @property
-    def others(self) -> list[Communicator]:
-        return [member for rank, member in sorted(self.members.items()) if rank != self.rank]
 
     # Connecting
 
@@ -212,6 +209,7 @@ class Communicator:
 
     def learns(self, members: dict[int, Communicator]) -> None:
         self.members = members
+        self.others = [member for rank, member in sorted(members.items()) if rank != self.rank]
         for other in self.others:
             way = self.host, other.host
             if not (self.network.closed[way] or self.network.closed[way[::-1]]):
@@ -313,7 +311,9 @@ class Work:
             HERE.judge.violate("sums paired", f"{among.process.name}: {[_form(part) for part in ordered]}")
             raise RuntimeError("parts of different sums")
         if isinstance(self._tensor, torch.Tensor):
-            self._tensor.copy_(torch.stack(ordered).sum(0))
+            self._tensor.copy_(ordered[0])
+            for part in ordered[1:]:
+                self._tensor.add_(part)
         else:
             self._tensor.take(ordered)
 

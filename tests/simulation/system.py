@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from simulation.scheduler import Process, Scheduler, Signal
+from simulation.scheduler import Scheduler, Signal
 
 
 class System:
@@ -27,17 +27,13 @@ class System:
         self.room: Callable[[], bool] = lambda: True
         """Returns whether a host has memory for a copy."""
 
-    def process(self) -> Process:
-        """Return the process whose thread runs. Raises Killed if it is dead."""
-        return self.scheduler.check()
-
 
 HERE = System()
 
 
 def monotonic() -> float:
-    process = HERE.process()
-    return HERE.scheduler.now + process.clock_s
+    scheduler = HERE.scheduler
+    return scheduler.now + scheduler.check().clock_s
 
 
 def sleep(seconds: float) -> None:
@@ -71,7 +67,7 @@ class Thread:
 
     def start(self) -> None:
         self._begun = True
-        HERE.scheduler.spawn(HERE.process(), self._run).thread = self
+        HERE.scheduler.spawn(HERE.scheduler.check(), self._run).thread = self
 
     def _run(self) -> None:
         self.run()
@@ -111,16 +107,12 @@ class Lock:
         self._held = True
         return True
 
-    def release(self) -> None:
+    def release(self, *raised: object) -> None:
         self._held = False
         if self._freed.waiters:
             self._freed.fire(HERE.scheduler)
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *raised: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
 class Condition(Lock):

@@ -77,6 +77,7 @@ class SimWork:
     def __init__(self, world: World, rank: Rank) -> None:
         self._world, self.rank, self.judge = world, rank, world.judge
         self._memory = torch.zeros(STATE_WORDS, dtype=torch.int64)
+        self._words = self._memory.numpy()
         self.state = START
         self.has_state = False
         self.gradient: Counter[tuple[int, int]] = Counter()
@@ -165,10 +166,9 @@ class SimWork:
     def results(self) -> SlotSums:
         slots = self._world.plan.slots
         self._together("results")
-        tokens = torch.zeros(slots, dtype=torch.float64)
         step = self.state.step + 1
-        for slot in sorted(self.done):
-            tokens[slot] = tokens_of(step, slot)
+        counts = [tokens_of(step, slot) if slot in self.done else 0.0 for slot in range(slots)]
+        tokens = torch.tensor(counts, dtype=torch.float64)
         extra = torch.tensor([float(len(self.done))], dtype=torch.float64)
         return SlotSums(tokens, tokens * 0.5, extra, frozenset(self.done))
 
@@ -202,8 +202,8 @@ class SimWork:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        self._memory[:] = state.history
-        self._memory[:4] = torch.tensor([state.step, state.history, state.way, state.flipped])
+        self._words[:] = state.history
+        self._words[:4] = state.step, state.history, state.way, state.flipped
 
     def serve(self) -> Any:
         self._world.scheduler.check()

@@ -259,7 +259,8 @@ class World:
     def seen_at(self, host: str, when: float | None = None) -> float:
         """Return the time as of which a host sees the run directory, now or at time `when`."""
         when = self.scheduler.now if when is None else when
-        return when - max((late_s for until, late_s in self.lags[host] if when < until), default=0.0)
+        lags = self.lags.get(host, ())
+        return when - max((late_s for until, late_s in lags if when < until), default=0.0) if lags else when
 
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
         self.costs[kind] += 1
