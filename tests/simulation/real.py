@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 from cryptography.exceptions import InvalidTag
 
+from everstep.step import attempt
 from simulation import network, services, system
 
 ROOMS = ("everstep.quorum", "everstep.wire")
@@ -102,4 +103,5 @@ membership = load("everstep.quorum.membership")
 process_group = load("everstep.quorum.process_group")
 heal = load("everstep.quorum.heal")
 heal.PIECE_BYTES = network.BULK_BYTES  # a state has two such pieces, so it comes from two groups
+attempt.room_for = network.memory.room_for  # the step protocol itself is not loaded again
 process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)
