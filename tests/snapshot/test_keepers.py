@@ -29,6 +29,7 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
         run.take(1, coded=False)
         run.kill_keeper(0)
         monkeypatch.setattr(keeper, "GONE_S", 0.1)
+        monkeypatch.setattr(keeper, "EMPTY_S", 0.0)
         it = keeper.Keeper(run.run_dir, run.segment(0), "127.0.0.1", run.settings_of(0))
         try:
             assert it._reason_to_end() == ""
@@ -66,6 +67,9 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         assert [place.group for place in peers.read_records(tmp_path)] == [3]
         monkeypatch.setattr(peers, "ask", lambda *asked: {"pid": os.getpid()})
         assert keepers.find_keeper(tmp_path, 3, settings) is None, "no keeper of this version answers so"
+        assert keeps._reason_to_end() == ""
+        monkeypatch.setattr(keeper, "EMPTY_S", 0.0)
+        assert "nobody has used it" in keeps._reason_to_end(), "a start that failed leaves nothing to keep"
     finally:
         keeps._server.close()
 

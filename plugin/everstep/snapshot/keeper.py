@@ -4,7 +4,8 @@ Each run has one keeper per host. It runs in a separate session, so that no sign
 holds a lock, so that it is the only one. It verifies what trainers publish, codes parity with the keepers of other
 hosts, and answers requests over TCP from processes that have the run's token. It serves every buffer of its run in its
 segment, whichever groups run on the host now. It removes its segment and ends if it is told that the run is over or
-gets SIGTERM, if the run directory is gone or now has another run, or if nobody has used it for `keeper_ttl_s`.
+gets SIGTERM, if the run directory is gone or now has another run, or if nobody has used it for `keeper_ttl_s`, or for
+`EMPTY_S` while it holds nothing, as after a start that failed.
 
 A keeper that gets SIGKILL leaves its segment behind. The next keeper of the same run on this host adopts the segment.
 """
@@ -36,7 +37,7 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import opened, receive
 
-GONE_S = 20.0
+GONE_S, EMPTY_S = 20.0, 60.0
 HEARTBEAT_S = 0.5
 POLL_S = 0.05
 JOIN_S = 15.0
@@ -143,8 +144,9 @@ class Keeper:
         except OSError as error:
             log.warning("%s cannot be reached: %s", self.run_dir, error)
             self._seen_at = now
-        if now - self._used_at > self.settings.keeper_ttl_s:
-            return f"nobody has used it for {self.settings.keeper_ttl_s:g} s"
+        idle_s = now - self._used_at
+        if idle_s > self.settings.keeper_ttl_s or (idle_s > EMPTY_S and self.segment.is_empty()):
+            return f"nobody has used it for {idle_s:.0f} s"
         return ""
 
     def _talk(self, channel: wire.Channel) -> None:

@@ -95,6 +95,12 @@ class Segment:
         """Delete the directory. The memory of a file that a process has mapped is freed when that mapping ends."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def is_empty(self) -> bool:
+        """Whether the directory can be read and no group has a snapshot or worker's state in it."""
+        with contextlib.suppress(OSError):
+            return not any(file.stat().st_size for file in self.path.iterdir() if file.suffix != ".notes")
+        return False
+
     def drop(self, rank: int) -> None:
         """Delete all files of a rank. Their memory is freed once the trainer and the keeper end their mappings."""
         for path in self.path.glob(f"group-{self.group}.rank-{rank}.*"):
