@@ -16,12 +16,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common import attention as common_attention
-from torchtitan.models.common.attention import (
-    FlexAttention,
-    ScaledDotProductAttention,
-    VarlenAttention,
-    VarlenMetadata,
-)
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention, VarlenMetadata
 from torchtitan.trainer import Trainer
 
 from everstep.attention import compiled
