@@ -150,7 +150,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = (args.run_dir or Path(folder) / "run").resolve()
         command = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir)]
-        command += ["--groups", str(args.groups), "--steps", "1000000", "--lr_scheduler.total_steps", "10000"]
+        command += ["--groups", str(args.groups), "--steps", "1000000", "--lr_scheduler.total_steps", "1000000"]
         begin = time.monotonic()
         with subprocess.Popen([*command, "--snapshot.enable"], stdout=subprocess.DEVNULL) as run:
             try:

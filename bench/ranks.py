@@ -49,7 +49,7 @@ class Run:
         words = [sys.executable, "-m", "everstep.cli", "run", str(args.config), "--run-dir", str(run_dir)]
         words += ["--groups", str(groups), "--ranks-per-group", str(args.ranks)]
         words += ["--parallelism.tensor_parallel_degree", str(args.tensor_parallel), *SMALL]
-        words += ["--lr_scheduler.total_steps", "10000", "--steps", str(steps)]
+        words += ["--lr_scheduler.total_steps", "1000000", "--steps", str(steps)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=env)
         self.groups = {number: Group() for number in range(groups)}

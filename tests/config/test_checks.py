@@ -98,6 +98,11 @@ REFUSED = {
         OPTIMIZER + '{lr = "0.1"}\n',
         "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'",
     ),
+    "a schedule that ends before the run": (
+        GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),
+        "run.toml:5: [lr_scheduler] total_steps = 9 must be at least [training] steps = 10: after it the learning rate "
+        "falls below 0, or rises again (cosine)",
+    ),
     "an eps in quotes": (
         OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
         "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'",

@@ -24,7 +24,7 @@ SHAPES = {
     "bfloat16": {  # tied and frozen weights, no clipping, and the schedule ends
         "job": {"module": "exact_job", "config": "debugmodel"},
         "training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16", "max_norm": 1e9},
-        "lr_scheduler": {"warmup_steps": 1, "total_steps": 6},
+        "lr_scheduler": {"warmup_steps": 1, "total_steps": 8},
         "snapshot": {"enable": True},
     },
     "rounds": {"semi_sync": DILOCO, "training": {"global_batch_size": 6}, "checkpoint": {"interval": 8}},

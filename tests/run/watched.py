@@ -34,7 +34,7 @@ BASE = {
     },
     "optimizer": {"lr": 8e-4, "implementation": "fused"},
     # With a fixed number here, the curve does not depend on the number of steps of a run.
-    "lr_scheduler": {"warmup_steps": 5, "total_steps": 10_000},
+    "lr_scheduler": {"warmup_steps": 5, "total_steps": 1_000_000},
     "activation_checkpoint": {"mode": "none"},
     "data": {"source": "stdlib"},
     "fault_tolerance": {

@@ -217,6 +217,10 @@ def _training(config: Any) -> Iterator[Row]:
         "training.mixed_precision_param",
         '= "float32" must be "bfloat16" with gpt_oss, whose experts always compute in bfloat16',
     )
+    steps, total = config.training.steps, config.lr_scheduler.total_steps
+    goes_wrong = "after it the learning rate falls below 0, or rises again (cosine)"
+    short = f"= {total} must be at least [training] steps = {steps}: {goes_wrong}"
+    yield total is not None and total < steps, "lr_scheduler.total_steps", short
     for group in config.optimizer.param_groups:
         for key in ("lr", "eps"):
             value = group.optimizer_kwargs.get(key, 0.0)
