@@ -67,6 +67,8 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
         patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))
         disk.save(10, 10)
         manager.maybe_wait_for_saving()
+        with pytest.raises(OSError, match=f"last checkpoint was not written to {manager.folder}: OSError: .*No space"):
+            disk.save(10, 10, last=True)
     (tmp_path / "checkpoint" / "step-30").symlink_to("nowhere")
     for step in (20, 25, 30, 40):
         disk.save(step, step)

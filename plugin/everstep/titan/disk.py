@@ -171,13 +171,13 @@ class DiskCheckpoints:
         return (told[f"{TRAIN_STATE}.{HISTORY}"] or ledger.next_history(0, step, "restored")) == history
 
     def require_whole(self, step: int, history: int) -> None:
-        """Raise CheckpointException unless there is a complete checkpoint after this step of this history. Waits for it
+        """Raise OSError unless there is a complete checkpoint after this step of this history. Waits for it
         up to NAMING_S, as another group may be just renaming it. A collective of the group."""
         folder, end = Path(self._manager.folder) / f"step-{step}", time.monotonic() + NAMING_S
         while not (found := self._is_of(folder, step, history)) and time.monotonic() < end:
             time.sleep(POLL_S)
         if not all_in_group(found):
-            raise not_saved(f"{folder} lacks the states of some workers")
+            raise OSError(f"the last checkpoint is not complete: {folder} lacks the states of some workers")
 
     def read(self, folder: Path, into: dict[str, Any]) -> bool:
         """Load this rank's part of some entries of a checkpoint. Return False, with a warning, if that fails."""
@@ -190,8 +190,8 @@ class DiskCheckpoints:
 
     def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
         """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
-        training goes on, but for the `last` one, of the run or of this start of it, CheckpointException is raised.
-        `commit` is the number for events."""
+        training goes on, but for the `last` one, of the run or of this start of it, OSError is raised. `commit` is the
+        number for events."""
         self._files.beat("checkpoint", commit)
         if last and self._trainer.should_continue_training():  # to resume, the run needs more than the model
             self._manager.last_save_model_only = self._manager.last_save_in_hf = False
@@ -201,7 +201,8 @@ class DiskCheckpoints:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
         except CheckpointException as error:  # the same on all ranks of the group
             if last:
-                raise
+                reason = f"{cause_of(error)}{_room(self._manager.folder)}"
+                raise OSError(f"the last checkpoint was not written to {self._manager.folder}: {reason}") from None
             tell(error)
             return
         begun = self._manager.save_future if saved else None  # a manager that saves nothing lacks the attribute
