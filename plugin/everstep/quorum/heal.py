@@ -285,6 +285,11 @@ class Fetch:
             return ""
         return f"the state of step {self._wanted.step} could not be fetched: {'; '.join(self._reasons)}"
 
+    @property
+    def arrived(self) -> float:
+        """The part of the tensors that has arrived, from 0 to 1."""
+        return 1.0 - len(self._left) * PIECE_BYTES / max(self.nbytes, PIECE_BYTES)
+
     def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:
         """Fetch the state, if this host has memory for it besides what its other processes are about to use."""
         with room_for(self.nbytes) as has_room:

@@ -15,9 +15,9 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
    the same tally, with every slot exactly once and none refused, they commit. Otherwise the next attempt, a retry,
    keeps what the group holds.
 
-A group that has no state yet never makes the others wait. It adds zeros to the sums and keeps the summed gradients of
-each step. Once its state has arrived, it applies them in order, a few in each step. Until then it keeps the state it
-had.
+A group that joins and gets its state within SOON_S computes in its first step. Otherwise it never makes the others
+wait. It adds zeros to the sums and keeps the summed gradients of each step. Once its state has arrived, it applies them
+in order, a few in each step. Until then it keeps the state it had.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +43,10 @@ USUAL = 3
 AT_ONCE = 4
 """Commits that a group which heals applies in one step. The others wait for it in the last of these steps only, in
 which it has no more than so many left. If it applied all at once, it would be left out, and have to heal again."""
+
+SOON_S, AT_FIRST, POLL_S = 0.5, 0.4, 0.005
+"""The others wait for the state of a group that joins for SOON_S seconds at most, and never longer than SOON_S times
+the part that has arrived, or AT_FIRST if that is more. POLL_S: seconds between two looks."""
 
 T = TypeVar("T")
 
@@ -199,6 +203,7 @@ class StepProtocol:
         """Make the attempt; return its outcome and, if it failed, the reason."""
         try:
             self._connect(attempt.quorum)
+            self._heal_at_once(attempt)
             self._exchange_rows(attempt)
             self._compute(attempt)
             tally = self._sum(attempt)
@@ -276,6 +281,19 @@ class StepProtocol:
             addresses = [quorum.member(source).state_addresses[self.decisions.rank] for source in sources]
             fetch = self._state_server.fetch(addresses, quorum.state.step, quorum.state.history, self._work.serve())
             self._healing = Healing(sources, quorum.state, fetch)
+
+    def _heal_at_once(self, attempt: Attempt) -> None:
+        """If the state that this group began to fetch in this attempt arrives soon, take it over: the group then
+        computes in this step already. The others wait for its row meanwhile."""
+        healing, begun = self._healing, self._clock.now()
+        if healing is None or self.group not in attempt.quorum.sources:
+            return
+        fetch = healing.fetch
+        while not (fetch.state or fetch.error) and self._clock.now() < begun + SOON_S * max(AT_FIRST, fetch.arrived):
+            self._clock.sleep(POLL_S)
+        if self.decisions.all_true("soon", fetch.state is not None):
+            self._catch_up(healing, 0)
+            attempt.computes = True
 
     def _give_up_healing(self) -> None:
         if self._healing is not None:
