@@ -18,6 +18,7 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.observability import structured_logger as sl
 
+from everstep.attention.schedule import CheckRate
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
 from everstep.run.beats import DONE
@@ -32,7 +33,7 @@ from everstep.titan.names import DATALOADER
 from everstep.titan.snapshots import AGREED_SNAPSHOTS
 from everstep.titan.state import TrainingState
 
-DATA_BLOB = "data"
+DATA_BLOB, CHECK_RATE = "data", "check_rate"
 VALIDATION_LOSS = "validation_metrics/loss"
 """torchtitan's name for the validation loss."""
 
@@ -329,6 +330,8 @@ class TrainerWork(ABC):
         state = self._whole()
         if self._snapshots is not None:
             state.meta[AGREED_SNAPSHOTS] = self._snapshots.copier.agreed.to_json()
+        if self._checks is not None:
+            state.meta[CHECK_RATE] = self._checks.schedule.check_rate
         return state
 
     def heal(self, state: HealState) -> None:
@@ -337,6 +340,10 @@ class TrainerWork(ABC):
         known = state.meta.get(AGREED_SNAPSHOTS)
         if self._snapshots is not None and known is not None:
             self._snapshots.copier.agreed = Agreed.from_json(known)
+        rate = state.meta.get(CHECK_RATE)
+        if self._checks is not None and rate is not None and self._checks.schedule.check_rate is None:
+            # Until it has measured its own, it would check all layers, and the others would wait for it.
+            self._checks.schedule.check_rate = CheckRate(*map(float, rate))
 
     def _load(self, state: HealState) -> None:
         """Load a state of the same rank, from another group or from memory."""
