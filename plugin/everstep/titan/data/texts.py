@@ -44,7 +44,7 @@ def stdlib_text() -> Documents:
         )
     tokens = np.concatenate(pieces)
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
-    digest = hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
     return Documents(
         tokens,
         starts,
