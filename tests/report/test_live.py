@@ -94,28 +94,14 @@ def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_ki
     assert json.loads((run_dir / "report.json").read_text())["steps"] == 6
 
 
-KILLED_AT_THE_LAST_PAGE = """
-import os, sys, threading
-from pathlib import Path
-from everstep.report import live, notify, page
-both, close = threading.Barrier(2), notify.Outlet.close
-notify.Outlet.close = lambda outlet: (both.wait(30), close(outlet))
-page.report_of = lambda run_dir, **_: os._exit(9)
-live.tell(Path(sys.argv[1]), live.FaultTolerance(notify=sys.argv[2]), {"enable_tensorboard": True}, {"page": 3})
-"""
-
-
-def test_a_last_page_that_takes_too_long_costs_no_point_and_no_text(tmp_path, hook):
-    """After 100,000 steps the last page takes long: the process is killed while it reads all events again. It has drawn
-    the steps made before it started, too, as when a cluster requeues the lighthouse's job and the groups go on."""
+def test_steps_and_troubles_of_the_time_before_it_are_told_even_if_it_ends_at_once(tmp_path, hook):
+    """As when a cluster requeues the lighthouse's job, and the groups go on meanwhile."""
     steps(1, 3).add(3.5, "lighthouse_died", role="supervisor", exitcode=-9, reason="ended").write(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = [sys.executable, "-c", KILLED_AT_THE_LAST_PAGE, str(tmp_path), hook.address]
-        preexec = lambda: os.dup2(taken.fileno(), 3)  # noqa: E731
-        told = subprocess.run(words, stdin=subprocess.DEVNULL, pass_fds=[3], preexec_fn=preexec, env=environment())
-    assert told.returncode == 9
+    ft = FaultTolerance(notify=hook.address)
+    Teller(tmp_path, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True).close()
     assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, 4)]
     assert len(hook.texts) == 1
+    assert "lighthouse died" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_address(told, hook):

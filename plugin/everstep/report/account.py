@@ -31,9 +31,7 @@ class Account:
     taking_part: set[int] = field(default_factory=set)
     """Groups of the newest commit that have not died since."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Kind of event -> number of events."""
-    findings: Counter[str] = field(default_factory=Counter)
-    """Action (one of ACTIONS) -> number of findings of the attention check."""
+    """Kind of event -> number of events; `findings_` and an action of the attention check -> number of findings."""
     distinct: dict[str, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     """Kind of event -> (step, slot) pairs; of `audit`, (step, differing group). Several groups can report one pair."""
     sessions: list[Session] = field(default_factory=list)
@@ -82,7 +80,7 @@ class Account:
             case "slot_skipped" | "slot_accepted" | "not_finite":
                 self.distinct[kind].add((event["step"], event["slot"]))
             case "finding":
-                self.findings[event["action"]] += 1
+                self.counts[f"findings_{event['action']}"] += 1
             case "attention_schedule":
                 session.schedules[event["group"], event.get("rank") or 0] = event
             case "heal":

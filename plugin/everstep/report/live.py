@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,7 @@ def tell(
     """Show a run, as its config asks, until stdin ends.
 
     Events are read once. Curves begin with the run's newest start, as those of earlier starts are drawn already. On
-    Slurm they begin with the run's first step, as the run goes on while this process is away. The last page is made
-    from the logs read anew in order of time, as events of other nodes may have been seen late.
+    Slurm they begin with the run's first step, as the run goes on while this process is away.
 
     Args:
         fds: "page" and "metrics" -> file descriptor of the listening socket, if it is wanted.
@@ -121,10 +119,10 @@ def tell(
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
     from everstep.report.metrics import prometheus_text
-    from everstep.report.notify import Outlet, Webhook
+    from everstep.report.notify import Webhook
     from everstep.report.page import report_of, write_pages
     from everstep.report.troubles import shortage
-    from everstep.run.directory import LaunchError
+    from everstep.run.directory import LaunchError, require_events
     from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
@@ -135,11 +133,12 @@ def tell(
             for sentence in sentences:
                 hook.put(f"{run_dir.resolve().name}: {sentence}")
 
-    def write(account: Account | None) -> None:
-        """Write the page of this account; None: of the logs as they are now."""
+    def write() -> None:
+        """Write the page, if it is wanted."""
         try:
             if "page" in fds and now.counts:
-                served["page"], figures = report_of(run_dir, account=account)
+                served["page"], figures = report_of(run_dir, account=now)
+                require_events(run_dir)
                 write_pages(run_dir, served["page"], figures)
         except LaunchError as error:  # the run directory was removed
             print(f"everstep: cannot write the page: {error}", flush=True)
@@ -170,13 +169,12 @@ def tell(
             served["metrics"] = prometheus_text(now, ft.min_groups)
         if not over and time.monotonic() >= due:
             began = time.process_time()
-            write(now)
+            write()
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
-    # At the same time, as each may take notify.CLOSE_S. The last page can take longer than CLOSE_S after a long run.
-    with ThreadPoolExecutor() as closing:
-        list(closing.map(Outlet.close, filter(None, (hook, curves))))
-    write(None)
+    for outlet in filter(None, (hook, curves)):
+        outlet.close()
+    write()
 
 
 if __name__ == "__main__":

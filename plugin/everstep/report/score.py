@@ -185,7 +185,7 @@ def checks(account: Account) -> dict[str, Any]:
     Overhead is that of the rank for which the check costs the most, rate that of the rank that checks the least."""
     plans = [*account.current.schedules.values()]
     known = {name: [plan[name] for plan in plans if plan.get(name) is not None] for name in ("overhead", "rate")}
-    return {f"findings_{action}": account.findings[action] for action in ACTIONS} | {
+    return {name: account.counts[name] for name in (f"findings_{action}" for action in ACTIONS)} | {
         "ranks_unfit": account.counts["unfit"],
         "slots_accepted": len(account.distinct["slot_accepted"]),
         "slots_not_finite": len(account.distinct["not_finite"]),

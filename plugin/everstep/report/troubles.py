@@ -14,11 +14,6 @@ from typing import Any
 
 from everstep.run.events import named, shown
 
-GUARANTEES = (
-    "run", "group", "lighthouse", "reach", "snapshots", "hosts", "workers", "checkpoint", "machine", "arithmetic",
-    "finite", "data", "pace", "clock",
-)  # fmt: skip
-"""The guarantees that may not hold; docs/monitoring.md says what each means."""
 GRACE_S = 5.0
 """Seconds after an announced retry by which its failure would have been reported."""
 QUORUM_S = 5.0
@@ -247,6 +242,8 @@ ROWS: dict[str, Row] = {
     ),
 }  # fmt: skip
 """Kind of event -> how it becomes a trouble."""
+GUARANTEES = tuple(dict.fromkeys(row.guarantee for row in ROWS.values()))
+"""The guarantees that may not hold; docs/monitoring.md says what each means."""
 
 
 def trouble(event: Mapping[str, Any]) -> Trouble | None:
