@@ -80,10 +80,12 @@ def test_all_groups_killed_at_once_go_on_from_the_checkpoint_with_the_same_losse
     assert all(abs(before[step] - again[step]) <= LOSS_TOLERANCE for step in both)
 
 
-def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint(run):
+def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint_even_if_a_group_is_killed_meanwhile(run):
     tree = run.tree()
     asked = time.time()
     run.process.send_signal(signal.SIGINT)
+    run.wait_for("stopping")
+    run.kill(1)
     assert run.wait() == 0
     assert run.events("run_ended")[-1]["status"] == "stopped"
     left = {event["step"] for event in run.events("left", after=asked)} | {

@@ -12,6 +12,7 @@ from pathlib import Path
 import everstep
 from everstep.launch import prepare
 from everstep.launch.forking import PRELOAD, preload
+from everstep.launch.incarnation import newest_commit
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
@@ -23,6 +24,7 @@ from everstep.run.directory import (
     LaunchError,
     ask_to_stop,
     ended_file,
+    finished_step,
     groups_file,
     lock_run_dir,
     number_of_groups,
@@ -114,8 +116,9 @@ class Supervisor:
             return "stopped", "stopped at once, without a final checkpoint"
         if cannot_go_on:
             return "failed", cannot_go_on
-        if "killed" in kinds:
-            return "failed", "some workers did not end by themselves when asked to stop"
+        if "killed" in kinds and finished_step(self._run_dir) < newest_commit(self._run_dir)["step"]:
+            reason = next(end.reason for end in ends if end.status == "killed")
+            return "failed", f"stopped, but the state after the last step is not saved; {reason}"
         if self._launcher.is_stopping():
             return "stopped", "stopped cleanly"
         if "done" in kinds:

@@ -164,6 +164,18 @@ def ended_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "ended.json"
 
 
+def finished_file(run_dir: Path) -> Path:
+    """Return the file that says that the run, or a start of it that was stopped, has ended at a step whose state is
+    saved: {"step", "for_all"}."""
+    return Path(run_dir) / "state" / "finished.json"
+
+
+def finished_step(run_dir: Path) -> int:
+    """Return the step in `finished_file`; -1 if there is none."""
+    step = read_json(finished_file(run_dir)).get("step")
+    return step if isinstance(step, int) else -1
+
+
 def ask_to_stop(run_dir: Path) -> None:
     """Make `stop_file`."""
     stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,9 @@ from typing import Any
 
 from everstep.run import fence, typed
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
-from everstep.run.directory import ended_file, stop_file
+from everstep.run.directory import ended_file, finished_file, finished_step, stop_file
 from everstep.run.files import read_json, write_first, write_json
 
-FINISHED = Path("state") / "finished.json"
 AWAY = (DONE, STARTUP)
 """Phases of a beat in which a group has no state to offer."""
 
@@ -69,16 +68,15 @@ class RankFiles:
 
     def finished_step(self) -> int:
         """See `RunFiles.finished_step`."""
-        step = read_json(self._run_dir / FINISHED).get("step")
-        return step if isinstance(step, int) else -1
+        return finished_step(self._run_dir)
 
     def ended_for_all(self) -> bool:
         """See `RunFiles.ended_for_all`."""
-        return read_json(self._run_dir / FINISHED).get("for_all") is True
+        return read_json(finished_file(self._run_dir)).get("for_all") is True
 
     def mark_finished(self, step: int, *, for_all: bool) -> None:
         """Record that the state after `step` is saved. `for_all`: not only because groups were asked to leave."""
-        write_json(self._run_dir / FINISHED, {"step": step, "for_all": for_all})
+        write_json(finished_file(self._run_dir), {"step": step, "for_all": for_all})
 
     def restored(self, step: int) -> None:
         """Note that the run goes on after `step`. If an earlier start ended at a later step, that state is lost, so
