@@ -4,14 +4,13 @@ It takes MOST_CONNECTIONS at once, and ends each after CONNECTION_S. It answers 
 this machine, so a web page that points its own domain at this address (DNS rebinding) can read nothing.
 """
 
-import asyncio
-import contextlib
-import email
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Callable, Set
-from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 MOST_CONNECTIONS = 16
 CONNECTION_S = 10.0
@@ -20,39 +19,34 @@ CONNECTION_S = 10.0
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
     """Serve one document under some paths from a thread, on a listening socket, as long as this process lives. `kind`:
     its content type. `document` is called for each request."""
-    held: set[asyncio.StreamWriter] = set()
+    host = listening.getsockname()[0]
 
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(held) < MOST_CONNECTIONS:
-            held.add(writer)
-            with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):  # it leaves, or says too much
-                async with asyncio.timeout(CONNECTION_S):
-                    writer.write(await respond(await reader.readuntil(b"\r\n\r\n")))
-                    writer.close()
-                    await writer.wait_closed()
-            held.remove(writer)
-        writer.transport.abort()
+    class Handler(BaseHTTPRequestHandler):
+        timeout = CONNECTION_S
 
-    async def respond(request: bytes) -> bytes:
-        line, _, headers = request.partition(b"\r\n")
-        path = line.decode(errors="replace").partition(" ")[2].partition(" ")[0].partition("?")[0]
-        status, data = HTTPStatus.OK, document()
-        if not await asyncio.to_thread(is_ours, email.message_from_bytes(headers)["Host"] or ""):
-            status, data = HTTPStatus.FORBIDDEN, b"use the host's own name, its address or localhost in the address"
-        elif path not in paths:
-            status, data = HTTPStatus.NOT_FOUND, b"nothing is here"
-        head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
-        return head.encode() + b"Cache-Control: no-store\r\nConnection: close\r\n\r\n" + data
+        def do_GET(self) -> None:
+            if not is_ours(self.headers.get("Host", "")):
+                self.send_error(403, f"use {host} or localhost as the host in the address")
+            elif self.path.split("?")[0] not in paths:
+                self.send_error(404)
+            else:
+                data = document()
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(data)
 
-    async def run() -> None:
-        await (await asyncio.start_server(take, sock=listening)).serve_forever()
+        def log_message(self, format: str, *args: object) -> None:
+            return
 
-    threading.Thread(target=lambda: asyncio.run(run()), name="serve", daemon=True).start()
+    threading.Thread(target=Bounded(listening, Handler).serve_forever, name="serve", daemon=True).start()
 
 
 def is_ours(host: str) -> bool:
-    """Whether a Host header names this machine: an address, `localhost` or its own name, with or without a port. May
-    wait for a name server."""
+    """Whether a Host header names this machine: an address, `localhost` or its own name, with or without a port. A name
+    server that does not answer holds up only the thread of this connection."""
     name = host.strip().lower()
     name = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
     try:
@@ -60,3 +54,38 @@ def is_ours(host: str) -> bool:
     except ValueError:
         return name in ("localhost", socket.gethostname().lower()) or name == socket.getfqdn().lower()
     return True
+
+
+class Bounded(ThreadingHTTPServer):
+    """A server with a bounded number of connections, each of bounded duration."""
+
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
+        self._open: dict[Any, float] = {}
+        """Connection -> when it has to end, in seconds of the monotonic clock."""
+        super().__init__(listening.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        if len(self._open) >= MOST_CONNECTIONS:
+            return False
+        self._open[request] = time.monotonic() + CONNECTION_S
+        return True
+
+    def service_actions(self) -> None:
+        """End the connections that are over their time, even those that still send slowly."""
+        for request, until in list(self._open.items()):
+            if time.monotonic() > until:
+                try:
+                    request.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has just ended
+                    continue
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors: a client that disconnects is no problem of the run."""
