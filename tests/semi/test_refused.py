@@ -33,7 +33,7 @@ class Group(rounds.Rounds):
             own_state=lambda: b"wrong5" if self._wrong else b"good5",
         )
         self.store = MagicMock(
-            holds=lambda worker, round_: round_ in self.kept,
+            held={},
             read=lambda key: self.kept.get(key.round),
             hold=lambda key, own: self.kept.update({key.round: own}),
         )

@@ -112,7 +112,7 @@ class Rounds(TrainerWork):
         round_, worker, begun = step, slot, time.monotonic()
         self._trainer.checkpointer.maybe_wait_for_staging()  # staging reads tensors that change below
         try:
-            self._take_up(round_, worker, check_all=check_all)
+            self.state.begin_round_after(self._take_up(round_, worker, check_all=check_all), self.committed)
             tokens, loss = self._inner_steps(round_, worker, check_all=check_all)
             sums = float(tokens.sum()), float(loss.sum())
             self._held[worker] = *sums, flat(self.state.balances), self.state.own_state()
@@ -123,13 +123,14 @@ class Rounds(TrainerWork):
         losses = (loss / tokens).tolist()
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
-    def _take_up(self, round_: int, worker: int, *, check_all: bool) -> None:
-        """Set model and optimizer to the state in which the worker begins the round. A collective of the group."""
-        # Decided by all ranks: after a heal, one may hold the state and another find it in a file.
-        begun, known = time.monotonic(), all_in_group(self.store.holds(worker, self.committed))
+    def _take_up(self, round_: int, worker: int, *, check_all: bool) -> bytes:
+        """Return this rank's part of the own state with which the worker begins the round. A collective of the group."""
+        begun, key = time.monotonic(), self.state.key(worker, self.committed)
+        held, own = self.store.held.get(worker, (None, b""))
+        if all_in_group(held == key):  # after a heal, one rank may hold the state and another find it in a file
+            return own
         own, again = self._own(worker, check_all=check_all)
-        if not known and worker not in self._refused:
-            key = self.state.key(worker, self.committed)
+        if worker not in self._refused:
             self.store.hold(key, own)
             took_s = round(time.monotonic() - begun, 3)
             if again:  # no other group has this state; if lost again, it would take even more repeated rounds
@@ -137,7 +138,7 @@ class Rounds(TrainerWork):
             self._events.emit("worker_moved", round_, worker=worker, rounds_again=again, took_s=took_s)
             if self.committed and self._disk.is_due(self._trainer.step):
                 self._add_missing([worker])
-        self.state.begin_round_after(own, self.committed)
+        return own
 
     def _own(self, worker: int, *, check_all: bool = False) -> tuple[bytes, int]:
         """Return this rank's part of a worker's own state after the last commit, and how many rounds since the newest
@@ -266,7 +267,6 @@ class Rounds(TrainerWork):
     def update(self, commit: Commit) -> tuple[float, dict[str, Any]]:
         """Make the outer step: update the global parameters with the mean of the workers' changes."""
         self._trainer.checkpointer.maybe_wait_for_staging()
-        self._offer(commit.step)  # `assign` writes the sums to `param.grad`
         self.reducer.assign(1 / self.shares)
         norm = self._slots.clip(float("inf"))
         places, trained, momentum = self.state.fragment_of(commit.step), self.state.trained, self.state.momentum
