@@ -100,11 +100,6 @@ class RoundState(TrainingState):
         own = {name: t for name, t in super().handed_over().items() if name.startswith(OPTIMIZER)}
         return own | ({name: self._live[name] for name in self._trained} if self._keeps_params else {})
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of a worker's own state on this rank."""
-        return sum(local(tensor).nbytes for tensor in self._own().values())
-
     def own_state(self) -> bytes:
         """Return this rank's part of a worker's own state, read from the model and the optimizer as they are now."""
         return packed(self._own().values())
@@ -175,11 +170,6 @@ class RoundState(TrainingState):
         if own:
             _unpack(own, tensors.values())
         return {f"worker.{worker}.{name}": tensor for name, tensor in tensors.items()}
-
-    @torch.no_grad()
-    def load_outer(self, saved: dict[str, Any]) -> None:
-        """Set the outer momentum to that of a checkpoint."""
-        _copy(self.outer.values(), (saved[name] for name in self.outer))
 
 
 def _copy(into: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:

@@ -84,7 +84,7 @@ class Rounds(TrainerWork):
             WorkerStates(run.run_dir, segment),
             rank=dist.get_rank(),
             whose=trainer.participation.whose,
-            nbytes=state.own_bytes,
+            nbytes=len(state.own_state()),
             token=run.token,
         )
         self._held: dict[int, tuple[float, float, torch.Tensor, bytes]] = {}
@@ -387,7 +387,7 @@ class Rounds(TrainerWork):
         return self.state.outer | self._carried()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state.load_outer(state_dict)
+        """Do nothing: a checkpoint is loaded into the tensors that `state_dict` returned, which are the momentum."""
 
     def serve(self) -> HealState:
         """Return the state for a joiner. It includes the workers' own states that are in no file on this host yet."""
