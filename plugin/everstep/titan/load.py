@@ -152,7 +152,7 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
             continue
         path = ("optimizer", key)
         value = convert(kind, table[key], None, source, path)
-        now = [_group_value(group, key) for group in config.param_groups]
+        now = [_settings_of(group).get(key) for group in config.param_groups]
         if not now:
             raise source.error(path, f"{describe(path)} needs [[optimizer.param_groups]], and there are none")
         if any(item != now[0] for item in now):
@@ -163,25 +163,21 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
                 "write [[optimizer.param_groups]] instead",
             )
         for group in config.param_groups:
-            _set_group_value(group, key, value)
+            _set_in_group(group, key, value)
 
 
-def _group_value(group: Any, key: str) -> Any:
-    if key == "name":
-        return group.optimizer_name
-    if key in ("beta1", "beta2"):
-        betas = group.optimizer_kwargs.get("betas")
-        return betas and betas[key == "beta2"]
-    return group.optimizer_kwargs.get(key)
+def _settings_of(group: Any) -> dict[str, Any]:
+    """Return the settings of a parameter group by the keys of `_GROUP_KEYS`."""
+    beta1, beta2 = group.optimizer_kwargs.get("betas") or (None, None)
+    return {**group.optimizer_kwargs, "name": group.optimizer_name, "beta1": beta1, "beta2": beta2}
 
 
-def _set_group_value(group: Any, key: str, value: Any) -> None:
+def _set_in_group(group: Any, key: str, value: Any) -> None:
+    beta1, beta2 = group.optimizer_kwargs.get("betas", (0.9, 0.999))  # PyTorch's defaults for Adam
     if key == "name":
         group.optimizer_name = value
     elif key in ("beta1", "beta2"):
-        betas = list(group.optimizer_kwargs.get("betas", (0.9, 0.999)))  # PyTorch's defaults for Adam
-        betas[key == "beta2"] = value
-        group.optimizer_kwargs["betas"] = tuple(betas)
+        group.optimizer_kwargs["betas"] = (value, beta2) if key == "beta1" else (beta1, value)
     else:
         group.optimizer_kwargs[key] = value
 
