@@ -19,7 +19,7 @@ class Group(rounds.Rounds):
     committed = NOW
 
     def __init__(self):
-        self.sick, self.checked, self._at, self._wrong = True, [], b"", False
+        self.sick, self.checked, self._wrong = True, [], False
         self.kept = {NOW - 1: b"good4"}
         self._refused, self._steps, self._checks, self._round_s = set(), 1, object(), 0.0
         self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
@@ -29,7 +29,6 @@ class Group(rounds.Rounds):
         self.state = MagicMock(
             marks={NOW - 1: None, NOW: None},
             key=lambda worker, round_: StateKey(worker, round_, ""),
-            begin_round_after=lambda own, round_: setattr(self, "_at", own),
             own_state=lambda: b"wrong5" if self._wrong else b"good5",
         )
         self.store = MagicMock(
@@ -54,6 +53,7 @@ class Group(rounds.Rounds):
 
 @pytest.fixture
 def group(monkeypatch):
+    monkeypatch.setattr(rounds, "PATIENCE_S", 0.0)
     monkeypatch.setattr(rounds, "all_in_group", lambda flag: flag)
     monkeypatch.setattr(rounds, "least_in_group", lambda *values: values)
     return Group()
@@ -65,15 +65,15 @@ def test_a_round_that_is_made_again_is_kept_only_if_no_check_refused_it(group):
     assert NOW not in group.kept
     group._refused.clear()  # the round is discarded, and the device is repaired
     group.sick, group.checked = False, []
-    group._take_up(NOW + 1, 0, check_all=True)
+    own = group._take_up(NOW + 1, 0, check_all=True)
     assert group.checked == [True], "with every check, as the round itself"
-    assert (group._at, group.kept[NOW]) == (b"good5", b"good5")
+    assert (own, group.kept[NOW]) == (b"good5", b"good5")
 
 
 def test_a_state_that_only_one_rank_holds_is_added_to_the_checkpoint_by_all_ranks(group, monkeypatch):
     group.kept[NOW], group._add_missing = b"good5", MagicMock()
     group._disk.is_due.return_value = True
-    monkeypatch.setattr(rounds, "all_in_group", MagicMock(side_effect=[False, True]))
+    monkeypatch.setattr(rounds, "all_in_group", MagicMock(side_effect=[False]))
     group._take_up(NOW + 1, 0, check_all=False)
     group._add_missing.assert_called_once_with([0])
 

@@ -54,10 +54,6 @@ class Memory(Protocol):
         """Copy a file to another host, or else to storage. Return whether another host took it. Raises OSError."""
         ...
 
-    def has_elsewhere(self, name: str, size: int) -> bool:
-        """Return whether another host or storage has a file of this name and size."""
-        ...
-
     def fetch(self, name: str, size: int) -> bytes | None:
         """Return the bytes of a file of this name and size on another host or storage; None if none can be read."""
         ...
@@ -106,11 +102,6 @@ class WorkerStore:
             newer = (one for one in known if one.worker == worker and one.round > key.round)
             if key not in known or any(self.in_memory(one) for one in newer):
                 del self.held[worker]
-
-    def has(self, key: StateKey) -> bool:
-        """Return whether a state is in this process, or in a file on any host or storage, judged by name and size."""
-        is_here = self.holds(key.worker, key.round) or self.in_memory(key)
-        return is_here or self._memory.has_elsewhere(self.name(key), self._size)
 
     def read(self, key: StateKey) -> bytes | None:
         """Return a state from this process or from a file; None if there is none that is whole and authentic."""

@@ -126,12 +126,6 @@ class WorkerStates:
         here = socket.gethostname(), str(self.folder)  # a segment has the same path on every host
         return [record for record in latest.values() if (record.host, record.segment) != here]
 
-    def has_elsewhere(self, name: str, size: int) -> bool:
-        with contextlib.suppress(OSError):
-            if (self._storage / name).stat().st_size == size:
-                return True
-        return self._is_held(name, size)
-
     def _is_held(self, name: str, size: int) -> bool:
         """Return whether another host's keeper holds a state. A search that found nothing counts for LOOK_S."""
         looked_for, looked_mono = self._looked

@@ -124,7 +124,7 @@ class Rounds(TrainerWork):
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
 
     def _take_up(self, round_: int, worker: int, *, check_all: bool) -> bytes:
-        """Return this rank's part of the own state with which the worker begins the round. A collective of the group."""
+        """Return this rank's part of the own state with which a worker begins the round. A collective of the group."""
         begun, key = time.monotonic(), self.state.key(worker, self.committed)
         held, own = self.store.held.get(worker, (None, b""))
         if all_in_group(held == key):  # after a heal, one rank may hold the state and another find it in a file
@@ -154,13 +154,10 @@ class Rounds(TrainerWork):
     def _newest(self, worker: int) -> tuple[int, bytes]:
         """Return the round of the worker's newest own state of the current history that all ranks can read, and this
         rank's part of it. End the run and raise TrainerEnds if there is none. A collective of the group."""
-        keys = [self.state.key(worker, round_) for round_ in sorted(self.state.marks, reverse=True)]
-        self._await(keys[0])
-        for key in keys:
-            state = self.store.read(key) or self._from_checkpoint(key)
-            if all_in_group(state is not None):
-                assert state is not None
-                return key.round, state
+        end = time.monotonic() + max(PATIENCE_S, self._round_s)
+        for round_ in sorted(self.state.marks, reverse=True):
+            if (state := self._read(self.state.key(worker, round_), end)) is not None:
+                return round_, state
         why = (
             f"the state of worker {worker} is lost: the group that carried it died, and its states after rounds "
             f"{min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start the run "
@@ -169,14 +166,15 @@ class Rounds(TrainerWork):
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
 
-    def _await(self, key: StateKey) -> None:
-        """Wait a limited time for a state that another group may be writing now. A collective of the group."""
-        end = time.monotonic() + max(PATIENCE_S, self._round_s)
+    def _read(self, key: StateKey, end: float) -> bytes | None:
+        """Return this rank's part of a state if all ranks can read theirs, else None. Until `end` (time.monotonic()),
+        another group may be writing it. A collective of the group."""
+        state: bytes | None = None
         while True:
-            is_there = self.store.has(key) or key.worker in self._in_checkpoint(key.round)
-            here, in_time = least_in_group(is_there, time.monotonic() < end)
-            if here or not in_time:
-                return
+            state = state or self.store.read(key) or self._from_checkpoint(key)
+            is_read, in_time = least_in_group(state is not None, time.monotonic() < end)
+            if is_read or not in_time:
+                return state if is_read else None
             time.sleep(POLL_S)
 
     def _in_checkpoint(self, round_: int) -> dict[int, Path]:
