@@ -24,7 +24,7 @@ def step_of(loads, gradients, held, group):
     slots._losses = {slot: torch.tensor(2.5) for slot in held}
     slots.expert_loads = [torch.tensor(loads)]
     slots.trainable = [torch.nn.Parameter(torch.ones(2)) for _ in gradients]
-    slots._reached = {at for at, has in enumerate(gradients) if held and has}
+    slots._reached = {param for param, has in zip(slots.trainable, gradients, strict=True) if held and has}
     for param, has in zip(slots.trainable, gradients, strict=True):
         param.grad = torch.ones(2) if has else None
     trainer = MagicMock(slots=slots, model_parts=[])

@@ -66,13 +66,12 @@ class SlotComputer:
         """Buffers that count each expert's tokens, summed over slots like gradients, for torchtitan's balancing."""
         self._tokens: dict[int, int] = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._reached: set[int] = set()
-        """Indices in `trainable` of the parameters to which a held slot gave a gradient."""
-        self._places = {param: place for place, param in enumerate(self.trainable)}
+        self._reached: set[torch.Tensor] = set()
+        """The parameters to which a held slot gave a gradient."""
         self._slot = 0
         """The slot that is being computed, or was last."""
-        self._rows: defaultdict[int, dict[int, list[torch.Tensor]]] = defaultdict(dict)
-        """With exact sums, slot -> index in `trainable` -> `rows_of` its gradient: input of the slot's checksum."""
+        self._rows: defaultdict[int, dict[torch.Tensor, list[torch.Tensor]]] = defaultdict(dict)
+        """With exact sums, slot -> parameter -> `rows_of` its gradient: input of the slot's checksum."""
         self.computes_eagerly = private.computes_eagerly(trainer) and not trainer.parallel_dims.pp_enabled
         """Whether backward runs the parameters' hooks, and allocates a gradient that is None. A replayed graph does
         neither, and while a graph is recorded no sum may start. Some pipeline schedules run no hooks for weights."""
@@ -128,7 +127,7 @@ class SlotComputer:
         if self._checks is not None:
             self._checks.end()
         self._tokens[slot] = valid
-        self._reached.update(at for at, param in enumerate(self.trainable) if param.grad is not None)
+        self._reached.update(param for param in self.trainable if param.grad is not None)
         # In a pipeline only the last stage knows the loss; on the others torchtitan returns -1.
         known = not pipelined or trainer.pp_has_last_stage
         self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
@@ -184,7 +183,7 @@ class SlotComputer:
 
     def reached(self) -> torch.Tensor:
         """Return 1 for each parameter of `trainable` to which a held slot gave a gradient, else 0; float64."""
-        return torch.tensor([at in self._reached for at in range(len(self.trainable))], dtype=torch.float64)
+        return torch.tensor([param in self._reached for param in self.trainable], dtype=torch.float64)
 
     def refused(self) -> frozenset[int]:
         """See `Work.refused`. Also emits the checks' findings since the last call. One host synchronisation."""
@@ -239,15 +238,15 @@ class SlotComputer:
     @torch.no_grad()
     def note_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Note, with exact sums, this rank's part of the gradient that the slot in progress gave a parameter."""
-        place = self._places[param]
-        self._reached.add(place)
+        self._reached.add(param)
         if grad.numel():
             # In memory that an earlier slot left at 0, a gradient of -0 becomes 0 + -0 = 0. In new memory it is made 0.
-            self._rows[self._slot][place] = rows_of(grad if self.computes_eagerly else grad + 0.0)
+            self._rows[self._slot][param] = rows_of(grad if self.computes_eagerly else grad + 0.0)
 
     def _digest(self, slot: int) -> int:
         rows = self._rows[slot]
-        return digest([*rows_of(self._losses[slot]), *chain.from_iterable(rows[place] for place in sorted(rows))])
+        of_gradients = chain.from_iterable(rows.get(param, ()) for param in self.trainable)
+        return digest([*rows_of(self._losses[slot]), *of_gradients])
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
