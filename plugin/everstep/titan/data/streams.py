@@ -117,8 +117,6 @@ class SlotStreams(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        if type(config.base) is BaseDataLoader.Config:
-            raise ValueError("SlotStreams has no dataloader to read from: set `base` to a dataloader's Config.")
         self._base, self._tokenizer = config.base, tokenizer
         self._runtime = {
             "tokenizer": tokenizer,
