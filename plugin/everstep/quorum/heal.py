@@ -185,10 +185,9 @@ class StateServer:
     def serve(self, step: int, history: int, state: HealState) -> None:
         """Open `state` to joiners, until `close`, as the state after the committed step `step` of `history`. It is
         copied when the first joiner asks. If the host has no memory for a copy, joiners are refused."""
-        of = replace(self._of, step=step, history=history)
-        if self._open is not None and self._of == of:
+        if self._open is not None:  # since an earlier attempt at the next step
             return
-        self.close()
+        of = replace(self._of, step=step, history=history)
         device = next((tensor.device for tensor in state.tensors.values() if tensor.device != HOST), HOST)
         copy = _Copy(state, streams_of(device), self._timeout.total_seconds())
         blobs = [(name, len(blob)) for name, blob in state.blobs.items()]

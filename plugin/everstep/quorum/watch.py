@@ -171,9 +171,7 @@ class PeerWatch:
             if key not in self._watched:  # the peer left before this rank had connected
                 return
             self._watched.remove(key)
-        timer = threading.Timer(GRACE_S, self._lose, (key,))
-        timer.daemon = True
-        timer.start()
+        threading.Timer(GRACE_S, self._lose, (key,)).start()  # a daemon, as the thread that starts it is one
 
     def _lose(self, key: bytes) -> None:
         self.end(key)

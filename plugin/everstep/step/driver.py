@@ -110,7 +110,6 @@ class Driver:
                 return Outcome.OVER  # other groups have a newer state and save that
             met = True
             if quorum.able[0] == self._protocol.group and not saved:
-                self._files.beat("checkpoint", step)
                 self._work.save_last()
                 some_leave = self._protocol.leaving and self._work.goes_on()
                 self._files.mark_finished(step, for_all=not some_leave)
