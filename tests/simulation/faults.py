@@ -111,7 +111,7 @@ def _kill_at_vote(world: World, life: Life, rank: Rank, size: float) -> None:
 
 def _kill_group(world: World, life: Life, rank: Rank, size: float) -> None:
     if size < 0.2:  # the host with its snapshots
-        life.group.keeper = [{} for _ in life.group.keeper]
+        life.group.keeper.clear()
     life.end()
 
 
@@ -120,7 +120,7 @@ def _kill_all(world: World, life: Life, rank: Rank, size: float) -> None:
     for place, each in enumerate(world.lives()):
         world.scheduler.call_in(0.1 * size * place, each.end)
         if size < 0.15:
-            each.group.keeper = [{} for _ in each.group.keeper]
+            each.group.keeper.clear()
 
 
 def _stop(world: World, life: Life, rank: Rank, size: float) -> None:

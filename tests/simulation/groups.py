@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ class Group:
         self.started: Shared[Life | None] = Shared(None)
         """Its newest start, as the fence in the run directory says."""
         self.forget_beat()
-        self.keeper: list[dict[int, State]] = [{} for _ in range(world.plan.ranks)]
+        self.keeper: defaultdict[int, dict[int, State]] = defaultdict(dict)
 
     def forget_beat(self) -> None:
         self.beat: Shared[tuple[float, str, int]] = Shared((-NEVER, STARTUP, 0))

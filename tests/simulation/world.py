@@ -66,7 +66,7 @@ VARIANTS = {
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
-    "votes": (range(7000, 7060), Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "part"))),
+    "votes": (range(7000, 7060), Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part"))),
 }
 """Name -> seeds and settings that `scripts/simulate` tries beside the default ones."""
 
@@ -293,8 +293,7 @@ class World:
                 life.proven = not life.accused
 
     def heal_s(self) -> float:
-        low, high = self.plan.heal_s
-        return self.scheduler.random.uniform(low, high)
+        return self.scheduler.random.uniform(*self.plan.heal_s)
 
     def heal_fails(self) -> bool:
         return self.scheduler.random.random() < self.plan.heal_fails
@@ -504,11 +503,11 @@ class World:
             own = life.group
             for group in [own, *(group for group in self.groups.values() if group is not own)]:
                 for step in group.keeper[0]:
-                    states = [held.get(step) for held in group.keeper]
+                    states = [group.keeper[number].get(step) for number in range(group.ranks)]
                     whole = [state for state in states if state is not None]
                     if len(whole) == len(states) and len({state.history for state in whole}) == 1:
                         choices.append(whole)
-            life.chosen = max(choices, key=lambda states: states[0].step)
+            life.chosen = max((one for one in choices if len(one) == life.size), key=lambda states: states[0].step)
             self.rewound += max(0, self.top - life.chosen[0].step)
             self.top = life.chosen[0].step
         return life.chosen[rank.number]
