@@ -181,5 +181,5 @@ def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so()
     run.commit(70, 3, [0, 1]).add(71, "workers_died", 1, role="agent", reason="killed", exitcodes={"0": -9})
     account = read(run.start(72, 1, step=4).commit(80, 4, [0]).events)
     assert all(group.alive for group in account.current.groups.values())
-    spent = {state: seconds for state, seconds in account.times()["time_by_group"]["1"].items() if seconds}
+    spent = {state: seconds for state, seconds in figures_of(account)["time_by_group"]["1"].items() if seconds}
     assert spent == {"productive": 10 + 9 + 10, "stalled": 10 + 1, "restarting": 30 + 1, "waiting": 1}

@@ -169,13 +169,6 @@ class Account:
         """The newest session; an empty one before the first event."""
         return self.sessions[-1] if self.sessions else Session(0.0, 0.0)
 
-    def times(self) -> dict[str, Any]:
-        """Return fields of report.json: seconds in each state up to now, of all groups together and of each."""
-        self.current.close()
-        each = {str(group): dict(self.spent[group]) for group in sorted(self.spent)}
-        totals = {f"{state.replace('-', '_')}_s": sum(times[state] for times in each.values()) for state in STATES}
-        return totals | {"time_by_group": each}
-
 
 def read(events: Iterable[dict[str, Any]]) -> Account:
     """Return the account of events that come in order of time, as from `read_events`."""

@@ -6,7 +6,7 @@ from typing import Any
 from everstep.report.groups import Group
 
 KEPT = 256
-"""How many attempts, and how many steps, are remembered. A step is retried soon, so older ones are not needed."""
+"""Number of steps whose attempts are remembered. A step is retried soon, so older ones are not needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +17,7 @@ class Attempt:
     first one had ended. The quorum alone does not suffice: a restarted lighthouse counts its quorums anew.
     """
 
+    quorum_id: Any
     ended: float
     """Wall time in seconds of the event that came first."""
     members: set[int] = field(default_factory=set)
@@ -44,10 +45,8 @@ class Attempts:
     """Steps that had more than one attempt, or a heal during the step or just before it."""
     _tried: int = 0
     """The highest step that any attempt was for."""
-    _first: dict[int, Attempt] = field(default_factory=dict)
-    """Step -> the first attempt at it that computed anything."""
-    _newest: dict[tuple[int, Any], Attempt] = field(default_factory=dict)
-    """(step, quorum id) -> the newest attempt."""
+    _at: dict[int, list[Attempt]] = field(default_factory=dict)
+    """Step -> the attempts at it in order, of the KEPT steps that were tried last."""
 
     def add(self, event: dict[str, Any], group: Group) -> None:
         """Count one group's `attempt` event."""
@@ -60,22 +59,21 @@ class Attempts:
             self.thrown_away += not attempt.threw_away
             attempt.threw_away = True
         group.computed.update(slots)
-        is_first = not slots or self._first.setdefault(step, attempt) is attempt
-        self.slots_recomputed += len(attempt.computed.intersection(slots) if is_first else slots)
+        first = next((one for one in self._at[step] if one.computed), attempt)
+        self.slots_recomputed += len(attempt.computed.intersection(slots) if first is attempt else slots)
         attempt.computed.update(slots)
 
     def _attempt_of(self, event: dict[str, Any], began: float) -> Attempt:
-        step = event["step"]
-        name = step, event.get("quorum_id")
-        attempt = self._newest.get(name)
+        step, quorum_id = event["step"], event.get("quorum_id")
+        known = self._at.setdefault(step, [])
+        attempt = next((one for one in reversed(known) if one.quorum_id == quorum_id), None)
         if attempt is None or event["group"] in attempt.members or began > attempt.ended:
             if step <= self._tried:
                 self.disturbed.add(step)
             self._tried = max(self._tried, step)
             self.count += 1
-            attempt = self._newest[name] = Attempt(event["t"])
-            remembered: tuple[dict[Any, Attempt], ...] = (self._newest, self._first)
-            for known in remembered:
-                if len(known) > KEPT:
-                    del known[next(iter(known))]
+            attempt = Attempt(quorum_id, event["t"])
+            known.append(attempt)
+            if len(self._at) > KEPT:
+                del self._at[next(iter(self._at))]
         return attempt

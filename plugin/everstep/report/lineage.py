@@ -15,8 +15,6 @@ from typing import Any
 class Commit:
     """One committed step: the `commit` events that all groups emitted after one vote."""
 
-    order: int
-    """Its place among all commits of the run, by the time of the event that came first."""
     step: int
     history: str
     t: float
@@ -105,7 +103,7 @@ class Lineage:
             if self.commits and self.commits[-1].owners == owners:
                 owners = self.commits[-1].owners  # share the tuple: most steps have the owners of the step before
             commit = self.by_history[history] = Commit(
-                len(self.commits), step, history, event["t"], tuple(event["groups"]),
+                step, history, event["t"], tuple(event["groups"]),
                 owners, event["loss"], event.get("took_s"), event["tokens"],
                 event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"), parent_history=parent,
             )  # fmt: skip
@@ -125,16 +123,16 @@ class Lineage:
         nearest step below stands for it."""
         for commit in self.commits:  # a parent can come later in the log than its children
             commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit)
-        parents = {commit.parent.order for commit in self.commits if commit.parent is not None}
+        parents = {commit.parent for commit in self.commits}
         # The newest commit need not be the last in the log: a host whose clock is behind logs it before its parent.
-        tips = [commit for commit in self.commits if commit.order not in parents] or self.commits
+        tips = [commit for commit in self.commits if commit not in parents] or self.commits
         tip = tips[-1] if tips else None
-        chain: dict[int, Commit] = {}
-        while tip is not None and tip.order not in chain:  # events that contradict each other can form a cycle
-            chain[tip.order] = tip
+        chain: dict[Commit, None] = {}
+        while tip is not None and tip not in chain:  # events that contradict each other can form a cycle
+            chain[tip] = None
             tip = tip.parent
-        return [*chain.values()][::-1]
+        return [*chain][::-1]
 
     def _below(self, commit: Commit) -> Commit | None:
-        below = (one for one in self.commits[: commit.order] if one.step < commit.step)
-        return max(below, key=lambda one: (one.step, one.order), default=None)
+        below = (one for one in self.commits[self.commits.index(commit) :: -1] if one.step < commit.step)
+        return max(below, key=lambda one: one.step, default=None)

@@ -40,16 +40,12 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
     """Compute report.json from an account. Its losses are compared with those of `other`."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    step_s, times = normal_step_s(commits, account.attempts.disturbed), account.times()
+    step_s = normal_step_s(commits, account.attempts.disturbed)
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
-    training_s = sum(session.training_s for session in account.sessions)
-    tokens = sum(commit.tokens for commit in final) if final else None
     return {
         "status": account.status,
         "reason": ending.get("reason"),
-        "wall_s": sum(session.wall_s for session in account.sessions),
-        "training_s": training_s,
         "sessions": len(account.sessions),
         "groups": account.current.asked or None,
         "groups_mean": groups_mean(commits),
@@ -68,14 +64,11 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "faults": dict(Counter(fault.name for fault in faults)),
         "step_s_median": step_s,
         **cost_of_faults(faults, step_s),
-        **productivity(account, final, step_s, times["time_by_group"]),
-        "tokens": tokens,
-        "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
+        **productivity(account, final, step_s),
         "deaths": account.faults.deaths,
         "give_ups": {str(group): why for group, one in going if (why := one.given_up) is not None},
         "error": account.troubles.error or None,
         "troubles": account.troubles.sentences,
-        **times,
         "replicas_diverged": len(account.distinct["audit"]),
         **checks(account),
         "snapshots": account.protection.line() or None,
@@ -111,32 +104,39 @@ def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
     return {name: round(count) for name, count in counts.items()}
 
 
-def productivity(
-    account: Account, final: Sequence[Commit], step_s: float | None, by_group: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
-    """Compute the figures by which runs with failures are compared, and where the remaining time went.
+def productivity(account: Account, final: Sequence[Commit], step_s: float | None) -> dict[str, Any]:
+    """Compute times, the figures by which runs with failures are compared, and where the remaining time went.
 
     `ettr`: A. Kokolis and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024.
     `goodput`, and `badput` by cause: Google's ml-goodput-measurement. `throughput_kept`: the step rate over that
     without failures. All are between 0 and 1, or None if the events cannot tell.
 
-    step_s: Duration of a healthy step. by_group: Group id -> state -> seconds in that state.
+    step_s: Duration of a healthy step.
     """
+    account.current.close()
     commits, wall_s = len(account.lineage.commits), sum(session.wall_s for session in account.sessions)
     training_s = sum(session.training_s for session in account.sessions)
     useful_s = min(training_s, step_s * len(final)) if step_s is not None else None
-    spent = {state: sum(times[state] for times in by_group.values()) for state in STATES}
-    spent["lost"] = spent["productive"] * (commits - len(final)) / commits if commits else 0.0
-    spent["productive"] -= spent["lost"]
+    tokens = sum(commit.tokens for commit in final) if final else None
+    spent = {state: sum(times[state] for times in account.spent.values()) for state in STATES}
+    shares = dict(spent)
+    shares["lost"] = spent["productive"] * (commits - len(final)) / commits if commits else 0.0
+    shares["productive"] -= shares["lost"]
     asked_s = sum(session.asked_s for session in account.sessions)
-    spent["idle"] = max(0.0, asked_s - sum(spent.values()))
-    shares = {state: _share(seconds, sum(spent.values())) for state, seconds in spent.items()}
+    shares["idle"] = max(0.0, asked_s - sum(spent.values()))
+    shares = {state: _share(seconds, sum(shares.values())) for state, seconds in shares.items()}
     goodput = shares.pop("productive")
     return {
+        "wall_s": wall_s,
+        "training_s": training_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
         "ettr": _share(useful_s, wall_s),
         "goodput": goodput,
         "throughput_kept": _share(useful_s, training_s),
         "badput": shares if goodput is not None else {},
+        **{f"{state.replace('-', '_')}_s": seconds for state, seconds in spent.items()},
+        "time_by_group": {str(group): dict(account.spent[group]) for group in sorted(account.spent)},
     }
 
 
