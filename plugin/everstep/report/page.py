@@ -41,9 +41,8 @@ def report_of(
 ) -> tuple[bytes, dict[str, Any]]:
     """Return a run's page and its figures. The page of a live run reloads itself.
 
-    against: Directory of another run of the same config, drawn beneath this run's curves, its figures beside this
-    run's. account: The account of `run_dir`, if its events have been read. Raises LaunchError if a directory holds no
-    event log.
+    against: Directory of another run of the same config, whose curves are drawn beneath this run's. account: The
+    account of `run_dir`, if its events have been read. Raises LaunchError if a directory holds no event log.
     """
     as_of = time.time()
     account = account_of(run_dir) if account is None else account
@@ -62,7 +61,6 @@ def report_of(
         states=STATES,
         clock=clock,
         figures=figures,
-        other=figures_of(other) if other is not None else {},
         broken=broken_promises(figures),
         kept=KEPT,
         drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
