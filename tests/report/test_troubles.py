@@ -211,21 +211,6 @@ def test_a_trouble_ends_with_its_cause(cause):
     assert b"everstep_trouble_info{" not in metrics.prometheus_text(now, 1)
 
 
-def test_a_group_that_asks_often_is_told_of_as_one_that_waits_long():
-    """This happens with a `quorum_timeout_s` of a few seconds."""
-    line = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=9).start(1, 0, 1)
-    for t, kind in ((4, "quorum_failed"), (6, "quorum"), (9, "quorum_failed")):
-        line.add(t, kind, 1, 3, waited_s=2.6, reason="nobody else asks")
-    assert read(line.logged).troubles.sentences == []
-    line.add(12, "quorum_failed", 1, 3, waited_s=2.6, reason="nobody else asks")
-    (found,) = read(line.logged).troubles.sentences
-    assert found.startswith("Group 1 got no quorum in 5 s: nobody else asks.")
-    for t, kind in ((13, "commit"), (15, "workers_started")):
-        line.commit(t, t, (0, 1)) if kind == "commit" else line.add(t, kind, 1, role="agent", pids=[2])
-        line.add(t + 1, "quorum_failed", 1, 5, waited_s=2.6, reason="nobody else asks")
-        assert read(line.logged).troubles.sentences == []
-
-
 NO_QUORUM = "a lighthouse that cannot be reached"
 
 
@@ -253,7 +238,7 @@ def test_normal_events_make_no_trouble():
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
         ENDED, ("audit", {"agreed": True, "differing": []}),
-        ("left_out", {"groups": [], "cut": []}), ("training_done", {}),
+        ("left_out", {"groups": [], "cut": []}), ("training_done", {}), ("scaled", {"group": None, "count": 1}), ALONE,
     ]):  # fmt: skip
         add(line, 2 + index, index + 1, kind, fields)
     account = Account()

@@ -5,8 +5,9 @@ event (`ROWS`). The others follow from several: clocks that differ, snapshots th
 that a snapshot no longer survives, data that ended.
 """
 
+import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from everstep.run.events import named, shown
 GRACE_S = 5.0
 """Seconds after an announced retry by which its failure would have been reported."""
 QUORUM_S = 5.0
-"""Seconds without a quorum, over one or several requests, before that is a trouble. A death causes shorter waits."""
+"""Seconds without a quorum before that is a trouble. A death causes shorter waits."""
 SKIPPED = 10
 """Number of due snapshots skipped in a row before that is a trouble."""
 CLOCKS_S = 60.0
@@ -290,10 +291,10 @@ class Troubles:
     """The newest `workers_died` event with an error, in this start of the run."""
     _skipped: Counter[int | None] = field(default_factory=Counter)
     """Group id -> due snapshots that it skipped since one was coded."""
-    _waited_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Group id -> seconds for which it has waited for a quorum and got none."""
     _survived: int = 0
     """Largest number of hosts that any snapshot of this start could lose."""
+    _asked: float = math.inf
+    """Number of groups that `everstep scale` asked for last."""
 
     def take(self, event: Mapping[str, Any]) -> list[str]:
         """Process one event, or one that the account makes of several. Return the sentences that are new."""
@@ -313,26 +314,18 @@ class Troubles:
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Remember what later events need of this one. Return the fields that earlier events add to it."""
-        if event["kind"] in AWAY:
-            self._waited_s.pop(event["group"], None)
         match event["kind"]:
             case "workers_died" if event.get("error"):
                 self._death = event
-            case "commit" if self._waited_s:
-                for group in event["groups"]:
-                    self._waited_s.pop(group, None)
-            case "quorum_failed":
-                self._waited_s[event["group"]] += event.get("waited_s") or 0.0
-                return {"waited_s": self._waited_s[event["group"]]}
-            case "quorum":
-                self._waited_s.pop(event["group"], None)
+            case "scaled":
+                self._asked = event["count"]
             case "snapshot_skipped":
                 self._skipped[event["group"]] += 1
                 return {"skipped": self._skipped[event["group"]]}
             case "snapshot_protected":
                 self._skipped.clear()
                 self._survived = max(self._survived, event["survives"])
-                return {"survived": self._survived}
+                return {"survived": self._survived if len(event["members"]) < self._asked else 0}
             case "run_ended" if event["status"] == "failed":
                 return {"last_error": self._last_error(event["reason"])}
         return {}

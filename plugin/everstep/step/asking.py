@@ -30,6 +30,8 @@ class Asker:
         """Requests of those groups that make the last quorum's steps."""
         self._left_out: tuple[int, ...] = ()
         self._asked = 0
+        self._waited_s = 0.0
+        """Seconds for which it has asked, since its last quorum."""
 
     def ask(self, state: State, follows: State, *, finishing: bool, connected: str) -> Quorum | Outcome | None:
         """Return the next quorum, the same on all ranks of the group; None if there is none now; FENCED or TOO_LATE if
@@ -56,13 +58,14 @@ class Asker:
         )
         answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
         step, events = state.step + 1, self._host.events
+        self._waited_s += self._host.clock.now() - begun
         if answer.reason:
-            waited_s = round(self._host.clock.now() - begun, 3)
-            events.emit("quorum_failed", step, reason=answer.reason, waited_s=waited_s)
+            events.emit("quorum_failed", step, reason=answer.reason, waited_s=round(self._waited_s, 3))
         if answer.ending:
             return Outcome[answer.ending]
         if answer.reason:
             return None
+        self._waited_s = 0.0
         self._met = tuple(map(decode, answer.members))
         quorum = read_quorum(answer.id, self._met)
         self._makers = tuple(map(quorum.member, quorum.able))
