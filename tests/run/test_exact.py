@@ -170,7 +170,7 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
     )
     run = start(config)
     assert run.wait() == 1
-    assert "put_ does not have a deterministic implementation" in run.console()
+    assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.console()
     assert "Traceback" not in run.console()
 
 

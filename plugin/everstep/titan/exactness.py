@@ -5,8 +5,11 @@ verified: the first start of a run writes its fingerprint to RUN_DIR/state/exact
 fingerprint ends before it computes anything. A fingerprint includes the result of a small computation, to the bit.
 """
 
+import contextlib
 import hashlib
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from everstep.run.exits import UNFIT_EXIT, TrainerEnds
+from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.titan.run_files import differences
 
 FILE = "exact.json"
@@ -24,10 +27,26 @@ SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS
 
 
 def prepare(config: Any) -> None:
-    """Change a trainer's config, in place, so that computing a slot again gives the same bits. PyTorch then raises an
-    error that names an operator without a deterministic implementation."""
+    """Change a trainer's config, in place, so that computing a slot again gives the same bits. An operator that is not
+    deterministic then raises an error (see `naming_operators`)."""
     config.debug.deterministic, config.debug.deterministic_warn_only = True, False
     config.attention_check.mode = "detect"
+
+
+@contextlib.contextmanager
+def naming_operators() -> Iterator[None]:
+    """Turn the error for an operator without a deterministic implementation into TrainerEnds: a retry cannot help."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+        if found is None:
+            raise
+        raise TrainerEnds(
+            HOPELESS_EXIT,
+            f"{found[1]} has no deterministic implementation in PyTorch {torch.__version__}, and [fault_tolerance] "
+            "exact = true needs one: replace this operator in the model, or train with exact = false",
+        ) from error
 
 
 def fingerprint(config: Any, device: torch.device) -> dict[str, str]:

@@ -165,6 +165,7 @@ class EverstepTrainer(titan.Trainer):
         return dims
 
     @record
+    @exactness.naming_operators()
     def train(self) -> None:
         """Make steps until the run is over or this group leaves; without fault tolerance, as torchtitan does."""
         if not self.config.fault_tolerance.enable:
