@@ -247,7 +247,7 @@ def start_lighthouse(groups: int) -> tuple[subprocess.Popen, str]:
     write_json(prepared_file(run_dir), {"groups": groups})
     command += ["--run-dir", str(run_dir)]
     command += ["--heartbeat-timeout-s", str(HEARTBEAT_TIMEOUT_S), "--join-timeout-s", str(JOIN_TIMEOUT_S)]
-    lighthouse = subprocess.Popen([*command, "--die-with-parent"], stdout=subprocess.PIPE, text=True)
+    lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert lighthouse.stdout is not None
     if "lighthouse on" not in (said := lighthouse.stdout.readline()):
         raise RuntimeError(f"the lighthouse did not start: {said}")

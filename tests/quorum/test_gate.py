@@ -175,11 +175,10 @@ def test_a_message_that_is_no_request_ends_its_own_connection(make):
 
 def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(make, tmp_path, capsys):
     taken = make.gate().address
-    words = ["--bind", taken, "--run-dir", str(tmp_path)]
-    assert main(words) == 1
+    assert main(taken, tmp_path) == 1
     assert f"lighthouse: cannot listen on {taken}" in capsys.readouterr().err
     tmp_path.chmod(0o777)
-    assert main(words) == 1
+    assert main(taken, tmp_path) == 1
     assert "chmod go-w" in capsys.readouterr().err
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import tyro
 from torchtitan.config import ParallelismConfig
 
 from everstep.config.sections import FaultTolerance
@@ -159,7 +160,7 @@ def main() -> None:
     if namespace := os.environ.get("EVERSTEP_TEST_NAMESPACE"):
         enter(namespace)
     if sys.argv[1] == "lighthouse":
-        sys.exit(lighthouse.main(sys.argv[2:]))
+        sys.exit(tyro.cli(lighthouse.main, args=sys.argv[2:]))
     options = Options(**json.loads(sys.argv[1]))
     ft, rank = FaultTolerance(**options.settings), int(os.environ["RANK"])
     host = use_interface(ft.bind_host).address

@@ -83,16 +83,9 @@ class Lighthouse:
 
         self._port = self._port or free_port(self._host)
         BeatFile(self._beats).close()  # no room for the file: retried here, but the process would end
-        options = {
-            "--bind": f"{self._host}:{self._port}",
-            "--run-dir": self._run_dir,
-            "--min-groups": self._ft.min_groups,
-            "--heartbeat-timeout-s": self._ft.heartbeat_timeout_s,
-            "--join-timeout-s": self._ft.join_timeout_s,
-        }
-        words = [str(word) for option in options.items() for word in option]
-        log = self._run_dir / "logs" / "lighthouse.log"
-        self._child = self._children.start(functools.partial(main, words), log)
+        bind, waits = f"{self._host}:{self._port}", (self._ft.join_timeout_s, self._ft.heartbeat_timeout_s)
+        serve = functools.partial(main, bind, self._run_dir, self._ft.min_groups, *waits)
+        self._child = self._children.start(serve, self._run_dir / "logs" / "lighthouse.log")
         self._started_mono, self._serves, self._hung = time.monotonic(), False, False
 
     def _ended(self, child: Child) -> None:

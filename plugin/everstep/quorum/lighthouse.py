@@ -6,43 +6,55 @@ groups connect again and the next quorum forms. For example:
     python -m everstep.quorum.lighthouse --bind 10.0.0.1:29510 --run-dir RUN_DIR --min-groups 2
 """
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+
+import tyro
 
 from everstep.quorum.gate import Gate, QuorumRules
 from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
-from everstep.run.stops import collect_stops, die_with_parent
+from everstep.run.stops import collect_stops
 from everstep.run.token import run_token
 from everstep.wire import parse_address
 
 LOOK_EVERY_S = 0.2
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Run a lighthouse with `main`'s options until a signal asks it to stop. Prints its address, and gives signs of
-    life in the run directory while torchft's lighthouse answers.
+def main(
+    bind: str, run_dir: Path, min_groups: int = 1, join_timeout_s: float = 2.0, heartbeat_timeout_s: float = 2.0
+) -> int:
+    """Run a lighthouse until a signal asks it to stop. Print its address, and give signs of life in the run directory
+    while torchft's lighthouse answers. Return the exit status.
 
-    Raises:
-        ConnectionError: see `Gate`; or torchft's lighthouse ended, or `bind` is not an address.
-        ValueError: the run directory has no token that can be trusted.
+    Args:
+        bind: host:port to listen on.
+        run_dir: The run directory, whose token groups must know.
+        min_groups: Fewest groups of a quorum.
+        join_timeout_s: Longest wait for a group that does not ask.
+        heartbeat_timeout_s: A group that is silent for so long is left out.
     """
-    token, place = run_token(options.run_dir), parse_address(options.bind)
-    events = EventLog(options.run_dir, None, None, "lighthouse")
+    try:
+        _serve(bind, run_dir, QuorumRules(min_groups, join_timeout_s, heartbeat_timeout_s, number_of_groups(run_dir)))
+    except (ValueError, OSError) as error:  # the address, the token, or torchft's lighthouse
+        print(f"lighthouse: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(bind: str, run_dir: Path, rules: QuorumRules) -> None:
+    token, place = run_token(run_dir), parse_address(bind)
+    events = EventLog(run_dir, None, None, "lighthouse")
     stops = collect_stops()
     # Hundreds of threads may be ready at once, each for a short time. Switching between them every 5 ms, as by default,
     # would take more time than their work.
     sys.setswitchinterval(0.1)
-    groups = number_of_groups(options.run_dir)
-    rules = QuorumRules(options.min_groups, options.join_timeout_s, options.heartbeat_timeout_s, groups)
     gate = Gate(token, place, rules, lambda count, last: events.emit("stranger_refused", count=count, reason=last))
-    print(f"lighthouse on {options.bind}, at least {options.min_groups} groups, pid {os.getpid()}", flush=True)
-    heart = BeatFile(lighthouse_beat_path(options.run_dir))
+    print(f"lighthouse on {bind}, at least {rules.min_groups} groups, pid {os.getpid()}", flush=True)
+    heart = BeatFile(lighthouse_beat_path(run_dir))
     while not stops:
         if gate.lost.is_set():
             raise ConnectionError("torchft's lighthouse, in this process, does not answer any more: start it again")
@@ -51,27 +63,7 @@ def serve(options: argparse.Namespace) -> None:
     gate.close()
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the lighthouse's process; return its exit status."""
-    parser = argparse.ArgumentParser(prog="everstep.quorum.lighthouse", description=__doc__)
-    parser.add_argument("--bind", required=True, help="host:port to listen on")
-    parser.add_argument("--run-dir", type=Path, required=True, help="run directory, whose token groups must know")
-    parser.add_argument("--min-groups", type=int, default=1, help="fewest groups of a quorum")
-    parser.add_argument("--join-timeout-s", type=float, default=2.0, help="longest wait for a group that does not ask")
-    parser.add_argument("--heartbeat-timeout-s", type=float, default=2.0, help="a group silent for so long is left out")
-    parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
-    options = parser.parse_args(args)
-    if options.die_with_parent:
-        die_with_parent(os.getppid())
-    try:
-        serve(options)
-    except (ValueError, OSError) as error:
-        print(f"lighthouse: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    status = main()
+    status = tyro.cli(main)
     sys.stdout.flush()
     os._exit(status)  # a normal exit aborts if a thread is still in torchft's client
