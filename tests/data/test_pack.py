@@ -10,7 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from damage import damaged, planted
-from everstep.data import token_format
+from everstep.data.byte_ids import BYTES
 from everstep.data.documents import Documents
 from everstep.data.pack import pack
 from everstep.data.token_format import DataError, map_tokens, read_footer, verify
@@ -116,13 +116,14 @@ def test_lines_of_any_further_keys_in_a_file_of_any_name_are_read(tmp_path, docu
 
 
 def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl, assets, documents, out):
-    footer = pack((jsonl,), out, partial(encoder_for, str(assets / "tokenizer.json")))
+    footer = pack((jsonl,), out, encoder_for(str(assets / "tokenizer.json")))
     tokens, starts = map_tokens(out, footer)
     theirs = HuggingFaceTokenizer(tokenizer_path=str(assets))
     expected = [theirs.encode(text, add_bos=True, add_eos=True) for text in documents]
     assert tokens.tolist() == [token for document in expected for token in document]
     assert np.diff(starts).tolist() == [len(document) for document in expected]
-    assert (token_format.dtype_for(65536), token_format.dtype_for(65537)) == ("uint16", "uint32")
+    for size, dtype in ((65536, "uint16"), (65537, "uint32")):
+        assert pack((jsonl,), out.with_name(str(size)), replace(BYTES, vocab_size=size)).dtype == dtype
 
 
 # Interrupted.

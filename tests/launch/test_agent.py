@@ -12,6 +12,7 @@ import psutil
 from everstep.launch.machine import limited_threads
 from everstep.launch.rendezvous import RendezvousRound
 from everstep.launch.restart_rules import Death, failures
+from everstep.launch.settings import GroupSettings
 from everstep.launch.worker import log_path
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT
@@ -105,7 +106,7 @@ def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout.splitlines()[-1])
     for_the_agent, of_its_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}, {"TORCHELASTIC_ERROR_FILE"}
-    ours = RendezvousRound("run", "127.0.0.1", 1, 0, 1, 1, None).environment(0, "role", 0)
+    ours = RendezvousRound(GroupSettings(tmp_path, 0, 1), "127.0.0.1", 1, None).environment(0, 0)
     assert theirs.keys() - environment.keys() - for_the_agent == ours.keys() | of_its_own
     other = {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"}
     alike = ours.keys() - other

@@ -23,8 +23,8 @@ from everstep.run.beats import BeatFile, beat_path, beats_of_groups, read_beat
 from everstep.run.directory import End, groups_file, lock_run_dir, number_of_groups, over_file, prepared_file
 from everstep.run.event_fields import NEEDED, event_in
 from everstep.run.events import EventLog, read_events
-from everstep.run.fence import Claim, claim_group, current_claim, fence_file
-from everstep.run.files import write_json
+from everstep.run.fence import Claim, claim_group, fence_file
+from everstep.run.files import read_typed, write_json
 from everstep.run.token import own_token
 from everstep.wire import parse_address
 
@@ -41,7 +41,7 @@ def beat(run):
 
 
 def state(run):
-    assert isinstance(current_claim(run, 0), Claim | None)
+    assert isinstance(read_typed(Claim, fence_file(run, 0)), Claim | None)
     assert number_of_groups(run) >= 0
     assert isinstance(read_answer(run), Prepared | str)
 
@@ -142,7 +142,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
     assert statuses >= {0, 1, 2}
     assert published_address(run_dir) == "http://[::1]:29510"
     assert read_beat(beat_path(run_dir, 0, 0)).phase == "compute"
-    assert (current_claim(run_dir, 0), read_answer(run_dir).groups) == (Claim(1, 0), 2)
+    assert (read_typed(Claim, fence_file(run_dir, 0)), read_answer(run_dir).groups) == (Claim(1, 0), 2)
 
 
 @pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
@@ -178,6 +178,6 @@ def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_wa
     claim_group(run, 0, Claim(1, 0), lambda: True)
     EventLog(run, None, None, "scale").emit("scaled", count=1)
     assert (published_address(run), read_beat(beat_path(run, 0, 0)).step) == ("http://h:1", 5)
-    assert (current_claim(run, 0), number_of_groups(run), read_answer(run)) == (Claim(1, 0), 0, "")
+    assert (read_typed(Claim, fence_file(run, 0)), number_of_groups(run), read_answer(run)) == (Claim(1, 0), 0, "")
     assert precious.read_text() == "precious"
     assert not list(tmp_path.rglob("nothing"))

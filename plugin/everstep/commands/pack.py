@@ -36,7 +36,7 @@ def pack(
     try:
         if verify and inputs:
             raise DataError("--verify checks --out and takes no input files.")
-        footer = verified(out) if verify else make(inputs, out, lambda: encoder_for(tokenizer), text_key, say)
+        footer = verified(out) if verify else make(inputs, out, encoder_for(tokenizer), text_key, say)
     except KeyboardInterrupt:
         say("Stopped. Run the same command again to continue.")
         return 130

@@ -77,9 +77,7 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
     if isinstance(event, errors.BadValue) and event.reason == "too_few_values":
         return f"{_name(event.argument)} needs a value: {_wanted(event.argument)}"
     if isinstance(event, errors.InstantiationFailure) and event.argument is not None:
-        name = _name(event.argument)
-        given = _given(event.argument.lowered.name_or_flags, args)
-        return f"{name} must be {_wanted(event.argument)}" + (f", got {given}" if given is not None else "")
+        return f"{_name(event.argument)} must be {_wanted(event.argument)}"
     message = getattr(event, "message", "") or type(event).__name__
     return str(message).splitlines()[0]
 
@@ -103,14 +101,3 @@ def _name(argument: Any) -> str:
 
 def _wanted(argument: Any) -> str:
     return words(argument.field.type).removesuffix(" or null")
-
-
-def _given(flags: Sequence[str], args: Sequence[str]) -> str | None:
-    """Return the last value in `args` of these flags, which are spellings of one flag; None without."""
-    names = {flag.replace("-", "_") for flag in flags}
-    value = None
-    for position, arg in enumerate(args):
-        key, equals, attached = arg.partition("=")
-        if key.replace("-", "_") in names:
-            value = attached if equals else args[position + 1] if position + 1 < len(args) else None
-    return value

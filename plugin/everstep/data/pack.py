@@ -31,7 +31,7 @@ _BATCH_DOCUMENTS = 1 << 8
 def pack(
     inputs: Sequence[Path],
     out: Path,
-    encoder_of: Callable[[], Encoder] = lambda: BYTES,
+    encoder: Encoder = BYTES,
     text_key: str = "text",
     tell: Callable[[str], None] = lambda sentence: None,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -40,7 +40,6 @@ def pack(
 
     Args:
         inputs: text, JSONL or parquet files, or directories of them.
-        encoder_of: makes the encoder; called after the inputs are found.
         text_key: the key or column that holds the text.
         tell: called after each chunk, with a sentence on the progress.
         chunk_tokens: size of a chunk; it ends with the first document that makes it at least this many tokens long.
@@ -48,7 +47,6 @@ def pack(
         DataError, ValueError: with one sentence that names the file or the option.
     """
     files = input_files(inputs)
-    encoder = encoder_of()
     source = {
         "tokenizer": encoder.identity,
         "text_key": text_key,
@@ -112,8 +110,8 @@ class _Draft:
     def __init__(self, folder: Path, vocab_size: int, source: dict[str, Any]) -> None:
         self.file, self._starts, self._footer = folder / "tokens", folder / "starts", folder / "footer"
         self.footer = Footer(
-            dtype=token_format.dtype_for(vocab_size), tokens=0, documents=0, left_out=0, vocab_size=vocab_size,
-            max_id=0, source=source, chunks=[], starts_sha256="",
+            dtype="uint16" if vocab_size <= 1 << 16 else "uint32", tokens=0, documents=0, left_out=0,
+            vocab_size=vocab_size, max_id=0, source=source, chunks=[], starts_sha256="",
         )  # fmt: skip
         try:
             self.footer = typed.parse(Footer, typed.loads(self._footer.read_bytes(), token_format.FOOTER_LIMIT))

@@ -64,11 +64,6 @@ class Footer:
         return len(HEAD) + self.token_bytes + -self.token_bytes % 8
 
 
-def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the narrower of the two token types if it can hold ids below `vocab_size`, else the wider."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
 def write_footer(file: BinaryIO, footer: Footer) -> None:
     """Write the end of a token file. `file` is positioned after the document starts."""
     text = typed.dumps(asdict(footer))

@@ -193,7 +193,7 @@ class Group:
 
     def _fork(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Child:
         settings = self.settings
-        env = now.round.environment(rank, f"group-{settings.group}", now.number)
+        env = now.round.environment(rank, now.number)
         env |= limited_threads(settings.ranks_here or settings.ranks)
         if settings.devices is not None:
             env[VISIBLE] = settings.devices

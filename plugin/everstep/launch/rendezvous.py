@@ -30,40 +30,38 @@ ARRIVAL_S = 900.0
 class RendezvousRound:
     """One start of a group's workers, as seen from one of its nodes."""
 
-    run_id: str
+    settings: GroupSettings
     host: str
     port: int
     """Port of the workers' store at `host`."""
-    node_rank: int
-    nodes: int
-    ranks_per_node: int
     listener: socket.socket | None
     """On node 0: the socket of the store, which rank 0 serves. On others: None."""
 
     @property
     def ranks(self) -> range:
         """The ranks of this node."""
-        first = self.node_rank * self.ranks_per_node
-        return range(first, first + self.ranks_per_node)
+        first = self.settings.node_rank * self.settings.ranks
+        return range(first, first + self.settings.ranks)
 
-    def environment(self, rank: int, role: str, restarts: int) -> dict[str, str]:
+    def environment(self, rank: int, restarts: int) -> dict[str, str]:
         """Return the environment variables that torchrun documents for its workers."""
-        size = str(self.nodes * self.ranks_per_node)
+        settings = self.settings
+        size, name = str(settings.nodes * settings.ranks), f"group-{settings.group}"
         return {
             "LOCAL_RANK": str(rank - self.ranks.start),
             "RANK": str(rank),
-            "GROUP_RANK": str(self.node_rank),
+            "GROUP_RANK": str(settings.node_rank),
             "ROLE_RANK": str(rank),
-            "ROLE_NAME": role,
-            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "ROLE_NAME": name,
+            "LOCAL_WORLD_SIZE": str(settings.ranks),
             "WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": str(self.nodes),
+            "GROUP_WORLD_SIZE": str(settings.nodes),
             "ROLE_WORLD_SIZE": size,
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(UNLIMITED_RESTARTS),
-            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RUN_ID": f"{name}.{settings.claim}",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
@@ -124,9 +122,7 @@ class Rendezvous:
             return None
         self._left = number
         listener, self._listener = self._listener, None
-        run_id = f"group-{settings.group}.{settings.claim}"
-        place = settings.node_rank, settings.nodes, settings.ranks
-        return RendezvousRound(run_id, notes[0].host, notes[0].port, *place, listener)
+        return RendezvousRound(settings, notes[0].host, notes[0].port, listener)
 
     def lost(self, now_mono: float, awake_mono: float) -> str:
         """Return why another node of the group counts as gone; "" if all have joined or may still join. Silence before

@@ -54,14 +54,9 @@ def fence_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 
-def current_claim(run_dir: Path, group: int) -> Claim | None:
-    """Return the claim in the group's fence file; None if there is none."""
-    return read_typed(Claim, fence_file(run_dir, group))
-
-
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
     """Return whether no other start of the group has a higher claim."""
-    return (other := current_claim(run_dir, group)) is None or other <= claim
+    return (other := read_typed(Claim, fence_file(run_dir, group))) is None or other <= claim
 
 
 def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
