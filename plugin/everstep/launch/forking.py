@@ -84,16 +84,6 @@ def keep_on_without_output() -> None:
         setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
 
 
-def redirect_output(path: Path) -> None:
-    """Append stdout and stderr of this process to `path`, line by line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    keep_on_without_output()
-
-
 def fork(main: Main, log: Path, env: Mapping[str, str]) -> int:
     """Fork a process in a new session, and return its pid. It calls `main`, appends its output to `log`, and has the
     variables `env` in addition to this process's environment. The kernel kills it when this process dies. Call it in
@@ -123,7 +113,12 @@ def _do(main: Main, log: Path, env: Mapping[str, str]) -> int:
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(env)
-        redirect_output(log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        keep_on_without_output()
         return main() or 0
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -74,8 +74,6 @@ class Group:
         self._rendezvous: Rendezvous | None = None
         self._now: Incarnation | None = None
         self._not_before_mono = self._next_watch = self._stop_deadline = 0.0
-        self._unclean = ""
-        """Why a stop was not clean; "" if it was, or there was none."""
 
     def failures(self, run_step: int) -> int:
         """Return how often it has failed since its own last commit and since the run's newest step, `run_step`."""
@@ -152,8 +150,8 @@ class Group:
         if not now.committed and now.note_commit():
             starts_file(settings.run_dir, settings.group).unlink(missing_ok=True)
         if self._stopping():
-            self._stop_cleanly(now)
-        if now.stalled is None and (self._stopping() or now.dead):
+            self._stop_cleanly(now, rendezvous)
+        if self.end is not None or (now.stalled is None and (self._stopping() or now.dead)):
             return
         if now.stalled is None and rendezvous.is_awaited:  # also if a node's workers died after those here had finished
             now.kill()
@@ -218,13 +216,12 @@ class Group:
             if rendezvous.all_ended or self._is_overdue():
                 now.kill()
 
-    def _stop_cleanly(self, now: Incarnation) -> None:
+    def _stop_cleanly(self, now: Incarnation, rendezvous: Rendezvous) -> None:
         """Ask the workers to stop. Called at each check, because a worker that is starting may miss a signal."""
         grace_s = STOP_GRACE_S + self.settings.fault_tolerance.stall_timeout_s
         self._stop_deadline = self._stop_deadline or time.monotonic() + grace_s
         if self._is_overdue() and now.running:
-            self._unclean = f"its workers did not stop within {grace_s:g} s and were killed"
-            now.kill()
+            self._end_stopped(rendezvous, f"its workers did not stop within {grace_s:g} s and were killed")
             return
         for child in now.running:
             if not now.is_done(child):
@@ -234,10 +231,11 @@ class Group:
         """Return whether a clean stop has taken longer than it may."""
         return 0.0 < self._stop_deadline < time.monotonic()
 
-    def _end_stopped(self, rendezvous: Rendezvous) -> None:
+    def _end_stopped(self, rendezvous: Rendezvous, unclean: str = "") -> None:
+        """End the group, which was asked to stop. `unclean`: why the stop was not clean; "" if it was."""
         rendezvous.tell_ended()  # so that the other nodes do not wait for this one
-        if self._unclean:
-            self.finish("killed", self._unclean)
+        if unclean:
+            self.finish("killed", unclean)
         else:
             self.finish("stopped", "the run should have fewer groups" if self.leaves else "asked to stop")
 
@@ -302,9 +300,7 @@ class Group:
         )
         if self._stopping():
             # SIGTERM kills a worker that has not begun yet. That stop is clean: it had nothing to finish.
-            if death.exitcode != -signal.SIGTERM and not self._unclean:
-                self._unclean = death.reason
-            self._end_stopped(rendezvous)
+            self._end_stopped(rendezvous, "" if death.exitcode == -signal.SIGTERM else death.reason)
         elif settings.node and (bad := self._reason_to_move(death)):
             self.finish("node_bad", f"{bad}; last: {death.reason}")
         elif poison is not None:

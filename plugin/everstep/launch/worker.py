@@ -37,11 +37,6 @@ def log_path(run_dir: Path, group: int, rank: int) -> Path:
     return Path(run_dir) / "logs" / f"group-{group}" / f"rank-{rank}.log"
 
 
-def stacks_path(run_dir: Path, group: int, rank: int) -> Path:
-    """Return the file of a rank's stacks at each of its stalls, the newest last."""
-    return log_path(run_dir, group, rank).with_suffix(".stacks")
-
-
 def start(run_dir: Path, group: int, incarnation: int, argv: list[str], listener: int) -> None:
     """Run a trainer until it is done or was asked to stop. torchrun's environment variables say which rank this is. An
     exception that ends the trainer is told in the event `worker_failed`.
@@ -100,7 +95,6 @@ def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
     """Lock this rank for this process, after waiting until no earlier one holds it: if its launcher was killed, it may
     take a while to die. Raises TimeoutError."""
     path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
-    path.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while not lock_for_life(path):
         if time.monotonic() > deadline:
@@ -113,8 +107,7 @@ def _work(run_dir: Path, group: int, incarnation: int, argv: list[str], events: 
     follow_threads()
     heart = BeatFile(beat_path(run_dir, group, rank))
     heart.beat(STARTUP)
-    stacks_path(run_dir, group, rank).parent.mkdir(parents=True, exist_ok=True)
-    stacks = stacks_path(run_dir, group, rank).open("a")
+    stacks = log_path(run_dir, group, rank).with_suffix(".stacks").open("a")  # those of its stalls, the newest last
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)

@@ -86,9 +86,7 @@ class BeatFile:
         os.pwrite(self._fd, record, 0)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
 
 def read_beat(path: Path) -> Beat | None:

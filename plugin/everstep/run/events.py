@@ -109,9 +109,7 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        os.close(self._fd)
 
 
 def _kind_of(line: bytes) -> str:
