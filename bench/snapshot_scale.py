@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_json
 
 from everstep import wire
 from everstep.run.token import run_token
@@ -60,7 +61,7 @@ class Light:
         self._bytes, self._group = state_bytes, group
         held = [self._held(kind, rank)[0] for kind in ("data", "parity") for rank in range(ranks)]
         # Encoded only once, because here hundreds of keepers share the machine's cores with the rank that asks them.
-        self._inventory = wire.encoded({"buffers": headers_to_json(held)})
+        self._inventory = to_json({"buffers": headers_to_json(held)})
         self.server = wire.Server("127.0.0.1", token, self._talk, TIMEOUT)
 
     def _talk(self, channel: wire.Channel) -> None:

@@ -108,8 +108,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        text = value if value.isprintable() else "".join(c if c.isprintable() else "?" for c in value)
-        return f'"{text[:200]}"'
+        return f'"{value[:200]}"'
     if isinstance(value, dict):
         return "a table"
     return repr(value)[:200]

@@ -50,9 +50,7 @@ def parse(
     def refuse(event: errors.ParseErrorEvent) -> None:
         raise ConfigError(_sentence(event, args, list(known or ())))
 
-    more: dict[str, Any] = {} if default is None else {"default": default}
-    if registry is not None:
-        more["registry"] = registry
+    more: dict[str, Any] = {"registry": registry} | ({} if default is None else {"default": default})
     with errors.on_parse_error(refuse):
         if known is not None:
             return tyro.cli(kind, args=args, prog=prog or None, **more), []
@@ -84,12 +82,10 @@ def _sentence(event: errors.ParseErrorEvent, args: Sequence[str], known: Sequenc
 
 def _stray(word: str, args: Sequence[str]) -> str:
     """Return the error message for a word that belongs to no flag, e.g. `true` after a switch."""
-    attached = next(
-        (arg.removesuffix(f"={word}") for arg in args if arg.startswith("--") and arg.endswith(f"={word}")), ""
-    )
-    before = attached or (args[args.index(word) - 1] if word in args[1:] else "")
+    parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    before = parts[parts.index(word) - 1] if word in parts[1:] else ""
     section, dot, key = before.lstrip("-").rpartition(".")
-    if not before.startswith("--") or "=" in before:
+    if not before.startswith("--"):
         return f"{word} belongs to no flag"
     return f"{before} takes no value: it switches on; --{section}{dot}no-{key} switches off"
 

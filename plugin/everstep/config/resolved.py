@@ -45,11 +45,7 @@ def differing_keys(old: Any, new: Any) -> list[str]:
     `[training] seq_len: 128 → 256`. Empty if and only if the identities are equal."""
     before, after = ({key: json.dumps(value) for key, value in identity_keys(one).items()} for one in (old, new))
     differing = (key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
-    return [f"{key}: {_short(before.get(key, 'absent'))} → {_short(after.get(key, 'absent'))}" for key in differing]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return [f"{key}: {before.get(key, 'absent')[:60]} → {after.get(key, 'absent')[:60]}" for key in differing]
 
 
 def identity_keys(config: Any) -> dict[str, Any]:

@@ -63,8 +63,6 @@ def read_source(path: FilePath) -> Source:
     try:
         with open_regular(path, limit=LARGEST_BYTES) as file:
             text = file.read().decode("utf-8-sig")  # some editors write a byte order mark
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from pydantic_core import to_json
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
@@ -368,4 +369,4 @@ class Gate:
         self._makers, able = read.makers_hash(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
-        return wire.encoded({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
+        return to_json({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})

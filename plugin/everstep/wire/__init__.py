@@ -28,7 +28,6 @@ from everstep.wire.channel import Channel as Channel
 from everstep.wire.channel import Pieces as Pieces
 from everstep.wire.channel import RefusedError as RefusedError
 from everstep.wire.channel import WireError as WireError
-from everstep.wire.channel import encoded as encoded
 from everstep.wire.channel import parse_address as parse_address
 from everstep.wire.channel import pull as pull
 from everstep.wire.channel import serve_ranges as serve_ranges

@@ -76,11 +76,6 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def encoded(message: Any) -> bytes:
-    """Return a message, a dictionary or dataclass, as a JSON object in bytes, for `send_frame`."""
-    return to_json(message)
-
-
 class Channel:
     """One authenticated connection. Only `cut` and `hung_up` may be called while another thread uses it."""
 
@@ -101,18 +96,17 @@ class Channel:
         """Set how long a send or receive waits without any progress before it fails."""
         # The kernel's timeouts, because Python's make the socket non-blocking, and then MSG_WAITALL does not wait.
         self._timeout_s = timeout.total_seconds()
-        self._wait_at_most(self._timeout_s)
-
-    def _wait_at_most(self, seconds: float) -> None:
-        self._kernel_s = seconds
-        micros = max(1000, int(seconds * 1_000_000))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
+            self._wait_at_most(self._timeout_s, option)
+
+    def _wait_at_most(self, seconds: float, option: int) -> None:
+        micros = max(1000, int(seconds * 1_000_000))
+        self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(micros, 1_000_000)))
 
     def set_deadline(self, deadline: float) -> None:
         """Set a `time.monotonic()` at which a receive fails, even if the peer keeps sending; `math.inf` for none."""
         self._deadline = deadline
-        self._wait_at_most(self._timeout_s)
+        self._wait_at_most(self._timeout_s, socket.SO_RCVTIMEO)
 
     def close(self) -> None:
         self.sock.close()
@@ -137,17 +131,15 @@ class Channel:
         got = 0
         while got < view.nbytes:
             if self._deadline != math.inf:
-                left_s = min(self._deadline - time.monotonic(), self._timeout_s)
-                if left_s <= 0:
+                if (left_s := self._deadline - time.monotonic()) <= 0:
                     raise WireError(f"{self.peer} took too long")
-                if abs(self._kernel_s - left_s) > 0.1:  # setting it every time costs as much as receiving
-                    self._wait_at_most(left_s)
+                self._wait_at_most(min(left_s, self._timeout_s), socket.SO_RCVTIMEO)
             try:
                 n = self.sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                late = self._deadline - time.monotonic() < 0.1
-                how = "took too long" if late else f"was silent for {self._timeout_s:g} s"
-                raise WireError(f"{self.peer} {how}") from None
+                if time.monotonic() > self._deadline - 0.1:  # the deadline, not silence
+                    continue
+                raise WireError(f"{self.peer} was silent for {self._timeout_s:g} s") from None
             except OSError as error:
                 raise WireError(f"the connection to {self.peer} broke: {error}") from error
             if n == 0:
@@ -180,8 +172,8 @@ class Channel:
             raise WireError(f"a record from {self.peer} was altered on the way") from None
 
     def send_frame(self, message: Any) -> None:
-        """Send a message, or its `encoded` bytes, so that a message to many peers is encoded only once."""
-        body = message if isinstance(message, bytes) else encoded(message)
+        """Send a message, a dictionary or dataclass, or its JSON, so that one to many peers is encoded only once."""
+        body = message if isinstance(message, bytes) else to_json(message)
         if len(body) > FRAME_LIMIT_BYTES:
             raise WireError(f"a message of {len(body)} bytes is over the limit of {FRAME_LIMIT_BYTES}")
         self._send_record(_FRAME, 0, [memoryview(body)])
@@ -201,7 +193,7 @@ class Channel:
         self._open(head, memoryview(sealed), [memoryview(body)])
         try:
             message = from_json(body)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise WireError(f"{self.peer} sent a message that is not JSON") from error
         if not isinstance(message, dict):
             raise WireError(f"{self.peer} sent a message that is not a JSON object, but {type(message).__name__}")

@@ -248,15 +248,11 @@ class Server(Door):
         self._talk = talk
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
-        self._shut = False
         super().__init__(host, token, self._welcome, timeout, **more)
 
     def _welcome(self, channel: Channel, subject: bytes) -> None:
         thread = threading.Thread(target=self._run, args=(channel,), name="wire-peer", daemon=True)
         with self._lock:
-            if self._shut:
-                channel.close()
-                return
             thread.start()
             self._threads[thread] = channel
 
@@ -275,12 +271,11 @@ class Server(Door):
 
     def close(self, *, wait: bool = True) -> None:
         """Stop listening and cut every connection. `wait`: whether to wait for the connections' threads to end."""
+        super().close()  # from now on no thread is added
         with self._lock:
-            self._shut = True
             running = dict(self._threads)
-        super().close()
         for channel in running.values():
             channel.cut()
         for thread in running if wait else ():
-            if thread is not threading.current_thread() and thread.is_alive():
+            if thread is not threading.current_thread():
                 thread.join(self._timeout.total_seconds())
