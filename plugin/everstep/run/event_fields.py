@@ -16,11 +16,8 @@ Group = Annotated[int, Field(ge=0, le=MOST_GROUPS)]
 Pid = Annotated[int, Field(ge=1, le=1 << 31)]
 Seconds = Annotated[float, Field(ge=-1e11, le=1e11)]
 """Seconds since 1970, within the range that can be shown as a date (up to the year 5138)."""
-_NOTES = ("action", "outcome", "version", "checksum", "at_phase", "folder", "file", "history", "parent", "summary")
-_DURATIONS = (
-    "took_s", "wait_s", "waited_s", "idle_s", "compute_s", "reduce_s", "startup_s", "cpu_s", "copy_s", "blocked_s",
-    "again_s", "apart_s",
-)  # fmt: skip
+_NOTES = ("action", "outcome", "version", "checksum", "folder", "file", "history", "parent", "summary")
+_DURATIONS = ("took_s", "wait_s", "waited_s", "idle_s", "compute_s", "reduce_s", "blocked_s", "again_s", "apart_s")
 _COUNTS = (
     "survives", "bytes", "count", "inner_steps", "payload_bytes", "kept_bytes", "gradient_bytes", "rounds_again",
     "attempt", "ranks_per_group", "nominal_groups", "survived",
