@@ -69,8 +69,8 @@ def pack(
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     draft = _Draft(folder, encoder.vocab_size, source)
     texts = itertools.islice(documents(files, text_key), draft.footer.documents + draft.footer.left_out, None)
-    for ids, read in _encoded(texts, encoder, chunk_tokens):
-        draft.add(ids, read)
+    for chunk in _encoded(texts, encoder, chunk_tokens):
+        draft.add(chunk)
         tell(f"{draft.footer.documents:,} documents, {draft.footer.tokens:,} tokens")
     if not draft.footer.documents:
         shutil.rmtree(folder)
@@ -85,22 +85,20 @@ def pack(
     return footer
 
 
-def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[tuple[list[np.ndarray], int]]:
-    """Yield for each chunk the ids of its documents, and the number of documents read for it. The number includes those
-    left out, which have no text or fewer than two tokens."""
+def _encoded(texts: Iterator[str], encoder: Encoder, chunk_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Yield for each chunk the ids of its documents: none for one that has no text or fewer than two tokens, which is
+    left out of the file."""
     chunk: list[np.ndarray] = []
-    length = read = 0
+    length = 0
     while batch := list(itertools.islice(texts, _BATCH_DOCUMENTS)):
         for text, ids in zip(batch, encoder.encode(batch), strict=True):
-            read += 1
-            if text and len(ids) > 1:
-                chunk.append(ids)
-                length += len(ids)
-                if length >= chunk_tokens:
-                    yield chunk, read
-                    chunk, length, read = [], 0, 0
-    if read:
-        yield chunk, read
+            chunk.append(ids if text and len(ids) > 1 else ids[:0])
+            length += len(chunk[-1])
+            if length >= chunk_tokens:
+                yield chunk
+                chunk, length = [], 0
+    if chunk:
+        yield chunk
 
 
 class _Draft:
@@ -127,10 +125,10 @@ class _Draft:
                 raise DataError(f"{path} is shorter than its footer says: remove {folder} to start again.")
             os.truncate(path, size)
 
-    def add(self, documents: list[np.ndarray], read: int) -> None:
-        """Write a chunk. `read`: number of documents of the input that it stands for, including those left out."""
-        before = self.footer
-        ids = np.concatenate([*documents, np.empty(0, np.uint16)]).astype(np.dtype(before.dtype).newbyteorder("<"))
+    def add(self, chunk: list[np.ndarray]) -> None:
+        """Write a chunk of documents, without those that have no ids."""
+        before, documents = self.footer, [ids for ids in chunk if len(ids)]
+        ids = np.concatenate(chunk).astype(np.dtype(before.dtype).newbyteorder("<"))
         lengths = np.array([len(document) for document in documents], np.int64)
         _append(self.file, ids.data)
         _append(self._starts, (before.tokens + np.cumsum(lengths) - lengths).astype("<u8").data)
@@ -139,7 +137,7 @@ class _Draft:
             before,
             tokens=end,
             documents=before.documents + len(documents),
-            left_out=before.left_out + read - len(documents),
+            left_out=before.left_out + len(chunk) - len(documents),
             max_id=max(before.max_id, int(ids.max(initial=0))),
             chunks=[*before.chunks, (end, hashlib.sha256(ids.data).hexdigest())] if documents else before.chunks,
         )
