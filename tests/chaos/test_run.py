@@ -88,7 +88,7 @@ def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):
 
 
 def test_a_run_that_is_over_is_not_broken(run):
-    pid, _ = holder_of(run.run_dir)
+    pid = holder_of(run.run_dir)
     os.kill(pid, signal.SIGINT)
     until(lambda: holder_of(run.run_dir) is None, "the run to end")
     with pytest.raises(LaunchError, match="is over: stopped, stopped cleanly"):

@@ -97,7 +97,7 @@ def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):
     run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes, env=environment())
     worker = int(run.stdout.readline())
     with (tmp_path / ".lock").open():
-        assert holder_of(tmp_path)[0] == run.pid
+        assert holder_of(tmp_path) == run.pid
     target = LocalTarget(View(tmp_path))
     ours, others = (Proc(pid, time.time(), "worker", 0) for pid in (worker, victim.pid))
     assert target.signal([ours, others], signal.SIGTERM) == [worker]

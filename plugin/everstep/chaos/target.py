@@ -1,6 +1,7 @@
 """Where a run runs, and how signals reach its processes there."""
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,8 +54,8 @@ class LocalTarget(Target):
 
     def launcher(self) -> Proc | None:
         """Return the supervisor; None if it has ended."""
-        found = holder_of(self.run_dir)
-        return Proc(found[0], found[1], "launcher") if found and signals.is_same(*found) else None
+        pid, now = holder_of(self.run_dir), time.time()
+        return Proc(pid, now, "launcher") if pid and signals.is_same(pid, now) else None
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)

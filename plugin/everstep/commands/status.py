@@ -8,7 +8,7 @@ import tyro
 
 from everstep.launch.slurm import job_file, jobs_of, states_of
 from everstep.launch.view import RunState
-from everstep.report.score import checks, coverage_text, duration, refusals_text
+from everstep.report.score import checks, coverage_text, refusals_text
 from everstep.report.troubles import shortage
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
@@ -85,8 +85,7 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
         return [f"run     {'not running; no event says how it ended' if unknown else how}"], []
-    where = f"pid {holder[0]}" if holder[0] else "on another machine"
-    going = f"run     running ({where}), {duration(max(0.0, time.time() - holder[1]))} so far"
+    going = f"run     running ({f'pid {holder}' if holder else 'on another machine'})"
     going += "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
     return [going], [

@@ -61,8 +61,6 @@ def lock_run_dir(run_dir: Path) -> None:
     try:
         make_run_dir(run_dir)
         alone = lock_for_life(lock)
-        if alone:
-            os.utime(lock)
     except OSError as error:
         raise LaunchError(f"{run_dir}: cannot be used as run directory: {error.strerror}.") from None
     if not alone:
@@ -72,11 +70,10 @@ def lock_run_dir(run_dir: Path) -> None:
         )
 
 
-def holder_of(run_dir: Path) -> tuple[int, float] | None:
-    """Return the pid that holds the run directory's lock (`lock_holder`) and the wall time of locking; None if free."""
+def holder_of(run_dir: Path) -> int | None:
+    """Return the pid that holds the run directory's lock (`lock_holder`); None if it is free."""
     try:
-        pid = lock_holder(lock_file(run_dir))
-        return None if pid is None else (pid, lock_file(run_dir).lstat().st_mtime)
+        return lock_holder(lock_file(run_dir))
     except OSError:
         return None
 
