@@ -4,7 +4,6 @@ import re
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +87,7 @@ def submit(
         raise LaunchError(f"--lighthouse-flags: {error}.") from None
     ranks = ranks_per_node * nodes_per_group
     options = PrepareOptions(config=str(config), flags=titan_flags, groups=groups, ranks=ranks, here=False)
-    run_dir = (run_dir or default_run_dir(config, time.localtime())).resolve()
+    run_dir = (run_dir or default_run_dir(config)).resolve()
     found = prepare_in_subprocess(options) if dry_run else _prepare_run_dir(options, run_dir, nodes_per_group)
     submission = slurm.Submission(
         config=config.resolve(),

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def run(
         raise LaunchError("--chaos-every must be more than 0 seconds.")
     if not config.exists():
         raise LaunchError(f"{config}: there is no such file.")
-    run_dir = run_dir or default_run_dir(config, time.localtime())
+    run_dir = run_dir or default_run_dir(config)
     options = PrepareOptions(
         config=str(config),
         run_dir=str(run_dir),

@@ -19,9 +19,9 @@ class LaunchError(Exception):
     """An error that the user can fix. Its text is all they need to see."""
 
 
-def default_run_dir(config: Path, now: time.struct_time) -> Path:
+def default_run_dir(config: Path) -> Path:
     """Return `runs/<config>-<timestamp>`, relative to the current folder."""
-    return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+    return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 @contextlib.contextmanager
