@@ -21,7 +21,7 @@ from everstep import wire
 from everstep.launch.machine import free_port
 from everstep.quorum.errors import QuorumUnavailable
 from everstep.quorum.gate import Gate, QuorumRules
-from everstep.quorum.lighthouse import main
+from everstep.quorum.lighthouse import serve
 from everstep.quorum.membership import PURPOSE, Membership
 from everstep.quorum.request import NOTHING, Request, State, encode, name_of
 from everstep.run.events import read_events
@@ -175,10 +175,10 @@ def test_a_message_that_is_no_request_ends_its_own_connection(make):
 
 def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(make, tmp_path, capsys):
     taken = make.gate().address
-    assert main(taken, tmp_path) == 1
+    assert serve(taken, tmp_path) == 1
     assert f"lighthouse: cannot listen on {taken}" in capsys.readouterr().err
     tmp_path.chmod(0o777)
-    assert main(taken, tmp_path) == 1
+    assert serve(taken, tmp_path) == 1
     assert "chmod go-w" in capsys.readouterr().err
 
 

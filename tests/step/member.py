@@ -160,7 +160,7 @@ def main() -> None:
     if namespace := os.environ.get("EVERSTEP_TEST_NAMESPACE"):
         enter(namespace)
     if sys.argv[1] == "lighthouse":
-        sys.exit(tyro.cli(lighthouse.main, args=sys.argv[2:]))
+        sys.exit(tyro.cli(lighthouse.serve, args=sys.argv[2:]))
     options = Options(**json.loads(sys.argv[1]))
     ft, rank = FaultTolerance(**options.settings), int(os.environ["RANK"])
     host = use_interface(ft.bind_host).address

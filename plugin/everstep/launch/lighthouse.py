@@ -79,13 +79,13 @@ class Lighthouse:
             child.signal(signal.SIGKILL)
 
     def _start(self) -> None:
-        from everstep.quorum.lighthouse import main
+        from everstep.quorum.lighthouse import serve
 
         self._port = self._port or free_port(self._host)
         BeatFile(self._beats).close()  # no room for the file: retried here, but the process would end
         bind, waits = f"{self._host}:{self._port}", (self._ft.join_timeout_s, self._ft.heartbeat_timeout_s)
-        serve = functools.partial(main, bind, self._run_dir, self._ft.min_groups, *waits)
-        self._child = self._children.start(serve, self._run_dir / "logs" / "lighthouse.log")
+        main = functools.partial(serve, bind, self._run_dir, self._ft.min_groups, *waits)
+        self._child = self._children.start(main, self._run_dir / "logs" / "lighthouse.log")
         self._started_mono, self._serves, self._hung = time.monotonic(), False, False
 
     def _ended(self, child: Child) -> None:

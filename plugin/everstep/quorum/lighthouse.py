@@ -24,7 +24,7 @@ from everstep.wire import parse_address
 LOOK_EVERY_S = 0.2
 
 
-def main(
+def serve(
     bind: str, run_dir: Path, min_groups: int = 1, join_timeout_s: float = 2.0, heartbeat_timeout_s: float = 2.0
 ) -> int:
     """Run a lighthouse until a signal asks it to stop. Print its address, and give signs of life in the run directory
@@ -38,14 +38,14 @@ def main(
         heartbeat_timeout_s: A group that is silent for so long is left out.
     """
     try:
-        _serve(bind, run_dir, QuorumRules(min_groups, join_timeout_s, heartbeat_timeout_s, number_of_groups(run_dir)))
+        _run(bind, run_dir, QuorumRules(min_groups, join_timeout_s, heartbeat_timeout_s, number_of_groups(run_dir)))
     except (ValueError, OSError) as error:  # the address, the token, or torchft's lighthouse
         print(f"lighthouse: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(bind: str, run_dir: Path, rules: QuorumRules) -> None:
+def _run(bind: str, run_dir: Path, rules: QuorumRules) -> None:
     token, place = run_token(run_dir), parse_address(bind)
     events = EventLog(run_dir, None, None, "lighthouse")
     stops = collect_stops()
@@ -63,7 +63,12 @@ def _serve(bind: str, run_dir: Path, rules: QuorumRules) -> None:
     gate.close()
 
 
+def main() -> int:
+    """Run a lighthouse as the command line says, and return the exit status."""
+    return tyro.cli(serve)
+
+
 if __name__ == "__main__":
-    status = tyro.cli(main)
+    status = main()
     sys.stdout.flush()
     os._exit(status)  # a normal exit aborts if a thread is still in torchft's client
