@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from everstep.launch.worker import OOM_SCORE
+from everstep.run.beats import beat_path
 from everstep.run.directory import groups_file
 from everstep.run.files import write_json
 from everstep.run.stops import SAME_S
@@ -135,6 +136,7 @@ def test_a_leaving_group_that_dies_does_not_fail_the_run_that_goes_on_without_it
     run.wait_for("agent_ended", group=0, status="done")
     os.kill(run.workers(1)[0], signal.SIGKILL)
     assert run.process.wait(DEADLINE_S) == 0
+    assert not beat_path(run.run_dir, 1, 0).exists(), "no group would wait for its state"
 
 
 def test_a_run_that_its_launcher_cannot_go_on_with_says_why_it_ends(start):

@@ -7,6 +7,7 @@ If one rank dies, the others are killed at once by SIGKILL, as there is nothing 
 starts when all processes of the last one, and those that its workers started, are gone. `restart_rules` has the rules.
 """
 
+import contextlib
 import errno
 import functools
 import signal
@@ -111,6 +112,9 @@ class Group:
             if self._now is not None:
                 self._now.kill()
             self.events.emit("agent_ended", status=status, reason=reason)
+            if status in ("killed", "failed"):  # by its last beat, other groups would wait for its state
+                with contextlib.suppress(OSError):
+                    beat_path(self.settings.run_dir, self.settings.group, 0).unlink(missing_ok=True)
 
     def _join(self) -> Rendezvous:
         """Claim the group for this start of it, and join the other nodes' agents. Raises Fenced."""
