@@ -70,6 +70,14 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
 
 
+def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_path):
+    for more, times in (([], 0), (["--checkpoint.folder", "new"], 1), (["--checkpoint.no-enable"], 1)):
+        flags = [*FLAGS, "--checkpoint.enable", *more]
+        again = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
+        told = prepare.prepare(again).warnings
+        assert len([text for text in told if text.endswith("it begins at step 1 again")]) == times, (more, told)
+
+
 def test_torchtitan_is_imported_without_the_collector(tmp_path, monkeypatch):
     (tmp_path / "asks.py").write_text("import gc\nwas_on = gc.isenabled()\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -159,18 +159,23 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     settled = config_file(run_dir)
     if not settled.exists():
         return []
-    if differing := differing_keys(load_config(settled, EverstepTrainer.Config, check=False), config):
+    before = load_config(settled, EverstepTrainer.Config, check=False)
+    if differing := differing_keys(before, config):
         raise ConfigError(
             f"{run_dir} holds a run of another config: {'; '.join(differing)}. "
             "Give another --run-dir, or undo the changes."
         )
-    if config.checkpoint.enable:
+    old, new = before.checkpoint.folder, config.checkpoint.folder
+    if config.checkpoint.enable and old == new:
         return []
-    unless = "unless its snapshots are still in memory, " if config.snapshot.enable else ""
-    return [
-        f"{run_dir} holds an earlier part of this run, and no checkpoint of it ([checkpoint] enable is false): "
-        f"{unless}it begins at step 1 again"
-    ]
+    why, unless = "no checkpoint of it is read ([checkpoint] enable is false)", list[str]()
+    if config.checkpoint.enable:
+        why = f'its checkpoints are in "{old}", not in [checkpoint] folder = "{new}"'
+        unless.append("there are some in the new folder")
+    if config.snapshot.enable:
+        unless.append("its snapshots are still in memory")
+    unless_any = f"unless {' or '.join(unless)}, " if unless else ""
+    return [f"{run_dir} holds an earlier part of this run, and {why}: {unless_any}it begins at step 1 again"]
 
 
 def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:
