@@ -3,6 +3,7 @@
 import pytest
 from torchtitan.config.manager import ConfigManager
 
+from everstep.config.errors import ConfigError
 from everstep.launch import prepare
 from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.launch.supervisor import Supervisor
@@ -68,6 +69,16 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     found = prepare.read_or_prepare(tmp_path / name, tmp_path / "run", flags, ranks)
     assert len(asked) == judged
     assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
+
+
+def test_a_users_own_config_is_not_overwritten_by_the_resolved_one(settled, tmp_path):
+    run_dir = tmp_path / "run"
+    own = PrepareOptions(str(run_dir / "config.toml"), ranks=1, run_dir=str(run_dir), here=False, together=True)
+    with pytest.raises(ConfigError, match="would be overwritten by"):
+        prepare.prepare(own)
+    (run_dir / "events").mkdir()
+    (run_dir / "events" / "group-0.rank-0.jsonl").touch()
+    assert prepare.prepare(own).groups == 2, "the run's, which is the resolved one"
 
 
 def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_path):

@@ -99,9 +99,14 @@ def prepare(options: PrepareOptions) -> Prepared:
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
     if options.run_dir:
-        run_dir = Path(options.run_dir)
+        run_dir, settled = Path(options.run_dir), config_file(Path(options.run_dir))
+        ran = any(run_dir.glob("events/group-*"))  # if so, the file is the resolved one of an earlier start
+        if options.together and not ran and settled.exists() and settled.samefile(options.config):
+            raise ConfigError(
+                f"{settled} would be overwritten by the resolved config: rename it, or give another --run-dir"
+            )
         warnings += _refuse_another(config, run_dir)
-        write_whole(config_file(run_dir), resolved_toml(config).encode())
+        write_whole(settled, resolved_toml(config).encode())
     return Prepared(
         groups=ft.groups,
         ranks=ranks,
