@@ -193,11 +193,11 @@ class RankColumn:
             raise SumsBroken("not connected to the other groups")
 
         def exchange(some: bytes, size: int) -> list[bytes]:
-            matrix = torch.zeros(members, -(-size // 8), dtype=torch.int64)
-            matrix[self._rank].view(torch.uint8)[: len(some)] = torch.frombuffer(bytearray(some), dtype=torch.uint8)
+            row = -(-size // 8) * 8
+            rows = (some.ljust(row, b"\0") if rank == self._rank else bytes(row) for rank in range(members))
             # Each row is non-zero on one member only, so the sum is that row unchanged.
-            total = self.total(matrix, timeout).view(torch.uint8)
-            return [row.numpy().tobytes() for row in total]
+            total = self.total(torch.frombuffer(bytearray().join(rows), dtype=torch.int64), timeout).numpy().tobytes()
+            return [total[begin : begin + row] for begin in range(0, len(total), row)]
 
         said = notes.gather(notes.seal_note(self._token, places[self._rank], mine), exchange)
         return [notes.open_note(self._token, place, part) for place, part in zip(places, said, strict=True)]

@@ -17,6 +17,7 @@ from pydantic_core import from_json
 
 T = TypeVar("T")
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 LARGEST_INT, LARGEST_WORD = 1 << 63, 1 << 64
 Whole = Annotated[int, Field(ge=-LARGEST_INT, lt=LARGEST_WORD)]
@@ -45,7 +46,7 @@ def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
 
 def dumps(value: Any) -> bytes:
     """Return `value` as compact JSON for `loads`. Raises ValueError for NaN and Infinity."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _COMPACT.encode(value).encode()
 
 
 @functools.cache

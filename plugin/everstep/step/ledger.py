@@ -10,10 +10,11 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from pydantic_core import to_json
 
 from everstep.quorum.request import Quorum
 from everstep.run import typed
@@ -73,8 +74,7 @@ class Row:
 
     def encode(self) -> bytes:
         """As JSON text."""
-        values = {field.name: getattr(self, field.name) for field in fields(Row)}
-        return typed.dumps({name: sorted(v) if isinstance(v, frozenset) else v for name, v in values.items()})
+        return to_json(self)
 
     @staticmethod
     def decode(said: bytes) -> "Row":
@@ -364,12 +364,10 @@ class Tally:
         """Read what `encode` returned, with S = `slots`, `audited` of which are audited."""
         size = slots + FLAGS + 2 * audited
         counts, tokens, loss, extra = vector.split([size, slots, slots, len(vector) - size - 2 * slots])
-        coverage, flags, bits = (
-            tuple(round(count) for count in part.tolist()) for part in counts.split([slots, FLAGS, 2 * audited])
-        )
-        leaving, exhausted, refused, wanting = flags
+        whole = [round(count) for count in counts.tolist()]
+        leaving, exhausted, refused, wanting, *bits = whole[slots:]
         sums = SlotSums(tokens, loss, extra, frozenset())
-        return Tally(coverage, sums, leaving, exhausted, refused, wanting, bits)
+        return Tally(tuple(whole[:slots]), sums, leaving, exhausted, refused, wanting, tuple(bits))
 
     def digest(self) -> int:
         """Return a 62-bit hash of what decides about the step: equal on all ranks of a group that saw the same sums."""
