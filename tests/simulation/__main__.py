@@ -1,6 +1,7 @@
 """Simulates runs with faults and judges them: many seeds, or one seed as a timeline."""
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
@@ -56,6 +57,7 @@ def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, rec
     """Run all seeds and print a summary. Return whether none broke the promise and their costs are as recorded under
     `name`. record: first record their costs anew."""
     begun, outcomes = time.monotonic(), []
+    gc.freeze()  # no process of the pool looks through what was imported
     with ProcessPoolExecutor(jobs) as pool:
         for outcome in pool.map(partial(simulate, settings=settings), seeds, chunksize=8):
             outcomes.append(outcome)

@@ -324,11 +324,7 @@ class Socket(_Readable):
         HERE.scheduler.check()
         if self.closed:
             raise OSError("Bad file descriptor")
-        if holds():
-            return
-        if self.timeout == 0.0:
-            raise BlockingIOError
-        seconds = self.timeout or self._receive_s or 1e9
+        seconds = 0.0 if self.timeout == 0.0 else self.timeout or self._receive_s or 1e9
         if not HERE.scheduler.wait(self.changed, holds, seconds):
             raise TimeoutError if self.timeout else BlockingIOError
 
@@ -355,7 +351,8 @@ class Socket(_Readable):
         wanted = view.nbytes
         if len(self.inbox) >= wanted and not self.closed:
             HERE.scheduler.check()
-            view[:] = self._take(wanted)
+            view[:] = self.inbox[:wanted]
+            del self.inbox[:wanted]
             return wanted
         try:
             self._wait(lambda: len(self.inbox) >= wanted or self.ended or self.broken or self.shut)
@@ -384,6 +381,8 @@ class Socket(_Readable):
         network.carry((self.host, peer.host), partial(peer._arrive, data), self.flow, slow_s)
         return len(data)
 
+    sendall = send
+
     def shutdown(self, how: int) -> None:
         if self.closed or self.peer is None:
             raise OSError("Transport endpoint is not connected")
@@ -391,9 +390,6 @@ class Socket(_Readable):
             self.shut = True
             self.network.carry((self.host, self.peer.host), self.peer._end, self.flow)
             self.wake()
-
-    def sendall(self, data: bytes | bytearray) -> None:
-        self.send(data)
 
     def close(self) -> None:
         if self.closed:
@@ -455,7 +451,7 @@ def gethostname() -> str:
     return HERE.scheduler.check().host
 
 
-_CONSTANTS = {name: value for name, value in vars(real_socket).items() if name.isupper()}
+_CONSTANTS = {name: int(n) for name, n in vars(real_socket).items() if name.isupper() and isinstance(n, int)}
 socket = SimpleNamespace(
     **_CONSTANTS,
     socket=Socket,

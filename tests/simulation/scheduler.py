@@ -3,9 +3,9 @@
 Nothing here reads a real clock, and nothing iterates over a set, so a seed always gives the same run.
 """
 
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -125,11 +125,11 @@ class Scheduler:
     def call_at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Schedule a call, outside of all tasks, at a time."""
         self._count += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
+        heappush(self._heap, (when if when > self.now else self.now, self._count, call, args))
 
     def call_in(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._count, call, args))
+        heappush(self._heap, (self.now + seconds, self._count, call, args))
 
     def spawn(self, process: Process, run: Callable[[], None]) -> Task:
         task = Task(process, run)
@@ -143,7 +143,7 @@ class Scheduler:
         for _ in range(most):
             if not heap:
                 return True
-            self.now, _, call, args = heapq.heappop(heap)
+            self.now, _, call, args = heappop(heap)
             call(*args)
         return False
 
@@ -170,8 +170,7 @@ class Scheduler:
 
     def _block(self) -> None:
         """Suspend the running task until it is resumed with its current token."""
-        assert self.current is not None
-        process = self.current.process
+        process = self.check()
         if process.die_after is not None:
             process.die_after -= 1
             if process.die_after <= 0:
@@ -190,8 +189,7 @@ class Scheduler:
 
     def sleep(self, seconds: float) -> None:
         self.check()
-        task = self.current
-        assert task is not None
+        task: Any = self.current
         task.token += 1
         self.call_in(seconds, self._resume, task, task.token)
         self._block()
@@ -206,7 +204,7 @@ class Scheduler:
         if held or timeout <= 0:
             return held
         assert task is not None
-        deadline = self.now + max(timeout, TICK_S)
+        deadline = self.now + (timeout if timeout > TICK_S else TICK_S)
         task.token += 1
         if timeout < FOR_EVER_S:
             self.call_at(deadline, self._resume, task, task.token)

@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from simulation.lighthouse import Announced, Lighthouse, Options
@@ -160,9 +161,6 @@ class Summed:
         self.mine = mine
         self.all: list[Contribution] = []
 
-    def clone(self) -> Summed:
-        return self
-
     def take(self, parts: Sequence[Summed]) -> None:
         self.all = [part.mine for part in parts]
 
@@ -238,7 +236,7 @@ class Communicator:
         if self.aborted:
             raise RuntimeError("aborted")
         number, self._calls = self._calls, self._calls + 1
-        part = tensor.clone()
+        part = tensor.numpy().copy() if isinstance(tensor, torch.Tensor) else tensor
         self.parts[number][self.rank] = part
         for other in self.others:
             self.tells(other, partial(other.gets, number, self.rank, part))
@@ -311,12 +309,10 @@ class Work:
             HERE.judge.violate("sums paired", f"{among.process.name}: {[_form(part) for part in ordered]}")
             raise RuntimeError("parts of different sums")
         if isinstance(self._tensor, torch.Tensor):
-            self._tensor.copy_(ordered[0])
-            for part in ordered[1:]:
-                self._tensor.add_(part)
+            self._tensor.numpy()[...] = np.sum(ordered, axis=0)
         else:
             self._tensor.take(ordered)
 
 
 def _form(part: Any) -> tuple[Any, ...]:
-    return (type(part), part.dtype, tuple(part.shape)) if isinstance(part, torch.Tensor) else (type(part),)
+    return (type(part), part.dtype, part.shape) if isinstance(part, np.ndarray) else (type(part),)

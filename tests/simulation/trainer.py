@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,13 @@ STATE_WORDS = 1024
 
 def tokens_of(step: int, slot: int) -> float:
     return 10.0 + slot + step % 3
+
+
+@cache
+def sums_of(step: int, done: frozenset[int], slots: int) -> SlotSums:
+    """Return what a rank that has done these slots says of them."""
+    tokens = torch.tensor([slot in done and tokens_of(step, slot) for slot in range(slots)], dtype=torch.float64)
+    return SlotSums(tokens, tokens * 0.5, torch.tensor([float(len(done))], dtype=torch.float64), done)
 
 
 class SimReducer:
@@ -164,13 +172,8 @@ class SimWork:
         self._given_nothing |= {(step, slot) for slot in slots}
 
     def results(self) -> SlotSums:
-        slots = self._world.plan.slots
         self._together("results")
-        step = self.state.step + 1
-        counts = [tokens_of(step, slot) if slot in self.done else 0.0 for slot in range(slots)]
-        tokens = torch.tensor(counts, dtype=torch.float64)
-        extra = torch.tensor([float(len(self.done))], dtype=torch.float64)
-        return SlotSums(tokens, tokens * 0.5, extra, frozenset(self.done))
+        return sums_of(self.state.step + 1, frozenset(self.done), self._world.plan.slots)
 
     def discard(self) -> None:
         self._same("discard")

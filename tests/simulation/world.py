@@ -400,12 +400,12 @@ class World:
         """Judge that a group asks for a quorum only if it needs one. After a step with most of the others it does not,
         while nothing breaks, no group joins, leaves or heals, and none has healed since its last quorum."""
         self.costs["ask"] += 1
-        quorum, before = read_quorum(0, members), {member.name for member in life.met}
+        before = {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
         alive = {name_of(other.group.id, other.name) for other in lives}
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
-        stands = alive == before == {member.name for member in members} and len(quorum.able) == len(members)
-        stands = stands and len(read_quorum(0, life.met).able) == len(members)
+        stands = alive == before == {member.name for member in members}
+        stands = stands and all(len(read_quorum(0, some).able) == len(members) for some in (members, life.met))
         most = 2 * len(members) > len(self.groups)  # with those that joined, as all may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
