@@ -464,4 +464,4 @@ selectors = SimpleNamespace(
     DefaultSelector=Selector, SelectorKey=real_selectors.SelectorKey, EVENT_READ=real_selectors.EVENT_READ
 )
 
-memory = SimpleNamespace(room_for=lambda nbytes: contextlib.nullcontext(HERE.room()))
+memory = SimpleNamespace(room_for=lambda nbytes: contextlib.nullcontext(HERE.room(nbytes)))

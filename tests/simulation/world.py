@@ -193,10 +193,11 @@ class World:
         self.lags: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Host -> until when, and by how many seconds, it sees the writes of others to the run directory late."""
         self.lighthouses: dict[str, LighthouseNode] = {}
-        self.network = Network(self.scheduler, self.heal_s, self.heal_fails)
-        here = system.HERE
-        here.scheduler, here.network, here.judge, here.tail_s = self.scheduler, self.network, self.judge, self.tail_s
-        here.room, here.wall_s = lambda: self.rumour.random() > 0.02, self.wall_s
+        here, chance = system.HERE, self.scheduler.random
+        heals = lambda: chance.uniform(*plan.heal_s), lambda: chance.random() < plan.heal_fails
+        self.network = Network(self.scheduler, *heals)
+        here.scheduler, here.network, here.judge = self.scheduler, self.network, self.judge
+        here.room, here.wall_s, here.tail_s = self.room, self.wall_s, lambda: chance.choice(plan.tail_s)
         self.groups: dict[int, Group] = {}
         self.disk: dict[int, list[State]] = {}
         """Step -> a state for each rank column, once rank 0 has noted that all of them are written."""
@@ -265,6 +266,7 @@ class World:
     def note(self, who: str, kind: str, step: int | None, fields: dict[str, Any]) -> None:
         self.costs[kind] += 1
         self.costs["wait_s"] += fields.get("wait_s", 0.0)
+        self.costs["brief_wait_s"] += min(fields.get("wait_s", 0.0), 0.5)  # what a long wait adds varies by chance
         if kind == "slot_accepted":
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
@@ -292,14 +294,11 @@ class World:
                 life.accused = group.id in differing
                 life.proven = not life.accused
 
-    def heal_s(self) -> float:
-        return self.scheduler.random.uniform(*self.plan.heal_s)
-
-    def heal_fails(self) -> bool:
-        return self.scheduler.random.random() < self.plan.heal_fails
-
-    def tail_s(self) -> float:
-        return self.scheduler.random.choice(self.plan.tail_s)
+    def room(self, nbytes: int) -> bool:
+        """Return whether a host has memory for so many bytes. To get that for a state takes a while."""
+        if nbytes > 1:
+            self.scheduler.pause(0.0, 0.5)
+        return self.rumour.random() > 0.02
 
     def wall_s(self) -> float:
         """Return the time on the clock of the lighthouse's host, which is set anew in one of ten readings."""
