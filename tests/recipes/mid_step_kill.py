@@ -51,6 +51,7 @@ if __name__ == "__main__":
     from everstep.launch import supervisor, worker
     from everstep.launch.prepare import PrepareOptions
     from everstep.run.directory import LaunchError
+    from everstep.run.exits import USAGE_EXIT
 
     config, groups, ranks, folder, worker.ENTRY = sys.argv[1:]
     options = PrepareOptions(config, groups=int(groups), ranks=int(ranks), run_dir=folder)
@@ -58,4 +59,4 @@ if __name__ == "__main__":
         sys.exit(supervisor.run(options))
     except LaunchError as refusal:
         print(f"refused: {refusal}")
-        sys.exit(supervisor.USAGE_EXIT)
+        sys.exit(USAGE_EXIT)

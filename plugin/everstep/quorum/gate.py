@@ -311,12 +311,10 @@ class Gate:
         """Return why the lighthouse formed no quorum of the groups that asked."""
         living = self._counting()
         with self._changed:
-            asked = self._passed.union(self._waits)
-            silent = ", ".join(sorted(group for group, name in living.items() if name not in asked))
+            silent = [group for group, name in living.items() if name not in self._passed.union(self._waits)]
         if silent:
-            return f"groups {silent} are alive but ask for none: they compute, or hang"
-        names = ", ".join(sorted(living)) or "none"
-        return f"groups {names} are alive, and fault_tolerance.min_groups is {self._min_groups}"
+            return f"groups {', '.join(sorted(silent))} are alive but ask for none: they compute, or hang"
+        return f"groups {', '.join(sorted(living))} are alive, and fault_tolerance.min_groups is {self._min_groups}"
 
     def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
         """Wait until a request may be passed to the lighthouse; return whether that was before `until`, a time of

@@ -6,7 +6,7 @@ name, which on Debian is 127.0.1.1, and NCCL the first interface that is up. Env
 
 import os
 import socket
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 
@@ -18,14 +18,8 @@ class InterfaceError(ValueError):
     """No interface of this machine has the address. The message is one sentence that says what to do."""
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of this machine.
-
-    Attributes:
-        name: the kernel's name of it, such as eth0.
-        address: the address to listen on.
-    """
+class Interface(NamedTuple):
+    """A network interface of this machine: the kernel's `name` of it, such as eth0, and the `address` to listen on."""
 
     name: str
     address: str
