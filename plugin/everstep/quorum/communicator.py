@@ -97,9 +97,7 @@ class Communicator:
         """Return the ranks of the members that accept no connections at their address. If no addresses are known yet,
         return the members that have not published theirs, perhaps because their link is too slow."""
         if self._peers:
-            return frozenset(
-                rank for rank, place in self._peers.items() if place[0] and not self._takes_connections(place)
-            )
+            return frozenset(rank for rank, at in self._peers.items() if at[0] and not self._takes_connections(at))
         return frozenset(rank for rank in range(self._size) if not self._store.check([f"member/{rank}"]))
 
     def _takes_connections(self, place: Address) -> bool:

@@ -39,6 +39,7 @@ STAGING_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
 """Bytes of one request to a source: enough that the request itself takes little time beside them, and few enough that a
 much slower source delays the transfer by little."""
+AT_FIRST_S, SOON_S = 0.2, 0.5
 AHEAD = 2
 """Pieces that are requested from a source before the first of them has come, so that its link is never idle."""
 
@@ -49,10 +50,8 @@ class HealState:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name → local shard, on any device. A DTensor is passed as its local tensor."""
-
     meta: dict[str, Any] = field(default_factory=dict)
     """Values that JSON can represent, such as counters and schedules."""
-
     blobs: dict[str, bytes] = field(default_factory=dict)
     """Opaque byte strings, such as random number states and a dataloader's position."""
 
@@ -284,10 +283,12 @@ class Fetch:
             return ""
         return f"the state of step {self._wanted.step} could not be fetched: {'; '.join(self._reasons)}"
 
-    @property
-    def arrived(self) -> float:
-        """The part of the tensors that has arrived, from 0 to 1."""
-        return 1.0 - len(self._left) * PIECE_BYTES / max(self.nbytes, PIECE_BYTES)
+    def comes_soon(self) -> bool:
+        """Wait up to AT_FIRST_S for the state, and up to SOON_S if half of it is there then. Return whether it came."""
+        self._thread.join(AT_FIRST_S)
+        if len(self._left) * PIECE_BYTES < self.nbytes / 2:
+            self._thread.join(SOON_S - AT_FIRST_S)
+        return self.state is not None
 
     def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:
         """Fetch the state, if this host has memory for it besides what its other processes are about to use."""

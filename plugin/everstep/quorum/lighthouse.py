@@ -63,7 +63,12 @@ def _run(bind: str, run_dir: Path, rules: QuorumRules) -> None:
     gate.close()
 
 
+def main() -> int:
+    """Run a lighthouse as the command line says, and return the exit status."""
+    return tyro.cli(serve)
+
+
 if __name__ == "__main__":
-    status = tyro.cli(serve)
+    status = main()
     sys.stdout.flush()
     os._exit(status)  # a normal exit aborts if a thread is still in torchft's client

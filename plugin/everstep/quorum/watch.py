@@ -30,10 +30,8 @@ FAREWELL = b"+"
 """Sent before a connection is closed on purpose. Without it, the process at the other end has died."""
 REMEMBERED = 64
 """Number of ended process groups that are remembered, for members that connect late."""
-
 KEEPALIVES = 2
 """Unanswered keepalive probes after which a peer is lost."""
-
 CONNECTING = 32
 """Number of peers that are connected to at the same time."""
 

@@ -387,8 +387,7 @@ def verdict(tally: Tally, on_loss: OnLoss = "redistribute") -> str:
     coverage = tally.coverage
     if tally.refused:
         return "a slot in the sum was refused"
-    twice = [slot for slot, count in enumerate(coverage) if count > 1]
-    if twice:
+    if twice := [slot for slot, count in enumerate(coverage) if count > 1]:
         return f"slots {twice} are in the sum more than once"
     missing = [slot for slot, count in enumerate(coverage) if count < 1]
     if missing and (on_loss == "redistribute" or len(missing) == len(coverage)):

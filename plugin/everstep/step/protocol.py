@@ -15,9 +15,9 @@ An attempt (`StepProtocol.attempt`) is a fixed sequence of decisions of the whol
    the same tally, with every slot exactly once and none refused, they commit. Otherwise the next attempt, a retry,
    keeps what the group holds.
 
-A group that joins and gets its state within SOON_S computes in its first step. Otherwise it never makes the others
-wait. It adds zeros to the sums and keeps the summed gradients of each step. Once its state has arrived, it applies them
-in order, a few in each step. Until then it keeps the state it had.
+A group that joins computes in its first step if its state comes soon. Otherwise it never makes the others wait: it adds
+zeros to the sums and keeps the summed gradients of each step. Once its state has arrived, it applies them in order, a
+few in each step. Until then it keeps the state it had.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +43,6 @@ USUAL = 3
 AT_ONCE = 4
 """Commits that a group which heals applies in one step. The others wait for it in the last of these steps only, in
 which it has no more than so many left. If it applied all at once, it would be left out, and have to heal again."""
-
-SOON_S, AT_FIRST, POLL_S = 0.5, 0.4, 0.005
-"""The others wait for the state of a group that joins for SOON_S seconds at most, and never longer than SOON_S times
-the part that has arrived, or AT_FIRST if that is more. POLL_S: seconds between two looks."""
 
 T = TypeVar("T")
 
@@ -285,13 +281,10 @@ class StepProtocol:
     def _heal_at_once(self, attempt: Attempt) -> None:
         """If the state that this group began to fetch in this attempt arrives soon, take it over: the group then
         computes in this step already. The others wait for its row meanwhile."""
-        healing, begun = self._healing, self._clock.now()
+        healing = self._healing
         if healing is None or self.group not in attempt.quorum.sources:
             return
-        fetch = healing.fetch
-        while not (fetch.state or fetch.error) and self._clock.now() < begun + SOON_S * max(AT_FIRST, fetch.arrived):
-            self._clock.sleep(POLL_S)
-        if self.decisions.all_true("soon", fetch.state is not None):
+        if self.decisions.all_true("soon", healing.fetch.comes_soon()):
             self._catch_up(healing, 0)
             attempt.computes = True
 
