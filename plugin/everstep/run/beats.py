@@ -86,7 +86,9 @@ class BeatFile:
         os.pwrite(self._fd, record, 0)
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1  # the number may soon be another file's, which a late write must not reach
 
 
 def read_beat(path: Path) -> Beat | None:

@@ -109,7 +109,9 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1  # the number may soon be another file's, which a late write must not reach
 
 
 def _kind_of(line: bytes) -> str:
