@@ -1,6 +1,7 @@
 """Workers' states in the memory of hosts outlive the group that made them. Slow or full storage matters only if a host
 is lost. The run reports when states are not protected, and never starts over silently."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -41,14 +42,25 @@ def test_a_group_that_dies_with_no_storage_and_no_memory_for_its_workers_ends_th
     assert {event["source"] for event in run.events("training_started", killed)} <= {"peer"}, "nobody starts over"
 
 
+@contextlib.contextmanager
+def away(run):
+    """Group 1, which is killed and held in its next start until the other group computes its worker's round."""
+    killed = run.kill(1)
+    run.wait_for("workers_started", killed, group=1)
+    run.kill(1, signum=signal.SIGSTOP)
+    yield killed
+    run.wait_for("worker_moved", killed, group=0)
+    run.kill(1, signum=signal.SIGCONT)
+
+
 def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, reference, tmp_path, small):
     run = start(toml := quick_config(tmp_path / "run.toml", ROUNDS), run_dir=tmp_path / "run", pace_s=PACE_S)
     told = run.wait_for("workers_unprotected")
     assert "No space left" in told["reason"]
     assert told["risk"] == f"the host of group {told['group']} is lost"
     run.until(lambda: "is lost now, the run ends" in run.console(), "the risk to be said")
-    killed = run.kill(1)
-    run.wait_for("worker_moved", killed, group=0)
+    with away(run) as killed:
+        pass
     moved = run.events("worker_moved", killed, group=0)
     run.wait_for("worker_moved", killed, group=1)
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
@@ -66,11 +78,10 @@ def test_a_host_that_is_lost_with_its_memory_costs_no_state_and_no_storage(start
     after = max(run.wait_for("keeper_found", group=group)["t"] for group in (0, 1))
     run.until(lambda: [e for e in run.events("commit", after, group=1) if e["kept_bytes"]], "a state to be kept")
     shutil.rmtree(run.run_dir / "state" / "workers", ignore_errors=True)  # copies from before the other keeper started
-    killed = run.kill(1)
-    os.kill(run.events("keeper_found", group=1)[-1]["pid"], signal.SIGKILL)
-    for segment in tmp_path.glob("everstep-*-group-1"):
-        shutil.rmtree(segment)
-    run.wait_for("worker_moved", killed, group=0)
+    with away(run) as killed:
+        os.kill(run.events("keeper_found", group=1)[-1]["pid"], signal.SIGKILL)
+        for segment in tmp_path.glob("everstep-*-group-1"):
+            shutil.rmtree(segment)
     moved = run.events("worker_moved", killed, group=0)
     assert run.wait() == 0, run.console()
     assert max(event["rounds_again"] for event in moved) <= 2, "what was just being copied"

@@ -81,12 +81,12 @@ def commit(run, step: int) -> None:
             run[group, rank].committed(what, statuses, lambda: state_of(step))
 
         on_both_ranks(committed)
-    wait_until(lambda: all(each._copier.idle for each in run.values()))
+    wait_until(lambda: all(each.copier.idle for each in run.values()))
 
 
 def write_notes(run, group: int, rank: int, **notes) -> None:
     """Write a keeper's notes on a rank's newest snapshot."""
-    copier = run[group, rank]._copier
+    copier = run[group, rank].copier
     if copier._newest is not None:
         sequence, now = copier._newest.sequence, time.monotonic()
         copier._segment.write_notes(rank, Notes(now, sequence, settled=True, **notes))
@@ -101,9 +101,9 @@ def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
         else:
             write_notes(run, group, rank, coded=True)
     commit(run, 2)
-    assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
+    assert {each.copier.agreed.members for each in run.values()} == {(1, 2, 3)}
     for group, rank in run:
         write_notes(run, group, rank, coded=True)
     commit(run, 3)
-    assert {each._copier.agreed.anchor for each in run.values()} == {(2, 1, "")}
-    assert {each._copier.agreed.members for each in run.values()} == {(1, 2, 3)}
+    assert {each.copier.agreed.anchor for each in run.values()} == {(2, 1, "")}
+    assert {each.copier.agreed.members for each in run.values()} == {(1, 2, 3)}

@@ -363,6 +363,7 @@ class Gate:
             pairs = ", ".join(f"{one} and {other}" for one, other in read.cut)
             why = differing_settings(requests) or f"no connections between {pairs}"
             return {"failed": f"fewer than {self._min_groups} groups reach each other: {why}"}
+        self._heard |= dict.fromkeys(found, now)  # each waits on an open connection
         self._groups = max(self._groups, len(read.groups))  # the run may have been scaled up
         self._makers, able = read.makers_hash(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
