@@ -87,10 +87,3 @@ def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_
         again = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
         told = prepare.prepare(again).warnings
         assert len([text for text in told if text.endswith("it begins at step 1 again")]) == times, (more, told)
-
-
-def test_torchtitan_is_imported_without_the_collector(tmp_path, monkeypatch):
-    (tmp_path / "asks.py").write_text("import gc\nwas_on = gc.isenabled()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import_all(["asks"])
-    assert not __import__("asks").was_on
