@@ -21,6 +21,7 @@ from torchtitan.observability import structured_logger as sl
 from everstep.attention.schedule import CheckRate
 from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
+from everstep.run import typed
 from everstep.run.beats import DONE
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.snapshot.agreement import Agreed
@@ -343,7 +344,7 @@ class TrainerWork(ABC):
         rate = state.meta.get(CHECK_RATE)
         if self._checks is not None and rate is not None and self._checks.schedule.check_rate is None:
             # Until it has measured its own, it would check all layers, and the others would wait for it.
-            self._checks.schedule.check_rate = CheckRate(*map(float, rate))
+            self._checks.schedule.check_rate = typed.parse(CheckRate, rate, "a check rate")
 
     def _load(self, state: HealState) -> None:
         """Load a state of the same rank, from another group or from memory."""
