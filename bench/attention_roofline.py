@@ -260,7 +260,7 @@ class Holder(nn.Module):
         self.layers = nn.ModuleDict({"1": layer})
 
 
-def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: int = guard.SMALL_STEP) -> Cost:
+def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: int = guard.LARGE_STEP) -> Cost:
     """Return the cost of one slot of one layer's attention, forward and backward, in a step of `tokens` tokens.
     in_graph: whether it is called as in a compiled block."""
     spec = MODELS[name]()
@@ -343,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
     parser.add_argument("--models", default=",".join(MODELS), help="models, separated by commas; default: all")
-    parser.add_argument("--tokens", type=int, default=guard.SMALL_STEP, help="tokens of a step")
+    parser.add_argument("--tokens", type=int, default=guard.LARGE_STEP, help="tokens of a step")
     args = parser.parse_args()
     result = {}
     columns = ("kernels", "GB", "of block", "kernels", "GB", "of block", "rate", "of block")

@@ -43,6 +43,7 @@ MISTAKES = {
     "run good.toml --groups x": "--groups must be an integer",
     "run good.toml --groups 0": "--groups must be at least 1.",
     "run good.toml --chaos-every nan": "--chaos-every must be more than 0 seconds.",
+    "run good.toml --data.source stdlib --checkpoint.enable --checkpoint.folder /proc/no": 'folder = "/proc/no" cannot',
     "run good.toml --run-dir text.txt": "text.txt: cannot be used as run directory",
     "init llama4": "must be one of demo, llama3_1b, llama3_8b, qwen3_0.6b, slurm",
     "init demo --out good.toml": "good.toml exists already",

@@ -32,9 +32,7 @@ class Group(rounds.Rounds):
             own_state=lambda: b"wrong5" if self._wrong else b"good5",
         )
         self.store = MagicMock(
-            held={},
-            read=lambda key: self.kept.get(key.round),
-            hold=lambda key, own: self.kept.update({key.round: own}),
+            held={}, read=lambda key: self.kept.get(key.round), hold=lambda key, own: self.kept.update({key.round: own})
         )
         self._slots = MagicMock(
             number=1,

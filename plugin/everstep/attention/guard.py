@@ -1,6 +1,7 @@
 """The checks as the training step calls them (`Checks`), and as one module of the model calls them (`Guard`).
 
-A *check* of a layer runs in the slots for which the schedule drew the layer. A *look* is cheap and runs in every slot.
+A *check* of a layer runs in the slots for which the schedule drew the layer. A *look* is cheap, and runs in every slot
+or in those in which the layer is not checked. A slot is the forward and the backward of one microbatch.
 """
 
 import contextlib
@@ -39,14 +40,15 @@ def _between(begin: Any, end: Any) -> float:
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
-SMALL_STEP = 65_536
-"""Tokens of a step. With this many or more, a row of one head that is lost by an infinite score changes no gradient by
-1 %. `bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of tokens."""
+LARGE_STEP = 65_536
+"""Tokens of a step. In a step of this size or more, one lost row of P (an infinite score makes its sum 0) changes no
+gradient by 1 %. `bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of
+tokens."""
 
 
 KEPT_BYTES = 32 << 20
-"""Bytes of results that are kept, so that one look takes them together. Between two products, which fill a CPU's
-caches, a look takes several times as long."""
+"""Bytes of results that are kept, so that one look takes them together. Right after a product, when a CPU's
+caches are full of its data, a look takes several times as long."""
 
 
 class Checks:
@@ -62,19 +64,19 @@ class Checks:
         step_tokens: tokens of a step.
     """
 
-    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0, step_tokens: int = SMALL_STEP) -> None:
+    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0, step_tokens: int = LARGE_STEP) -> None:
         self.mode = section.mode
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.max_overhead, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
         self.weights_version = 0
-        """A number that changes before each slot with other weights. Kept sums of weights are valid for one version."""
-        self.looks_at_rows = step_tokens < SMALL_STEP
-        """Whether a lost row of P, one that does not sum to 1, refuses the slot even if its layer is not checked."""
+        """A number that changes with the weights and after findings. Kept sums of weights are valid for one version."""
+        self.looks_at_rows = step_tokens < LARGE_STEP
+        """Whether lost rows of P and scores below -EXTREME_SCORE are looked for in layers that are not checked."""
         self.coverage = ""
         """How much of the model is guarded, e.g. "12 of 12"; empty if that was not counted."""
         self.masks: dict[int, Any] = {}
-        """The slot's masks, by the address of the tensor that identifies each."""
+        """The masks of the model's last forward, by the address of the tensor that identifies each."""
         self._step = self._slot = 0
         self._between_slots = True
         self._begun: Any = None
@@ -102,7 +104,8 @@ class Checks:
         self.injector.begin(step)
 
     def end(self) -> None:
-        """End a slot, after its backward, with the looks at what was kept of it. No host synchronisation."""
+        """End a slot, after its backward, with the looks at what was kept of it. No host synchronisation here, but the
+        checks of explicit attention make their own."""
         self.look()
         if self.schedule.fixed is None:
             layers = len(self.schedule.checked)
@@ -110,8 +113,9 @@ class Checks:
         self.schedule.checked, self._between_slots = frozenset(), True
 
     def refused(self) -> frozenset[int]:
-        """Return the slots, of those since the last call, that must be computed again. One host synchronisation."""
-        self.look()
+        """Return the slots, of those since the last call, that must be computed again. One host synchronisation, none
+        if nothing was recorded."""
+        self.look()  # at what is left if `end` was not called
         refused = self.findings.refused()
         # If nothing of a slot was read just now, the device may still be busy with it.
         while self._slots and self._slots[0].over():
@@ -131,11 +135,11 @@ class Checks:
         self.findings.record(Record(self._step, self._slot, layer, section, action, again, worst, bound))
 
     def look_later(self, look: Callable[[list[Any]], None], given: Any, kept_bytes: int = 0) -> None:
-        """Have `look` called once at the end of the slot, with the list of what was given for it.
+        """Have `look` called with the list of what was given for it: at the end of the slot, and earlier whenever the
+        results that all looks keep exceed KEPT_BYTES.
 
         Args:
-            kept_bytes: memory that `given` holds. Once it exceeds KEPT_BYTES in all, `look` is called immediately.
-                0: `look` is called only after the backward.
+            kept_bytes: memory that `given` holds; 0 if `look` can wait until after the backward.
         """
         if self._between_slots:
             return
@@ -165,7 +169,8 @@ class Checks:
         spans.append((begin, self.now()))
 
     def forget(self) -> None:
-        """Drop what was seen since the last call of `refused`: these slots are not used. Weights may have changed."""
+        """Drop what was seen since the last call of `refused`, and the kept sums of weights. Called before slots with
+        other weights, and when slots are not used."""
         self._later.clear()
         self.findings.forget()
         self.weights_version += 1
@@ -206,7 +211,7 @@ _guards: WeakValueDictionary[int, "Guard"] = WeakValueDictionary()
 
 
 def guard_of(ticket: torch.Tensor) -> "Guard":
-    """Return the guard with this ticket."""
+    """Return the guard with this ticket. Raises KeyError if it no longer exists."""
     return _guards[int(ticket)]
 
 
@@ -217,14 +222,16 @@ class Guard:
         self.checks, self.layer, self.name = checks, layer, name
         self.correct = checks.mode == "correct"
         self.ticket = torch.tensor(next(_numbers))
-        """This guard's number, which stands for the guard in a compiled graph."""
+        """This guard's number, which stands for it in a compiled graph. A tensor, since a plain number would be
+        compiled in, once for each layer; see `operators`."""
         self.kept: dict[str, Any] = {}
         """The sums of weights that a projection keeps from call to call."""
         self.narrow = False
-        """Whether this attention's kernel accepts values with fewer columns than the keys have."""
+        """Whether this attention's kernel accepts values with fewer columns than the keys have. A check runs the kernel
+        a second time, on sums of V's columns."""
         self.kernel: Callable[[torch.Tensor | None, float, bool], Any] | None = None
-        """Makes this attention's kernel, a `fused.Attend`, for a second run outside of a compiled graph. It takes the
-        tensor that identifies the mask, the scale, and whether the kernel returns lse."""
+        """Makes this attention's kernel, a `fused.Attend`, for that second run outside of a compiled graph. It takes
+        the tensor that identifies the mask, the scale, and whether the kernel returns lse."""
         _guards[int(self.ticket)] = self
 
     @property
@@ -270,8 +277,9 @@ class Guard:
 
 
 def look_for_extremes(results: Iterable[tuple[Guard, str, torch.Tensor]]) -> None:
-    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF. This look runs in every slot, but
-    in the forward only: what the backward computes ends in gradients, which the step protocol tests likewise.
+    """Refuse the slot if an element of a projection's result is INF, NaN or near-INF. For layers that are not checked
+    in this slot; a check finds these values itself. In the forward only: what the backward computes ends in gradients,
+    which the step protocol tests likewise.
 
     Args:
         results: a guard, a section and the detached result of each projection.

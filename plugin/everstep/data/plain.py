@@ -1,4 +1,4 @@
-"""States of data streams as JSON, never pickles, for exchange between groups and for checkpoints.
+"""States of data streams as JSON, never pickles, for exchange between replica groups and for checkpoints.
 
 Decoding only makes numbers, text, bytes, arrays, tensors, lists, tuples and dicts, even from bytes of an attacker.
 """
@@ -17,6 +17,10 @@ from everstep.run.typed import Count, UnfitError
 _MAGIC = b"evrstrm3"
 _OLDER = (b"evrstrm1", b"evrstrm2")
 """Magic bytes of older formats, which are not read any more."""
+LARGEST = 1 << 32
+"""Most bytes of encoded states."""
+LONGEST_INT = 1000
+"""Most characters of an integer in hexadecimal form."""
 _DTYPES = {
     str(np.dtype(name)): np.dtype(name)
     for name in ("?", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8")
@@ -31,7 +35,7 @@ class StreamState:
     """Number of batches read from the beginning of the stream."""
 
     state: Any
-    """The dataloader's state, as `to_plain` converts it."""
+    """The dataloader's state in the form that `to_plain` returns and `from_plain` reads."""
 
 
 def encode_states(states: dict[int, StreamState]) -> bytes:
@@ -40,14 +44,15 @@ def encode_states(states: dict[int, StreamState]) -> bytes:
 
 
 def decode_states(data: bytes) -> dict[int, StreamState]:
-    """Return the states in `data`, by stream number. Empty data and data of older formats have none; streams are then
-    read from their beginning. Raises ValueError if `data` is something else, damaged or cut off."""
+    """Return the states in `data`, by stream number. Empty data and data of older formats have none: a stream then
+    skips from its beginning to the wanted batch, which takes time but changes no batch. Raises ValueError if `data` is
+    something else, damaged or cut off."""
     if not data or data[: len(_MAGIC)] in _OLDER:
         return {}
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("the data are not stream states")
     try:
-        found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :], 1 << 32))
+        found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :], LARGEST))
     except UnfitError as error:
         raise ValueError(f"the stream states are damaged: {error}") from error
     return {stream: StreamState(position, state) for stream, position, state in found}
@@ -55,11 +60,12 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
 
 def to_plain(value: Any, place: str = "state") -> Any:
     """Convert `value` to a form for `typed.dumps`. Raises UnfitError, which names `place`, for anything but None, bool,
-    int, float, str, bytes, numpy arrays and tensors of numbers, lists, tuples, and dicts whose keys are int or str."""
+    int, float, str, bytes, numpy arrays and tensors of numbers, lists, tuples, and dicts whose keys are int or str. A
+    numpy scalar becomes a Python scalar, and a subclass of dict a dict."""
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
         return value
-    if kind is int:
+    if kind is int and value.bit_length() < 4 * (LONGEST_INT - len("-0x")):
         return {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
@@ -107,7 +113,9 @@ def _from_plain(node: Any) -> Any:
     ((kind, content),) = node.items()
     match kind:
         case "int":
-            return int(content[:1000], 16)  # Python limits the length of decimal numbers only
+            if len(content) > LONGEST_INT:  # Python limits the length of decimal numbers only
+                raise ValueError("an integer is too long")
+            return int(content, 16)
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "bytes":

@@ -110,7 +110,7 @@ def storage_complaint(run_dir: Path) -> str:
         return f"there is no temporary folder: {error.strerror}"
     for folder in folders:
         try:
-            _write(folder)
+            try_to_write(folder)
         except OSError as error:
             if folder.is_relative_to(run_dir) and is_shortage(error) and error.errno != errno.EROFS:
                 raise
@@ -122,7 +122,8 @@ def storage_complaint(run_dir: Path) -> str:
     return ""
 
 
-def _write(folder: Path) -> None:
+def try_to_write(folder: Path) -> None:
+    """Write and remove a file in a folder, which is made if it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     # Others may write to the temporary folder, so use a random name that nobody can have made a link of.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:

@@ -6,6 +6,7 @@ to the run directory, for the workers. `main` leaves the result in `state/prepar
 a new process (`prepare_in_subprocess`). Both run `main`.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ from typing import Any, Literal
 
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
-from everstep.launch.machine import sharing_complaint, visible_devices
+from everstep.launch.machine import sharing_complaint, try_to_write, visible_devices
+from everstep.launch.restart_rules import is_shortage
 from everstep.run import typed
 from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file
 from everstep.run.exits import USAGE_EXIT
@@ -106,6 +108,8 @@ def prepare(options: PrepareOptions) -> Prepared:
                 f"{settled} would be overwritten by the resolved config: rename it, or give another --run-dir"
             )
         warnings += _refuse_another(config, run_dir)
+        if options.together and config.checkpoint.enable:
+            _refuse_folder(run_dir, config.checkpoint.folder)
         write_whole(settled, resolved_toml(config).encode())
     return Prepared(
         groups=ft.groups,
@@ -181,6 +185,18 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
         unless.append("its snapshots are still in memory")
     unless_any = f"unless {' or '.join(unless)}, " if unless else ""
     return [f"{run_dir} holds an earlier part of this run, and {why}: {unless_any}it begins at step 1 again"]
+
+
+def _refuse_folder(run_dir: Path, folder: str) -> None:
+    """Raise ConfigError if no checkpoint can ever be written to `folder`. A full disk may have room later."""
+    try:
+        if "://" not in folder:
+            try_to_write(run_dir / folder)
+    except OSError as error:
+        if not is_shortage(error) or error.errno == errno.EROFS:
+            raise ConfigError(
+                f'[checkpoint] folder = "{folder}" cannot be written to: {error.strerror}. Give another folder.'
+            ) from None
 
 
 def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:

@@ -95,6 +95,8 @@ class Rendezvous:
     def __init__(self, settings: GroupSettings) -> None:
         self._settings = settings
         self._mine = _Note()
+        self._others: dict[int, _Note] = {}
+        """The last notes that were read, by node."""
         self._listener: socket.socket | None = None
         self._came_mono = time.monotonic()
         self._fd = -1
@@ -176,9 +178,9 @@ class Rendezvous:
 
     def _notes(self) -> dict[int, _Note]:
         """Return the notes of the nodes that have joined, by node."""
-        notes = {self._settings.node_rank: self._mine}
+        mine = self._settings.node_rank
         for node in range(self._settings.nodes):
-            note = None if node in notes else read_typed(_Note, self._path(node))
+            note = None if node == mine else read_typed(_Note, self._path(node))
             if note is not None:  # else there is none yet, or it is being written
-                notes[node] = note
-        return notes
+                self._others[node] = note
+        return {mine: self._mine} | self._others

@@ -98,22 +98,19 @@ class SumQueue:
         self.communicator.abort()  # last, so that a sum which the abort ends does not look complete
 
     def _wait_for_all(self) -> None:
-        while (one := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._broken)
+                if not self._queue:
+                    self._thread = None  # a sum that begins just now starts another thread
+                    return
+                one = self._queue.popleft()
             error = self._wait_for(one)
             with self._changed:
                 one.error, one.work = error, None
                 one.ended, self._last_ended = True, time.monotonic()
                 self._pending -= 1
                 self._changed.notify_all()
-
-    def _next(self) -> Sum | None:
-        """Return the next sum to wait for; None if the process group is broken and all its sums have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._broken)
-            if self._queue:
-                return self._queue.popleft()
-            self._thread = None  # a sum that begins just now starts another thread
-            return None
 
     def _wait_for(self, one: Sum) -> str:
         """Wait until the sum has ended; return why it failed, empty if it did not."""

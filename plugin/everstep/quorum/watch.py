@@ -169,8 +169,4 @@ class PeerWatch:
             if key not in self._watched:  # the peer left before this rank had connected
                 return
             self._watched.remove(key)
-        threading.Timer(GRACE_S, self._lose, (key,)).start()  # a daemon, as the thread that starts it is one
-
-    def _lose(self, key: bytes) -> None:
-        self.end(key)
-        self._on_loss(key)
+        threading.Timer(GRACE_S, self._on_loss, (key,)).start()  # a daemon, as the thread that starts it is one

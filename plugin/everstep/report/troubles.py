@@ -113,8 +113,8 @@ ROWS: dict[str, Row] = {
     ),
     "checkpoint_failed": Row(
         "checkpoint",
-        "The checkpoint of step {step} was not written: {cause}. Training goes on. Make room in {folder} or repair its "
-        "storage.",
+        "The checkpoint of step {step} is missing: {cause}. The run goes on and tries again later. Make room there, or "
+        "repair the storage.",
         ends=("checkpoint_saved",),
     ),
     "left_out": Row(

@@ -1,6 +1,7 @@
 """Small files of a run's state: written atomically, locked, and read without trust in what they hold.
 
-Only regular files are opened: other users may have put a pipe there, which blocks a reader, or a link elsewhere.
+Only regular files are opened: other users may have put a pipe there, which blocks a reader, or a link elsewhere. Links
+are followed only where the user named the file.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from everstep.run import typed
 
 T = TypeVar("T")
 LARGEST = 16 << 20
+"""Most bytes of a JSON file."""
 LOCK_S, POLL_S = 2.0, 0.005
 """Seconds to wait for a lock, and between two attempts. A holder only reads and writes a small file."""
 
@@ -35,7 +37,8 @@ def write_whole(path: Path, *data: bytes | memoryview) -> None:
 
 
 def write_first(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a file atomically if there is none yet; an existing file stays."""
+    """Write a file atomically if there is none yet; an existing file or link stays. It is on disk on return, since it
+    is never written again."""
     if path.exists():
         return
     with _draft(path, [data], mode) as draft:
@@ -64,7 +67,8 @@ def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterato
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
-    """Hold the lock of `path` (a file beside it, with the suffix .lock) during the body. Raises TimeoutError."""
+    """Hold the lock of `path` (a file beside it, with the suffix .lock) during the body. Raises TimeoutError
+    if another process keeps it, and another OSError if the file system has no locks."""
     end, path = time.monotonic() + timeout_s, path.with_suffix(".lock")
     with os.fdopen(open_own(path), "r+b", buffering=0) as lock:
         while True:
@@ -88,16 +92,16 @@ def read_json(path: Path) -> dict:
 
 
 def read_typed(kind: type[T], path: Path) -> T | None:
-    """Return what `write_json` wrote, as the dataclass `kind`; None if it cannot be read or does not fit."""
+    """Return what `write_json` wrote, as the dataclass `kind`; None if there is none, or it does not fit."""
     try:
-        return typed.parse(kind, read_json(path))
-    except typed.UnfitError:
+        return typed.parse(kind, typed.loads(read_regular(path, LARGEST)))
+    except (OSError, typed.UnfitError):
         return None
 
 
 def open_own(path: Path, flags: int = 0) -> int:
     """Open a file of the run's state to read and write in place, and return the descriptor. The file is made if it is
-    missing. A link or a pipe of that name is replaced by a file, not followed."""
+    missing. A link or a pipe of that name is replaced by a file, not followed. flags: further ones of `os.open`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -125,14 +129,15 @@ def file_system_now(folder: Path) -> float:
 
 
 def lock_for_life(path: Path) -> bool:
-    """Lock a file for this process; return False if another live process holds the lock, else True, also if the file
-    system has no locks. The lock ends with this process. A process that this one forks does not hold it."""
+    """Lock a file for this process. Return True if the lock was taken, or if the file system has no locks; False if
+    another live process holds it. The lock ends with this process, or once it closes any descriptor of this file, so do
+    not open the file again. A process that this one forks does not hold the lock."""
     fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # else the file system has no locks
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # these two: it is held
     return True
 
 
@@ -161,7 +166,8 @@ def open_regular(path: Path, *, links: bool = True, limit: int | None = None) ->
         limit: largest allowed size in bytes.
 
     Raises:
-        NotRegularError: it is not a regular file, or is larger than `limit`.
+        IsADirectoryError: it is a directory.
+        NotRegularError: it is another kind of file, or is larger than `limit`.
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
@@ -182,7 +188,8 @@ def open_regular(path: Path, *, links: bool = True, limit: int | None = None) ->
 
 
 def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
-    """Return the contents of a file of a run directory. Raises like `open_regular` with `links=False`."""
+    """Return the contents of a file of a run directory, or its first limit + 1 bytes if it grew beyond `limit`
+    meanwhile. Raises like `open_regular` with `links=False`."""
     with open_regular(path, links=False, limit=limit) as file:
         return file.read(limit + 1)
 

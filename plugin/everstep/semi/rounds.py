@@ -14,17 +14,6 @@ from collections.abc import Iterable
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-def steps_of(round_: int, steps: int) -> range:
-    """Return the numbers of the optimizer steps of a round that has h = `steps` of them."""
-    return range((round_ - 1) * steps + 1, round_ * steps + 1)
-
-
-def slots_of(worker: int, slots: int, workers: int) -> range:
-    """Return the slots of `worker` in an optimizer step of S = `slots` slots, a multiple of M = `workers`."""
-    each = slots // workers
-    return range(worker * each, (worker + 1) * each)
-
-
 def fragments_of(names: Iterable[str], fragments: int) -> list[int]:
     """Return the fragment of each parameter, 0 to P - 1 with P = `fragments`. Parameters of layer l are in fragment
     l mod P, the paper's strided pattern; those before the layers are in the first, those after them in the last."""

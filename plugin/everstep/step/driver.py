@@ -12,6 +12,8 @@ from everstep.step.attempt import Host, Outcome
 from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
 
+SAVE_AGAIN_S = 5.0
+"""Seconds after which a last checkpoint that could not be written is tried again."""
 STATE_POLL_S = 1.0
 """Seconds between two checks whether a group that has a state has come back."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
@@ -84,9 +86,10 @@ class Driver:
         """Return once the state after the last step is saved, by this group or another.
 
         The groups keep asking for quorums. The first group of a quorum that has the newest state saves it. If it dies
-        meanwhile, the next quorum lacks it and another group saves. A marker in the run directory tells that the state
-        of a step is saved, so a group that comes too late does not start the run over. A group that was in a quorum
-        with a group that saves asks once more, because that group asks again and would wait for it.
+        meanwhile, the next quorum lacks it and another group saves. If it cannot write, it dies too, but the last group
+        that has the state tries again until it can. A marker in the run directory tells that the state of a step is
+        saved, so a group that comes too late does not start the run over. A group that was in a quorum with a group
+        that saves asks once more, because that group asks again and would wait for it.
 
         Args:
             met: whether this group was in a quorum with a group that has made the last step.
@@ -110,6 +113,14 @@ class Driver:
                 return Outcome.OVER  # other groups have a newer state and save that
             met = True
             if quorum.able[0] == self._protocol.group and not saved:
-                self._work.save_last()
+                try:
+                    self._work.save_last()
+                except OSError as error:  # on all ranks of the group
+                    if len(quorum.able) > 1:
+                        raise
+                    self._events.emit("checkpoint_failed", step, reason=str(error))
+                    self._clock.sleep(SAVE_AGAIN_S)
+                    begun = self._clock.now()
+                    continue
                 some_leave = self._protocol.leaving and self._work.goes_on()
                 self._files.mark_finished(step, for_all=not some_leave)

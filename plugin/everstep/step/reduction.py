@@ -109,19 +109,16 @@ class _Bucket:
 
     def fill(self, index: int, on_gradient: OnGradient) -> None:
         """Copy a gradient to the memory that is summed. With exact sums, move a slot's gradient to what is held."""
-        param = self.params[index]
-        grad = None if param.grad is None else local(param.grad)
-        if self.held is not None:
-            if grad is not None:
-                self._take(index, grad, on_gradient)
-        elif grad is None:
-            self.memory.views[index].zero_()
-        else:
-            self.memory.views[index].copy_(grad)
-        self.filled[index] = True
-
-    def _take(self, index: int, grad: torch.Tensor, on_gradient: OnGradient) -> None:
         param, waiting = self.params[index], self._waiting[index]
+        self.filled[index] = True
+        if param.grad is None:
+            if self.held is None:
+                self.memory.views[index].zero_()
+            return
+        grad = local(param.grad)
+        if self.held is None:
+            self.memory.views[index].copy_(grad)
+            return
         on_gradient(param, grad)
         if grad.numel():
             torch.aminmax(grad, out=self._extremes[index].unbind())

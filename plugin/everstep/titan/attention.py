@@ -24,7 +24,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
 from everstep.attention import explicit, fused, operators
-from everstep.attention.guard import SMALL_STEP, Checks, Guard
+from everstep.attention.guard import LARGE_STEP, Checks, Guard
 from everstep.attention.linear import linear, result_names
 from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
@@ -331,7 +331,7 @@ def attach(
     *,
     rank: int = 0,
     seed: int = 0,
-    step_tokens: int = SMALL_STEP,
+    step_tokens: int = LARGE_STEP,
 ) -> Checks:
     """Give the checked modules of a built model their guards.
 

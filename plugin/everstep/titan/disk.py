@@ -218,9 +218,9 @@ class DiskCheckpoints:
                 self._events.emit("checkpoint_saved", commit, took_s=round(time.monotonic() - begin, 3))
             return
         folder = str(self._manager.folder)
-        reason = f"{cause_of(error)}{_room(folder)}"
-        logger.warning(f"The checkpoint of step {step} in {folder} was not written: {reason}. Training goes on.")
-        self._events.emit("checkpoint_failed", commit, reason=reason, folder=folder)
+        reason = f"it cannot be written to {folder}: {cause_of(error)}{_room(folder)}"
+        logger.warning(f"The checkpoint of step {step} is missing: {reason}. Training goes on.")
+        self._events.emit("checkpoint_failed", commit, reason=reason)
         remove_incomplete(Path(folder), step)
 
     def _save_part(self, step: int, part: dict[str, torch.Tensor], last: bool) -> bool:

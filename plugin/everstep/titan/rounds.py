@@ -23,7 +23,6 @@ from everstep.quorum.request import Quorum
 from everstep.run.directory import ended_file
 from everstep.run.exits import HOPELESS_EXIT, USAGE_EXIT, TrainerEnds
 from everstep.semi.outer import outer_step
-from everstep.semi.rounds import slots_of, steps_of
 from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import StateKey, WorkerStore
 from everstep.snapshot.keepers import KeeperWatch, end_keepers
@@ -191,7 +190,8 @@ class Rounds(TrainerWork):
         group's sum τ steps before the end. Return valid tokens and the sum of their losses by step, float64 [2, h]."""
         sums = torch.zeros(2, self._steps, dtype=torch.float64)
         last = self._steps - self._settings.overlap_steps
-        for made, inner_step in enumerate(steps_of(round_, self._steps), 1):
+        for made in range(1, self._steps + 1):
+            inner_step = (round_ - 1) * self._steps + made
             sums[:, made - 1] = torch.tensor(self._inner_step(round_, inner_step, worker, check_all=check_all))
             if round_ > self.committed and made == last:
                 self._synchronise(round_)
@@ -219,9 +219,10 @@ class Rounds(TrainerWork):
         """Make one optimizer step of a worker; return its valid tokens and the sum of their losses. If a check refuses
         a slot, compute the gradients again with every check. After a second refusal the worker is in `_refused`."""
         slots = self._slots
+        each = slots.number // slots.workers
         for again in (False, True):
             slots.discard()
-            for slot in slots_of(worker, slots.number, slots.workers):
+            for slot in range(worker * each, (worker + 1) * each):
                 self._files.beat("compute", round_, worker)
                 slots.compute(inner_step, slot, check_all=again or check_all)
             if self._checks is None or all_in_group(not slots.refused()):
@@ -257,7 +258,6 @@ class Rounds(TrainerWork):
         """Drop all results of the round in progress."""
         self._held.clear()
         self._refused.clear()
-        self.reducer.forget()
         for changed in self._changed:
             local(changed).zero_()
         self._slots.discard()
