@@ -39,16 +39,13 @@ SIGNS_OF_DV = [Strike("dv", 0, Fault("bitflip", place, bit=15)) for place in (0.
 """Flips the sign of one element of average size, of 512 rows and 64 columns. This is 1.1 % of dV."""
 
 
-@pytest.mark.parametrize(
-    ("flex", "inputs", "strikes"),
-    [
-        # In a long sequence: a row of P is 0, and so is its row of dQ. One row's share is missing from sums over all.
-        (True, ("normal", 2048, 2, 2), LSE_LOST),
-        # PyTorch's kernel on a CPU rounds sums often, but P only once.
-        (False, ("trained", 512, 4, 4), [Strike("saved lse", 0, Fault("inf", 0.55))]),
-        (False, ("normal", 512, 2, 1), SIGNS_OF_DV),
-    ],
-)
+@pytest.mark.parametrize(("flex", "inputs", "strikes"), [
+    # In a long sequence: a row of P is 0, and so is its row of dQ. One row's share is missing from sums over all.
+    (True, ("normal", 2048, 2, 2), LSE_LOST),
+    # PyTorch's kernel on a CPU rounds sums often, but P only once.
+    (False, ("trained", 512, 4, 4), [Strike("saved lse", 0, Fault("inf", 0.55))]),
+    (False, ("normal", 512, 2, 1), SIGNS_OF_DV),
+])  # fmt: skip
 def test_one_row_or_sign_that_harms_is_seen_in_long_rows_and_where_sums_are_rounded_often(flex, inputs, strikes):
     campaign = Campaign(torch.bfloat16, flex=flex)
     inputs = operands(*inputs, 64, torch.bfloat16, 1)

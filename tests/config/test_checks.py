@@ -31,10 +31,6 @@ WRONG = {
         "[trainig]\nsteps = 1\n",
         "run.toml:4: there is no section [trainig]; the nearest is [training]",
     ),
-    "unknown key": (
-        "[training]\nsteps = 1\nseq_length = 128\n",
-        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
-    ),
     "string for an integer": (
         '[training]\nseq_len = "128"\n',
         'run.toml:5: [training] seq_len must be an integer, got "128"',
@@ -93,10 +89,6 @@ REFUSED = {
     "audits without bits": (
         GOOD + "audit_slots = 0.1\n",
         "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits",
-    ),
-    "a learning rate in quotes": (
-        OPTIMIZER + '{lr = "0.1"}\n',
-        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'",
     ),
     "a schedule that ends before the run": (
         GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),
@@ -183,16 +175,13 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, mes
     assert str(caught.value).removeprefix(f"{tmp_path}/") == message
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "bound"),
-    [
-        ("semi_sync", "mixing", 1.0, "less than 1"),
-        ("semi_sync", "outer_lr", 0.0, "more than 0"),
-        ("training", "steps", 0, "at least 1"),
-        ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
-        ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
-    ],
-)
+@pytest.mark.parametrize(("section", "key", "value", "bound"), [
+    ("semi_sync", "mixing", 1.0, "less than 1"),
+    ("semi_sync", "outer_lr", 0.0, "more than 0"),
+    ("training", "steps", 0, "at least 1"),
+    ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
+    ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
+])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     config = load(GOOD, check=False)
     config.semi_sync.method = "diloco"
@@ -200,16 +189,13 @@ def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     assert [p.message for p in problems(config)] == [f"[{section}] {key} must be {bound}, got {value}"]
 
 
-@pytest.mark.parametrize(
-    ("degrees", "ranks", "needed"),
-    [
-        ("tensor_parallel_degree = 2", 1, "a multiple of 2 ranks in a group, but a group has 1"),
-        ("data_parallel_shard_degree = 4", 1, "4 ranks in a group, but a group has 1"),
-        ("tensor_parallel_degree = 2 x data_parallel_shard_degree = 3", 4, "6 ranks in a group, but a group has 4"),
-        ("tensor_parallel_degree = 2 x context_parallel_degree = 2", 8, ""),
-        ("data_parallel_replicate_degree = 2", 3, "a multiple of 2 ranks in a group, but a group has 3"),
-    ],
-)
+@pytest.mark.parametrize(("degrees", "ranks", "needed"), [
+    ("tensor_parallel_degree = 2", 1, "a multiple of 2 ranks in a group, but a group has 1"),
+    ("data_parallel_shard_degree = 4", 1, "4 ranks in a group, but a group has 1"),
+    ("tensor_parallel_degree = 2 x data_parallel_shard_degree = 3", 4, "6 ranks in a group, but a group has 4"),
+    ("tensor_parallel_degree = 2 x context_parallel_degree = 2", 8, ""),
+    ("data_parallel_replicate_degree = 2", 3, "a multiple of 2 ranks in a group, but a group has 3"),
+])  # fmt: skip
 def test_a_groups_ranks_are_those_that_its_degrees_need(load, degrees, ranks, needed):
     """Replicas count as well if fault tolerance is off."""
     alone = "replicate" in degrees

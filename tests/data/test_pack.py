@@ -182,20 +182,17 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
 # Refused.
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
-        ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json after 1 documents"),
-        ("bad.jsonl", b'{"body": "a", "id": 1}\n', "document 1 has no key 'text'; its keys are 'body', 'id'"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl: "),
-        ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl: document 1: 'text' holds int, not text"),
-        ("bad.txt", b"fine\nnot \xe9\n", "bad.txt: not readable as text"),
-        ("bad.parquet", b"PAR1 and then nothing", "bad.parquet: not readable as parquet"),
-        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "bad.jsonl.gz: "),
-        ("empty.txt", b"", "no document with text in .*empty.txt"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "sentence"), [
+    ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
+    ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json after 1 documents"),
+    ("bad.jsonl", b'{"body": "a", "id": 1}\n', "document 1 has no key 'text'; its keys are 'body', 'id'"),
+    ("bad.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "bad.jsonl: "),
+    ("bad.jsonl", b'{"text": 7}\n', "bad.jsonl: document 1: 'text' holds int, not text"),
+    ("bad.txt", b"fine\nnot \xe9\n", "bad.txt: not readable as text"),
+    ("bad.parquet", b"PAR1 and then nothing", "bad.parquet: not readable as parquet"),
+    ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "bad.jsonl.gz: "),
+    ("empty.txt", b"", "no document with text in .*empty.txt"),
+])  # fmt: skip
 def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=sentence):

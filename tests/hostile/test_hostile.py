@@ -14,14 +14,11 @@ BUSY_S = 10.0
 
 
 @pytest.mark.timeout(10_000)
-@pytest.mark.parametrize(
-    ("faults", "ranks", "lasts_s", "busy_s"),
-    [
-        (len(KINDS), 1, (0.3, 1.0), BUSY_S),
-        pytest.param(1000, 1, (0.5, 5.0), 0.0, marks=pytest.mark.slow),
-        pytest.param(200, 2, (0.5, 5.0), 0.0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("faults", "ranks", "lasts_s", "busy_s"), [
+    (len(KINDS), 1, (0.3, 1.0), BUSY_S),
+    pytest.param(1000, 1, (0.5, 5.0), 0.0, marks=pytest.mark.slow),
+    pytest.param(200, 2, (0.5, 5.0), 0.0, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_hostile_network_costs_no_step_and_no_pause_is_above_its_bound(tmp_path, faults, ranks, lasts_s, busy_s):
     try:
         groups = Groups(tmp_path, 3, ranks)

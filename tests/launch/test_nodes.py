@@ -8,6 +8,8 @@ import time
 import pytest
 
 from everstep.launch.launcher import STARTS_WITHOUT_A_STEP
+from everstep.launch.rendezvous import ARRIVAL_S, Rendezvous
+from everstep.launch.settings import GroupSettings
 from everstep.run.directory import bad_node_file, over_file
 from everstep.run.exits import FENCED_EXIT, NODE_BAD_EXIT, UNFIT_EXIT
 from everstep.run.files import read_json
@@ -43,6 +45,12 @@ def test_two_nodes_of_a_group_start_restart_and_stop_together(agent):
         one.process.send_signal(signal.SIGTERM)
     assert {one.process.wait(DEADLINE_S) for one in (first, second)} == {0}
     assert {event["rank"] for event in first.events("left")} == {0, 1}
+
+
+def test_a_node_that_never_comes_ends_the_wait_of_the_others(tmp_path):
+    waits = Rendezvous(GroupSettings(tmp_path, 0, 1, nodes=2))
+    assert waits.lost(time.monotonic() + ARRIVAL_S - 10.0, 0.0) == ""
+    assert "node 1 of this group has not joined" in waits.lost(time.monotonic() + ARRIVAL_S + 10.0, 0.0)
 
 
 def test_a_node_that_is_done_starts_again_with_one_whose_rank_is_killed_late(agent):

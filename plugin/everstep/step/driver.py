@@ -12,10 +12,8 @@ from everstep.step.attempt import Host, Outcome
 from everstep.step.interfaces import Commit, Work
 from everstep.step.protocol import StepProtocol
 
-SAVE_AGAIN_S = 5.0
-"""Seconds after which a last checkpoint that could not be written is tried again."""
-STATE_POLL_S = 1.0
-"""Seconds between two checks whether a group that has a state has come back."""
+STATE_POLL_S, SAVE_AGAIN_S = 1.0, 5.0
+"""Seconds between two checks whether a group that has a state is back, and between two tries of the last checkpoint."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 1.0
 """Seconds before a retry, doubled with each retry in a row. Without this backoff, what fails at once every time, such
 as a backend that does not know the device, is tried fifty times a second, and what each try leaves behind adds up."""
