@@ -58,7 +58,7 @@ class Thread:
         daemon: bool | None = None,
     ) -> None:
         self._target, self._args = target, args
-        self._begun = self._over = False
+        self.ident, self._over = None, False
         self._ended = Signal()
 
     def run(self) -> None:
@@ -66,7 +66,7 @@ class Thread:
             self._target(*self._args)
 
     def start(self) -> None:
-        self._begun = True
+        self.ident = id(self)
         HERE.scheduler.spawn(HERE.scheduler.check(), self._run).thread = self
 
     def _run(self) -> None:
@@ -75,7 +75,7 @@ class Thread:
         self._ended.fire(HERE.scheduler)
 
     def is_alive(self) -> bool:
-        return self._begun and not self._over
+        return self.ident is not None and not self._over
 
     def join(self, timeout: float | None = None) -> None:
         _wait(self._ended, lambda: self._over, timeout)

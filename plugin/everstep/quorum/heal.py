@@ -17,6 +17,7 @@ starts from the beginning.
 """
 
 import contextlib
+import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -86,20 +87,20 @@ class _Copy(threading.Thread):
         self._copied = 0
         """Number of bytes copied so far, from the beginning."""
         self._error = ""
-        self.begun = False
 
     def begin(self) -> None:
         """Start the copy, unless it has begun."""
-        if not self.begun:
+        if self.ident is None:
             self.start()
-            self.begun = True
 
     def run(self) -> None:
         try:
             with room_for(self.size) as has_room:
                 if not has_room:
                     raise MemoryError("this host has no memory for a copy")
-                targets = [torch.empty(len(source), dtype=torch.uint8) for source in self._sources]
+                # Memory of its own returns to the system afterwards; malloc keeps what another thread frees.
+                memory = torch.frombuffer(mmap.mmap(-1, self.size + 1), dtype=torch.uint8)
+                targets = memory[: sum(map(len, self._sources))].split(list(map(len, self._sources)))
                 self._pieces = wire.Pieces([*map(_memory_of, targets), *self._blobs])
                 for source, target in zip(self._sources, targets, strict=True):
                     self._copy(source, target)
@@ -199,7 +200,7 @@ class StateServer:
         """Admit no more joiners and wait for a copy that is under way, as the state is about to change."""
         with self._changed:
             copying, self._open = self._open, None
-        if copying is not None and copying[0].begun:
+        if copying is not None and copying[0].ident is not None:
             copying[0].join()
 
     def fetch(self, addresses: Sequence[str], step: int, history: int, like: HealState) -> "Fetch":
