@@ -112,7 +112,7 @@ class Judge:
         having = {p.group for p in parts if (p.state.step, p.state.history) == (before.step, before.history)}
         if not having.issuperset(commit.able):
             self.violate("able without a state", f"{where}: {commit.able}, but only {sorted(having)} have it")
-        expected = {(commit.step, slot) for slot in range(self.slots) if commit.owners[slot] >= 0}
+        expected = {(commit.step, slot) for slot in range(self.slots) if commit.owners[slot] != -1}
         if set(counted) != expected or any(count != 1 for count in counted.values()):
             self.violate("slots not once", f"{where}: {sorted(counted.items())}, owners {commit.owners}")
         for part in parts:

@@ -421,7 +421,7 @@ class World:
 
     def judge_restore(self, rank: Rank) -> None:
         """Judge that no group goes back to snapshots or disk if another beats and had a state when this one looked."""
-        now, looked = self.scheduler.now, min(own.looked for own in rank.life.ranks)
+        now, looked = self.scheduler.now, max(own.looked for own in rank.life.ranks)
         for other in self.with_state():
             beaten, _, step = other.group.beat.read()
             mine = other.group is rank.life.group
