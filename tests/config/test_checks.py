@@ -108,6 +108,10 @@ REFUSED = {
         f'[data]\nsource = "tokens"\npath = "{"a" * 300}"\n',
         f'run.toml:6: [data] path = "{"a" * 300}": there is no such file',
     ),
+    "a folder of tokens": (
+        '[data]\nsource = "tokens"\npath = "/tmp"\n',
+        'run.toml:6: [data] path = "/tmp": this is a folder',
+    ),
     "an indivisible batch": (
         GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
         "run.toml:7: [training] global_batch_size = 25 must be a multiple of local_batch_size x DP ranks "

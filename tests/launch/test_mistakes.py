@@ -40,6 +40,7 @@ MISTAKES = {
     "run": "CONFIG is missing; see --help",
     "run missing.toml": "missing.toml: there is no such file",
     "run good.toml --stepz 3": "there is no flag --stepz, did you mean --steps?",
+    "run good.toml --optimizer.lr 1": "--optimizer.lr is not a flag: set it in the file",
     "run good.toml --groups x": "--groups must be an integer",
     "run good.toml --groups 0": "--groups must be at least 1.",
     "run good.toml --chaos-every nan": "--chaos-every must be more than 0 seconds.",

@@ -235,7 +235,8 @@ def _data(config: Any) -> Iterator[Row]:
     tokens, path = data.source == "tokens", f'= "{data.path}"'
     yield tokens and not data.path, "data.source", '= "tokens" needs path, the token file of `everstep pack`'
     missing = tokens and bool(data.path) and not os.path.isfile(data.path)  # Path.is_file raises for some names
-    yield missing, "data.path", f"{path}: there is no such file"
+    what = "this is a folder" if missing and os.path.isdir(data.path) else "there is no such file"
+    yield missing, "data.path", f"{path}: {what}"
     unread = f'{path} is read with source = "tokens" only: remove it, or set source = "tokens"'
     yield bool(data.path) and not tokens, "data.path", unread
 

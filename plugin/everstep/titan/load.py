@@ -185,10 +185,10 @@ def _set_in_group(group: Any, key: str, value: Any) -> None:
 def _override(config: Any, arguments: Sequence[str]) -> Any:
     """Return the config with command line arguments applied as torchtitan does, without its help screens."""
     ConfigManager()  # registers torchtitan's rules for lists with custom_registry
-    screen = io.StringIO()
+    screen, flags = io.StringIO(), [*_flags(config), *(f"optimizer.{key}" for key in _GROUP_KEYS)]
     try:
         with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
-            return parse(type(config), arguments, default=config, registry=custom_registry, known=_flags(config))[0]
+            return parse(type(config), arguments, default=config, registry=custom_registry, known=flags)[0]
     except ConfigError as error:
         raise ConfigError(f"command line: {error}") from None
     except SystemExit:
