@@ -95,7 +95,7 @@ class PeerWatch:
             except wire.WireError as error:
                 return error
 
-        with ThreadPoolExecutor(min(len(peers), CONNECTING) or 1) as pool:
+        with ThreadPoolExecutor(CONNECTING) as pool:
             found = dict(zip(peers, pool.map(reach, peers.values()), strict=True))
         connections = {place: made for place, made in found.items() if isinstance(made, socket.socket)}
         lost = {place: str(error) for place, error in found.items() if place not in connections}
