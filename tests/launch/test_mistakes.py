@@ -40,11 +40,9 @@ MISTAKES = {
     "run": "CONFIG is missing; see --help",
     "run missing.toml": "missing.toml: there is no such file",
     "run good.toml --stepz 3": "there is no flag --stepz, did you mean --steps?",
-    "run good.toml --optimizer.lr 1": "--optimizer.lr is not a flag: set it in the file",
     "run good.toml --groups x": "--groups must be an integer",
     "run good.toml --groups 0": "--groups must be at least 1.",
     "run good.toml --chaos-every nan": "--chaos-every must be more than 0 seconds.",
-    "run good.toml --data.source stdlib --checkpoint.enable --checkpoint.folder /proc/no": 'folder = "/proc/no" cannot',
     "run good.toml --run-dir text.txt": "text.txt: cannot be used as run directory",
     "init llama4": "must be one of demo, llama3_1b, llama3_8b, qwen3_0.6b, slurm",
     "init demo --out good.toml": "good.toml exists already",
@@ -98,6 +96,17 @@ def start(*args, **more):
         [sys.executable, "-m", "everstep.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **more,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "answer"), [
+    ("--optimizer.lr 1", "--optimizer.lr is not a flag: set it in the file"),
+    ("--checkpoint.enable --checkpoint.folder /proc/no", '[checkpoint] folder = "/proc/no" cannot be written to'),
+])  # fmt: skip
+def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it(here, flags, answer):
+    process = start("run", "good.toml", "--data.source", "stdlib", *flags.split(), cwd=here)
+    said = "".join(process.communicate(timeout=DEADLINE_S))
+    assert process.returncode == 2, said
+    assert answer in said
 
 
 def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):

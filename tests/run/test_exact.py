@@ -71,16 +71,13 @@ def replayed(run_dir, step, *more):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("shape", "victims", "ranks"),
-    [
-        ("steps", (0, 1), 1),
-        ("rounds", (1,), 1),
-        pytest.param("fragments", (1,), 1, marks=SLOW),
-        pytest.param("experts", (0, 1), 1, marks=SLOW),
-        pytest.param("bfloat16", (0, 1), 2, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("shape", "victims", "ranks"), [
+    ("steps", (0, 1), 1),
+    ("rounds", (1,), 1),
+    pytest.param("fragments", (1,), 1, marks=SLOW),
+    pytest.param("experts", (0, 1), 1, marks=SLOW),
+    pytest.param("bfloat16", (0, 1), 2, marks=SLOW),
+])  # fmt: skip
 def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_path, shape, victims, ranks):
     config, each = config_of(tmp_path, shape, steps=8, ranks=ranks), ("--ranks-per-group", str(ranks))
     clean, hit = start(config, "--groups", "1", *each), start(config, "--groups", "2", *each)

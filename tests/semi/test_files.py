@@ -46,13 +46,10 @@ def write(store, key, state):
     store.await_copies(DEADLINE_S)
 
 
-@pytest.mark.parametrize(
-    ("place", "reader"),
-    [
-        *(({change: value}, {}) for change, value in {"worker": 2, "round": 8, "history": 0xABD}.items()),
-        *(({}, {change: value}) for change, value in {"rank": 1, "whose": "run 2", "token": b"u" * 32}.items()),
-    ],
-)
+@pytest.mark.parametrize(("place", "reader"), [
+    *(({change: value}, {}) for change, value in {"worker": 2, "round": 8, "history": 0xABD}.items()),
+    *(({}, {change: value}) for change, value in {"rank": 1, "whose": "run 2", "token": b"u" * 32}.items()),
+])  # fmt: skip
 def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, place, reader):
     store, reader, other = files(tmp_path), files(tmp_path, **reader), replace(KEY, **place)
     write(store, KEY, STATE)
@@ -63,14 +60,11 @@ def test_a_file_of_something_else_is_no_state_by_any_name(tmp_path, place, reade
     assert reader.read(other) is None
 
 
-@pytest.mark.parametrize(
-    ("round_", "over"),
-    [
-        (5, True),  # more than one round older than the newest
-        (6, False),
-        (8, False),  # a later state, of a commit that this group has missed
-    ],
-)
+@pytest.mark.parametrize(("round_", "over"), [
+    (5, True),  # more than one round older than the newest
+    (6, False),
+    (8, False),  # a later state, of a commit that this group has missed
+])  # fmt: skip
 def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, round_, over):
     store, known = files(tmp_path), replace(KEY, round=round_)
     other = replace(known, worker=11)

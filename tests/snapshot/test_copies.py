@@ -40,13 +40,10 @@ def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatc
         assert_is_step(found.restored, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"memory_reserve_gb": 1e6}, r"snapshots need \d+ bytes more, and there are 0 .*free"),
-        ({"segment_dir": "/dev/shm/everstep-nowhere"}, r"everstep-nowhere.*snapshot.segment_dir"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"memory_reserve_gb": 1e6}, r"snapshots need \d+ bytes more, and there are 0 .*free"),
+    ({"segment_dir": "/dev/shm/everstep-nowhere"}, r"everstep-nowhere.*snapshot.segment_dir"),
+])  # fmt: skip
 def test_without_room_or_permission_the_snapshot_fails_and_the_one_before_stays(changes, reason):
     with Cluster(1) as run:
         run.take(1, coded=False)
