@@ -98,8 +98,8 @@ def test_two_groups_that_are_killed_make_the_bits_of_one_that_is_not(start, tmp_
 
 def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, tmp_path, monkeypatch):
     """The replay starts from a checkpoint with the wrong earlier steps. One slot alone can be replayed too."""
-    together = {"min_groups": 2}
-    config = config_of(tmp_path, "flips", steps=6, checkpoint={"interval": 4}, fault_tolerance=together)
+    together, saved = {"min_groups": 2}, {"interval": 4, "folder": str(tmp_path / "saved")}
+    config = config_of(tmp_path, "flips", steps=6, checkpoint=saved, fault_tolerance=together)
     sick(monkeypatch, "flip")
     run = start(config, "--groups", "2")
     assert run.wait() == 0, run.console()
@@ -114,7 +114,7 @@ def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, t
     status, told = replayed(run.run_dir, 5, "--slot", str(owners.index(0)))
     assert (status, told.count("slot ")) == (0, 1)
     assert "step 5 has no slot 99" in replayed(run.run_dir, 5, "--slot", "99")[1]
-    flip_a_weight(run.run_dir / "checkpoint" / "step-4")
+    flip_a_weight(tmp_path / "saved" / "step-4")
     status, told = replayed(run.run_dir, 5)
     assert (status, "the checkpoint of step 4 is damaged: its parameters have" in told) == (2, True), told
 

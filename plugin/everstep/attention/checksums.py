@@ -7,7 +7,7 @@ wrong. Everything here is tensor arithmetic: masks and `torch.where`, no host sy
 shape.
 
 An element is *extreme* if no correct result could be that large. The caller passes this `limit`, the largest magnitude
-that the operands allow (the product of their norms). fp16 could never reach a fixed limit such as 1e10.
+that the operands allow (the product of their norms). ATTNChecker's fixed limit is 1e10.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .roundoff import accumulator
 
 CLEAN, CORRECTED, CHECKSUM, BEYOND = 0, 1, 2, 3
 """Status of a vector: nothing is wrong; one element was wrong and is rebuilt; the vector is right, but one of its
-checksums was wrong; more is wrong than the checksums of one vector can tell."""
+checksums was wrong; the vector or its checksums are wrong, and which is not known."""
 
 
 class Sums(NamedTuple):
@@ -56,8 +56,9 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
 
     Returns:
         The vectors and their status. A rebuilt element is c1 minus the sum of the others, so its error is at most
-        `bound`. It is accepted only if the weighted checksum then agrees. A vector with two or more extreme elements is
-        BEYOND, for `correct_both` to correct in the other direction.
+        `bound`. It is accepted only if the weighted checksum then agrees. If round-off is really as large as `bound`,
+        an error of a few bounds may be located wrongly. A vector with two or more extreme elements is BEYOND, for
+        `correct_both` to correct in the other direction.
     """
     plain, weighted = sums
     n = vectors.shape[-1]
@@ -69,8 +70,8 @@ def correct(vectors: torch.Tensor, sums: Sums, bound: torch.Tensor, limit: torch
     d1 = plain - wide.sum(-1)
     d2 = weighted - wide @ w
 
-    # The index of a moderate error is d2 / d1. That of an extreme error is not: the sums overflow, and one of them may
-    # be NaN while the other is finite. There the index is that of the extreme element.
+    # The index of an error is d2 / d1, but not that of an extreme one: the sums overflow, and one of them may be NaN
+    # while the other is finite. There the index is that of the extreme element.
     ratio = d2 / d1
     index_known = (ratio >= 0.5) & (ratio < n + 0.5)
     by_ratio = torch.where(index_known, ratio, torch.ones_like(ratio)).round().to(torch.int64) - 1
@@ -112,8 +113,8 @@ class Direction(NamedTuple):
 class MatrixCorrection(NamedTuple):
     """The result of `correct_both`. All fields but `matrix` are 0-dim tensors on the device.
 
-    matrix: (..., M, N). corrected: number of elements rebuilt.
-    beyond: number of vectors that are still wrong, because the damage has two dimensions.
+    matrix: (..., M, N). corrected: number of rebuilds; one in each direction counts twice.
+    beyond: number of rows and columns that do not verify afterwards, as damage in two dimensions does not.
     doubtful: whether several elements were rebuilt, of which some were not extreme. Other elements may then be wrong
     within the bounds of all sums.
     """

@@ -116,14 +116,16 @@ def _compute_again(run_dir: Path, step: int) -> int:
     shutil.rmtree(again, ignore_errors=True)
     (again / "state").mkdir(parents=True)
     shutil.copy(run_dir / "state" / "exact.json", again / "state")  # a machine that computes other bits is refused
-    start = max((found for found in checkpoints(run_dir) if found < step * a_commit), default=0)
+    found = checkpoints(run_dir)
+    start = max((inner for inner in found if inner < step * a_commit), default=0)
     if start:
         (again / "checkpoint").mkdir()
-        (again / "checkpoint" / f"step-{start}").symlink_to(run_dir / "checkpoint" / f"step-{start}")
+        (again / "checkpoint" / f"step-{start}").symlink_to(found[start].resolve())
     command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(again)]
     command += ["--groups", "1", "--ranks-per-group", str(prepared.ranks), "--steps", str(step * a_commit)]
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]
-    command += ["--checkpoint.interval", str(NEVER), "--checkpoint.keep_latest_k", "0", "--snapshot.no-enable"]
+    command += ["--checkpoint.folder", "checkpoint", "--checkpoint.interval", str(NEVER)]
+    command += ["--checkpoint.keep_latest_k", "0", "--snapshot.no-enable"]
     for key, value in (("audit_slots", 0), ("min_groups", 1), ("spares", 0)):
         command += [f"--fault_tolerance.{key}", str(value)]
     with log.open("wb") as output:

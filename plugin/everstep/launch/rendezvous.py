@@ -23,7 +23,7 @@ NOTE_BYTES = 1024
 SILENCE_S = 30.0
 """Seconds without a beat after which an agent that had joined counts as gone, perhaps with its node."""
 ARRIVAL_S = 900.0
-"""Seconds by which another agent of the group may join later than this one."""
+"""How much later than this agent another one of the group may join, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RendezvousRound:
     port: int
     """Port of the workers' store at `host`."""
     listener: socket.socket | None
-    """On node 0: the socket of the store, which rank 0 serves. On others: None."""
+    """On node 0: the socket of the store, which rank 0 serves beside its trainer. On others: None."""
 
     @property
     def ranks(self) -> range:
@@ -76,7 +76,7 @@ class _Note:
     killed: int = 0
     """The last round in which a signal killed a worker of its node."""
     ended: bool = False
-    """Whether its workers have finished or stopped."""
+    """Whether its workers have finished or stopped in this round; false again once it joins the next."""
     host: str = ""
     port: int = 0
     """Of node 0 alone: the address of the store of its round."""

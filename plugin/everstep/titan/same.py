@@ -18,11 +18,12 @@ from everstep.titan.parts import checkpoints_in, parts_in, read_alone, tensors_i
 class Comparison:
     """Attributes:
     steps: number of steps (rounds, if semi-synchronous) that both runs committed.
-    checksums: number of steps after which both have a checksum of the parameters; the start counts as a step.
-    diverged: the first step at which the runs differ, and how; empty if none does.
+    checksums: number of steps after which both have a checksum of the parameters: the start, and each step if `exact`,
+        else those with an audit.
+    diverged: the first step at which the runs, or the groups of one, differ, and how; empty if none does.
     checkpoint: the newest optimizer step of which both have a checkpoint; 0 if there is none.
     tensors: number of tensors of it that were compared.
-    differing: the first of them that differs, and how; empty if none does.
+    differing: the first of them that differs, is missing or cannot be read, and how; empty if none.
     """
 
     steps: int
@@ -40,7 +41,7 @@ class Comparison:
 
 def compare(one: Path, other: Path) -> Comparison:
     """Compare what two runs committed, to the bit. For each step that both committed, the events of all groups of both
-    runs have to agree, also if a run committed the step more than once."""
+    runs have to agree, also if a run committed the step more than once. Raises ValueError and OSError."""
     (losses, sums), (other_losses, other_sums) = _losses_and_sums(one), _losses_and_sums(other)
     steps, checksums = losses.keys() & other_losses.keys(), sums.keys() & other_sums.keys()
     diverged = ""
