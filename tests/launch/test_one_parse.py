@@ -87,3 +87,12 @@ def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_
         again = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
         told = prepare.prepare(again).warnings
         assert len([text for text in told if text.endswith("it begins at step 1 again")]) == times, (more, told)
+
+
+def test_a_checkpoint_folder_has_to_be_writable_unless_it_is_only_read(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    flags = [*FLAGS, "--checkpoint.enable", "--checkpoint.folder", "/proc/no"]
+    into = {"ranks": 1, "run_dir": str(tmp_path / "run"), "here": False, "together": True}
+    with pytest.raises(ConfigError, match='folder = "/proc/no" cannot be written to: No such file'):
+        prepare.prepare(PrepareOptions(str(tmp_path / "run.toml"), flags, **into))
+    prepare.prepare(PrepareOptions(str(tmp_path / "run.toml"), [*flags, "--checkpoint.load_only"], **into))

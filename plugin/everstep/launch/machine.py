@@ -110,11 +110,13 @@ def storage_complaint(run_dir: Path) -> str:
         return f"there is no temporary folder: {error.strerror}"
     for folder in folders:
         try:
-            try_to_write(folder)
+            why = why_not_writable(folder)
         except OSError as error:
-            if folder.is_relative_to(run_dir) and is_shortage(error) and error.errno != errno.EROFS:
+            if folder.is_relative_to(run_dir):
                 raise
-            return f"{folder} cannot be written: {error.strerror}"
+            why = str(error.strerror)
+        if why:
+            return f"{folder} cannot be written: {why}"
     if SHARED_MEMORY.exists():
         free = shutil.disk_usage(SHARED_MEMORY).free
         if free < SMALLEST_FREE_BYTES:
@@ -122,11 +124,18 @@ def storage_complaint(run_dir: Path) -> str:
     return ""
 
 
-def try_to_write(folder: Path) -> None:
-    """Write and remove a file in a folder, which is made if it is missing. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Others may write to the temporary folder, so use a random name that nobody can have made a link of.
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
-        file.write(b"x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
+def why_not_writable(folder: Path) -> str:
+    """Return why no file can be written to a folder, which is made if it is missing; "" if one can. Raises OSError for
+    a shortage that may pass, such as a full disk."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Others may write to the temporary folder, so use a random name that nobody can have made a link of.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fit-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if is_shortage(error) and error.errno != errno.EROFS:
+            raise
+        return str(error.strerror)
+    return ""

@@ -6,7 +6,7 @@ to the run directory, for the workers. `main` leaves the result in `state/prepar
 a new process (`prepare_in_subprocess`). Both run `main`.
 """
 
-import errno
+import contextlib
 import json
 import os
 import subprocess
@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
-from everstep.launch.machine import sharing_complaint, try_to_write, visible_devices
-from everstep.launch.restart_rules import is_shortage
+from everstep.launch.machine import sharing_complaint, visible_devices, why_not_writable
 from everstep.run import typed
 from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file
 from everstep.run.exits import USAGE_EXIT
@@ -108,7 +107,7 @@ def prepare(options: PrepareOptions) -> Prepared:
                 f"{settled} would be overwritten by the resolved config: rename it, or give another --run-dir"
             )
         warnings += _refuse_another(config, run_dir)
-        if options.together and config.checkpoint.enable:
+        if options.together and config.checkpoint.enable and not config.checkpoint.load_only:
             _refuse_folder(run_dir, config.checkpoint.folder)
         write_whole(settled, resolved_toml(config).encode())
     return Prepared(
@@ -189,14 +188,9 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
 
 def _refuse_folder(run_dir: Path, folder: str) -> None:
     """Raise ConfigError if no checkpoint can ever be written to `folder`. A full disk may have room later."""
-    try:
-        if "://" not in folder:
-            try_to_write(run_dir / folder)
-    except OSError as error:
-        if not is_shortage(error) or error.errno == errno.EROFS:
-            raise ConfigError(
-                f'[checkpoint] folder = "{folder}" cannot be written to: {error.strerror}. Give another folder.'
-            ) from None
+    with contextlib.suppress(OSError):
+        if "://" not in folder and (why := why_not_writable(run_dir / folder)):
+            raise ConfigError(f'[checkpoint] folder = "{folder}" cannot be written to: {why}. Give another folder.')
 
 
 def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:
