@@ -99,8 +99,8 @@ class _Copy(threading.Thread):
                 if not has_room:
                     raise MemoryError("this host has no memory for a copy")
                 # Memory of its own returns to the system afterwards; malloc keeps what another thread frees.
-                memory = torch.frombuffer(mmap.mmap(-1, self.size + 1), dtype=torch.uint8)
-                targets = memory[: sum(map(len, self._sources))].split(list(map(len, self._sources)))
+                sizes = [*map(len, self._sources), 1]  # a mapping has at least one byte
+                *targets, _ = torch.frombuffer(mmap.mmap(-1, sum(sizes)), dtype=torch.uint8).split(sizes)
                 self._pieces = wire.Pieces([*map(_memory_of, targets), *self._blobs])
                 for source, target in zip(self._sources, targets, strict=True):
                     self._copy(source, target)

@@ -50,7 +50,7 @@ class PeerWatch:
     Args:
         host: address to listen on, under which peers reach this rank.
         on_loss: called once with the key of each process group that lost a member, in its own thread; possibly after
-            `end` was called.
+            `end` was called. It has to call `end`.
         token: the run's token.
         silence: longest silence of a peer's kernel before the peer is lost; rounded to a multiple of 3 s, at least 3 s.
 
