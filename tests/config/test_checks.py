@@ -31,6 +31,10 @@ WRONG = {
         "[trainig]\nsteps = 1\n",
         "run.toml:4: there is no section [trainig]; the nearest is [training]",
     ),
+    "unknown key": (
+        "[training]\nsteps = 1\nseq_length = 128\n",
+        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
+    ),
     "string for an integer": (
         '[training]\nseq_len = "128"\n',
         'run.toml:5: [training] seq_len must be an integer, got "128"',
@@ -89,6 +93,10 @@ REFUSED = {
     "audits without bits": (
         GOOD + "audit_slots = 0.1\n",
         "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits",
+    ),
+    "a learning rate in quotes": (
+        OPTIMIZER + '{lr = "0.1"}\n',
+        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'",
     ),
     "a schedule that ends before the run": (
         GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),

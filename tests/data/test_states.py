@@ -39,6 +39,9 @@ def test_damaged_states_are_refused_or_are_plain_values():
     for size in range(1, len(data)):
         with pytest.raises(ValueError, match="stream states"):
             decode_states(data[:size])
+    assert from_plain(to_plain(-(1 << 3980))) == -(1 << 3980)
+    with pytest.raises(ValueError, match="state is an integer of more than"):
+        to_plain(1 << 5000)
     chance = random.Random(1)
     for _ in range(2000):
         with contextlib.suppress(ValueError):  # a refusal; any other exception fails the test

@@ -54,8 +54,8 @@ CAUSES = {
                                         "If group 1 dies now, the run ends: the disk is full. Make room",
                                         ("workers_protected", {})),
     "a full checkpoint folder": (
-        "checkpoint", [("checkpoint_failed", {"reason": "/ckpt: No space left on device"})],
-        "checkpoint of step 4 is missing: /ckpt: No space left on device. The run goes on and tries again later.",
+        "checkpoint", [("checkpoint_failed", {"reason": "/ckpt is full"})],
+        "checkpoint of step 4 is missing: /ckpt is full. The run goes on and tries again later. Make room there",
         ("checkpoint_saved", {"took_s": 1.0})),
     "a network in two": ("reach", [("left_out", {"groups": [1, 2], "cut": [[0, 1], [0, 2]]})],
                          "The steps leave out groups 1, 2 until", ("left_out", {"groups": [], "cut": []})),

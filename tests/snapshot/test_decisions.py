@@ -42,27 +42,24 @@ def with_parts(*parts) -> list[Held]:
 UNCODED = "step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity"
 
 
-@pytest.mark.parametrize(
-    ("held", "disk_step", "found", "reason"),
-    [
-        ([*everything(4), *everything(5)], None, ("memory", 5), ""),
-        ([*everything(4), buffer(0, 5), buffer(2, 5)], None, ("older", 4), UNCODED),
-        ([*everything(4), *everything(5, lost=[1])], None, ("parity", 5), ""),
-        (everything(4), 5, ("disk", 5), "step 4 in memory is not newer than the disk checkpoint's, 5"),
-        (everything(4), 4, ("disk", 4), "not newer"),
-        (everything(4), 3, ("memory", 4), ""),
-        ([], None, ("nothing", 0), "no keeper holds a snapshot of this run"),
-        (two_ranks(4) + two_ranks(5, [(2, 1)]), None, ("older", 4), "rank 1: no keeper has the part of group 2"),
-        (odd_one_out(history=2), None, ("nothing", 0), "no keeper has the part"),
-        (odd_one_out(members=(0, 1, 2, 3)), None, ("nothing", 0), "no keeper has the part"),
-        (odd_one_out(topology="u"), None, ("nothing", 0), "two layouts"),
-        (everything(5, run="other"), None, ("nothing", 0), "belongs to another run"),
-        (with_parts((0, 300), (300, 600), (600, 899)), None, ("older", 4), "bytes 899 to 900 are in no part"),
-        (with_parts((0, 300), (300, 600), (300, 900)), None, ("older", 4), "bytes 300 to 600 of 900 are in two parts"),
-        (with_parts((0, 300), (310, 600), (600, 900)), None, ("older", 4), "bytes 300 to 310 of 900 are in no part"),
-        (with_parts((0, 300), (0, 300), (600, 900)), None, ("older", 4), "bytes 0 to 300 of 900 are in two parts"),
-    ],
-)
+@pytest.mark.parametrize(("held", "disk_step", "found", "reason"), [
+    ([*everything(4), *everything(5)], None, ("memory", 5), ""),
+    ([*everything(4), buffer(0, 5), buffer(2, 5)], None, ("older", 4), UNCODED),
+    ([*everything(4), *everything(5, lost=[1])], None, ("parity", 5), ""),
+    (everything(4), 5, ("disk", 5), "step 4 in memory is not newer than the disk checkpoint's, 5"),
+    (everything(4), 4, ("disk", 4), "not newer"),
+    (everything(4), 3, ("memory", 4), ""),
+    ([], None, ("nothing", 0), "no keeper holds a snapshot of this run"),
+    (two_ranks(4) + two_ranks(5, [(2, 1)]), None, ("older", 4), "rank 1: no keeper has the part of group 2"),
+    (odd_one_out(history=2), None, ("nothing", 0), "no keeper has the part"),
+    (odd_one_out(members=(0, 1, 2, 3)), None, ("nothing", 0), "no keeper has the part"),
+    (odd_one_out(topology="u"), None, ("nothing", 0), "two layouts"),
+    (everything(5, run="other"), None, ("nothing", 0), "belongs to another run"),
+    (with_parts((0, 300), (300, 600), (600, 899)), None, ("older", 4), "bytes 899 to 900 are in no part"),
+    (with_parts((0, 300), (300, 600), (300, 900)), None, ("older", 4), "bytes 300 to 600 of 900 are in two parts"),
+    (with_parts((0, 300), (310, 600), (600, 900)), None, ("older", 4), "bytes 300 to 310 of 900 are in no part"),
+    (with_parts((0, 300), (0, 300), (600, 900)), None, ("older", 4), "bytes 0 to 300 of 900 are in two parts"),
+])  # fmt: skip
 def test_the_newest_state_that_can_be_had_whole_is_taken_and_why_not_a_newer_one(held, disk_step, found, reason):
     decision = decide(held, run="r", disk_step=disk_step)
     assert (decision.source, decision.step) == found
@@ -70,18 +67,15 @@ def test_the_newest_state_that_can_be_had_whole_is_taken_and_why_not_a_newer_one
     assert bool(reason) == bool(decision.reasons)
 
 
-@pytest.mark.parametrize(
-    ("held", "disk_step", "anchor"),
-    [
-        ([*everything(4), *everything(5)], None, 5),
-        ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2)), buffer(0, 5, "parity")], None, 4),
-        ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2))], 4, 5),
-        ([*everything(4), *(buffer(g, 5, parity=0) for g in (0, 1, 2))], None, 5),
-        ([*everything(4), *everything(5, lost=[1])], None, 5),
-        ([*everything(3), buffer(0, 4), buffer(0, 4, "parity"), *(buffer(g, 5) for g in (0, 1, 2))], None, 3),
-        ([buffer(0, 4), *(buffer(g, 5) for g in (0, 1, 2))], None, 5),
-    ],
-)
+@pytest.mark.parametrize(("held", "disk_step", "anchor"), [
+    ([*everything(4), *everything(5)], None, 5),
+    ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2)), buffer(0, 5, "parity")], None, 4),
+    ([*everything(4), *(buffer(g, 5) for g in (0, 1, 2))], 4, 5),
+    ([*everything(4), *(buffer(g, 5, parity=0) for g in (0, 1, 2))], None, 5),
+    ([*everything(4), *everything(5, lost=[1])], None, 5),
+    ([*everything(3), buffer(0, 4), buffer(0, 4, "parity"), *(buffer(g, 5) for g in (0, 1, 2))], None, 3),
+    ([buffer(0, 4), *(buffer(g, 5) for g in (0, 1, 2))], None, 5),
+])  # fmt: skip
 def test_a_start_keeps_the_newest_coded_snapshot_until_the_restored_state_is_coded(held, disk_step, anchor):
     """It does not keep a snapshot that is not newer than the disk checkpoint, or that cannot be restored."""
     decision = decide(held, run="r", disk_step=disk_step)

@@ -76,18 +76,15 @@ def test_slots_are_dealt_so_that_all_groups_are_done_as_early_as_can_be(slots, t
             assert all(last <= plan.paces[other] * (counts[other] + 1) for other in counts)
 
 
-@pytest.mark.parametrize(
-    ("took_us", "at_work"),
-    [
-        ((0, 0, 0, 0), {0, 1, 2}),
-        ((0, 1000, 1000, 1000), {1, 2, 3}),  # 0 came back after its death, and 3 took its place
-        ((1000, 2000, 1000, 0), {0, 2, 3}),  # 1 is slow
-        ((1000, 2000, 1000, 2000), {0, 1, 2}),
-        ((1000, 1000, 1000), {0, 1, 2}),  # one of the four is lost
-        ((1000, 1000), {0, 1}),
-        ((1000, 1000, 1000, 1000, 0), {0, 1, 2, 3}),  # a fifth group has joined
-    ],
-)
+@pytest.mark.parametrize(("took_us", "at_work"), [
+    ((0, 0, 0, 0), {0, 1, 2}),
+    ((0, 1000, 1000, 1000), {1, 2, 3}),  # 0 came back after its death, and 3 took its place
+    ((1000, 2000, 1000, 0), {0, 2, 3}),  # 1 is slow
+    ((1000, 2000, 1000, 2000), {0, 1, 2}),
+    ((1000, 1000, 1000), {0, 1, 2}),  # one of the four is lost
+    ((1000, 1000), {0, 1}),
+    ((1000, 1000, 1000, 1000, 0), {0, 1, 2, 3}),  # a fifth group has joined
+])  # fmt: skip
 def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, at_work):
     rows = [replace(row(group), slot_us=us) for group, us in enumerate(took_us)]
     shares = ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares
@@ -103,19 +100,16 @@ def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
     assert not ledger.verdict(tally([1, 0, 1, 0]), "shrink")
 
 
-@pytest.mark.parametrize(
-    ("rows", "differing"),
-    [
-        ([row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)], {1}),
-        ([row(3, 50, True, 1), row(1, 50, True, 2)], {3}),  # in a tie, the lower group id counts
-        ([row(0, 50, True), row(1, 50, True)], set()),  # no audit is due
-        ([row(0, 50, True, 5), row(1, -1, False)], set()),
-        # Groups that took over a state since the last audit have no vote against a group that it confirmed.
-        ([row(0, checksum=11, proven=True), row(1, checksum=12), row(2, checksum=12)], {1, 2}),
-        # But they decide between two groups that it confirmed.
-        ([row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)], {0}),
-    ],
-)
+@pytest.mark.parametrize(("rows", "differing"), [
+    ([row(0, 50, True, 11), row(1, 50, True, 12), row(2, 50, True, 11)], {1}),
+    ([row(3, 50, True, 1), row(1, 50, True, 2)], {3}),  # in a tie, the lower group id counts
+    ([row(0, 50, True), row(1, 50, True)], set()),  # no audit is due
+    ([row(0, 50, True, 5), row(1, -1, False)], set()),
+    # Groups that took over a state since the last audit have no vote against a group that it confirmed.
+    ([row(0, checksum=11, proven=True), row(1, checksum=12), row(2, checksum=12)], {1, 2}),
+    # But they decide between two groups that it confirmed.
+    ([row(0, checksum=11, proven=True), row(1, checksum=12, proven=True), row(2, checksum=12)], {0}),
+])  # fmt: skip
 def test_the_audit_names_the_group_that_differs_from_the_others(rows, differing):
     assert ledger.differing_groups(rows) == differing
 
@@ -128,21 +122,18 @@ def refusing(group, refused=(), disputed=(), held=(), not_finite=()):
     return replace(row(group, held=held), refused=refused, disputed=disputed, not_finite=frozenset(not_finite))
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked", "accepted"),
-    [
-        ([refusing(0), refusing(1, [0]), refusing(2)], 1, False),
-        ([refusing(0), refusing(1, disputed=[0]), refusing(2)], 0, False),
-        ([refusing(0, [3]), refusing(1, disputed=[0]), refusing(2)], 2, False),
-        ([refusing(0, held=[1, 2]), refusing(1, disputed=[0]), refusing(2, held=[3])], 0, False),
-        ([refusing(0), refusing(1, disputed=[0]), refusing(2, [0])], 0, False),
-        ([refusing(0, [0], held=[1, 2]), refusing(1, disputed=[0], held=[3])], 0, True),
-        ([refusing(0, [0], not_finite=[0]), refusing(1, disputed=[0])], 1, True),
-        ([refusing(0, disputed=[0])], 0, True),
-        ([refusing(0, [0]), refusing(1, disputed=[0]), refusing(2, [0]), refusing(3, [1]), refusing(4)], 4, True),
-        ([refusing(0, [0]), refusing(1, [0]), refusing(2, [0])], 0, False),
-    ],
-)
+@pytest.mark.parametrize(("rows", "asked", "accepted"), [
+    ([refusing(0), refusing(1, [0]), refusing(2)], 1, False),
+    ([refusing(0), refusing(1, disputed=[0]), refusing(2)], 0, False),
+    ([refusing(0, [3]), refusing(1, disputed=[0]), refusing(2)], 2, False),
+    ([refusing(0, held=[1, 2]), refusing(1, disputed=[0]), refusing(2, held=[3])], 0, False),
+    ([refusing(0), refusing(1, disputed=[0]), refusing(2, [0])], 0, False),
+    ([refusing(0, [0], held=[1, 2]), refusing(1, disputed=[0], held=[3])], 0, True),
+    ([refusing(0, [0], not_finite=[0]), refusing(1, disputed=[0])], 1, True),
+    ([refusing(0, disputed=[0])], 0, True),
+    ([refusing(0, [0]), refusing(1, disputed=[0]), refusing(2, [0]), refusing(3, [1]), refusing(4)], 4, True),
+    ([refusing(0, [0]), refusing(1, [0]), refusing(2, [0])], 0, False),
+])  # fmt: skip
 def test_which_group_computes_a_refused_slot(rows, asked, accepted):
     plan = ledger.plan(rows, 4)
     assert [group for group, share in plan.shares.items() if 0 in share] == [asked]

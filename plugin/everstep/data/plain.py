@@ -65,7 +65,9 @@ def to_plain(value: Any, place: str = "state") -> Any:
     kind = type(value)
     if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
         return value
-    if kind is int and value.bit_length() < 4 * (LONGEST_INT - len("-0x")):
+    if kind is int:
+        if len(hex(value)) > LONGEST_INT:
+            raise UnfitError(f"{place} is an integer of more than {LONGEST_INT} hexadecimal digits")
         return {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
