@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import everstep
@@ -93,6 +94,9 @@ def _run(name: str, command: Command, args: Sequence[str]) -> int:
     try:
         values, flags = parse(_arguments_of(function), args, prog=f"everstep {name}")
         _refuse_strangers(command, values, flags)
+        for key, value in values.items():
+            if value == Path() and ("" in args or f"--{key.replace('_', '-')}=" in args):  # it would be this folder
+                raise LaunchError(f"{key.replace('_', '-')} is empty: give a path")
         return function(**values, **({} if command.rest == "none" else {"flags": flags}))
     except ConfigError as error:
         raise LaunchError(str(error)) from None

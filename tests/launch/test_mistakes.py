@@ -57,6 +57,7 @@ MISTAKES = {
     "agent good.toml --run-dir folder --group -1": "--group at least 0",
     "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
+    "run good.toml --run-dir=": "run-dir is empty: give a path",
     "chaos folder": "give --every SECONDS",
     "chaos folder --every nan": "--every must be more than 0 seconds.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
@@ -100,6 +101,7 @@ def start(*args, **more):
 
 @pytest.mark.parametrize(("flags", "answer"), [
     ("--optimizer.lr 1", "--optimizer.lr is not a flag: set it in the file"),
+    ("--training.seq_len 1000000", "Training sequence length 1000000 exceeds"),
     ("--checkpoint.enable --checkpoint.folder /proc/no", '[checkpoint] folder = "/proc/no" cannot be written to'),
 ])  # fmt: skip
 def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it(here, flags, answer):

@@ -34,29 +34,26 @@ def member(group, *state, **said):
 ABLE = member(0, 8, 12)
 
 
-@pytest.mark.parametrize(
-    ("members", "step", "history", "able", "sources"),
-    [
-        ([member(2, 7, 11), ABLE, member(1)], 8, 12, (0,), {1: (0,), 2: (0,)}),
-        # Of two histories, the more common one counts; in a tie, that of the lowest group id.
-        ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: (1, 2)}),
-        ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: (0,)}),
-        # A joiner heals from several groups, and each joiner begins with a different one.
-        ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
-        # A group that follows needs no source until it misses a step.
-        ([ABLE, member(1, follows=State(8, 12))], 8, 12, (0,), {}),
-        ([ABLE, member(1, follows=State(7, 12))], 8, 12, (0,), {1: (0,)}),
-        ([ABLE, member(1, follows=State(8, 99))], 8, 12, (0,), {1: (0,)}),
-        ([member(0), member(1)], -1, 0, (), {}),
-        # All groups that asked decide which history counts, also those that are left out.
-        ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
-        # Groups with different settings, such as the number of ranks, do not sum together.
-        ([ABLE, member(1, 8, 12, settings=("ranks = 2",)), member(2, settings=("ranks = 2",))], 8, 12, (1,), {2: (1,)}),
-        # A joiner heals from groups that it reaches. The state is not given up for the sake of a larger quorum.
-        ([replace(ABLE, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: (0, 1)}),
-        ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),
-    ],
-)
+@pytest.mark.parametrize(("members", "step", "history", "able", "sources"), [
+    ([member(2, 7, 11), ABLE, member(1)], 8, 12, (0,), {1: (0,), 2: (0,)}),
+    # Of two histories, the more common one counts; in a tie, that of the lowest group id.
+    ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: (1, 2)}),
+    ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: (0,)}),
+    # A joiner heals from several groups, and each joiner begins with a different one.
+    ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
+    # A group that follows needs no source until it misses a step.
+    ([ABLE, member(1, follows=State(8, 12))], 8, 12, (0,), {}),
+    ([ABLE, member(1, follows=State(7, 12))], 8, 12, (0,), {1: (0,)}),
+    ([ABLE, member(1, follows=State(8, 99))], 8, 12, (0,), {1: (0,)}),
+    ([member(0), member(1)], -1, 0, (), {}),
+    # All groups that asked decide which history counts, also those that are left out.
+    ([ABLE, member(1, 8, 13, unreached=("2:life-2",)), member(2, 8, 13)], 8, 13, (1,), {0: (1,)}),
+    # Groups with different settings, such as the number of ranks, do not sum together.
+    ([ABLE, member(1, 8, 12, settings=("ranks = 2",)), member(2, settings=("ranks = 2",))], 8, 12, (1,), {2: (1,)}),
+    # A joiner heals from groups that it reaches. The state is not given up for the sake of a larger quorum.
+    ([replace(ABLE, unreached=("2:life-2",)), member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {3: (0, 1)}),
+    ([member(0, 8, 12, unreached=("1:life-1", "2:life-2")), member(1), member(2)], 8, 12, (0,), {}),
+])  # fmt: skip
 def test_all_members_read_the_same_quorum(members, step, history, able, sources):
     for told in (members, members[::-1]):
         quorum = read_quorum(3, told)

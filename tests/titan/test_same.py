@@ -30,17 +30,14 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("other", "status", "said"),
-    [
-        ({}, 0, ("6 in both runs, 6 with a checksum", "after step 4, 2 tensors compared")),
-        ({"loss": math.nextafter(0.1, 1)}, 1, ("they diverge at step 4: losses",)),
-        ({"checksum": "c0ffef"}, 1, ("they diverge at the parameters after step 4",)),
-        ({"tensor": torch.ones(8, 4) * -torch.tensor([1.0, -1, -1, -1])}, 1, ("model.w: 8 of 32 elements differ",)),
-        ({"tensor": torch.ones(8, 4).double()}, 1, ("model.w is torch.float32 [8, 4] and torch.float64 [8, 4]",)),
-        ({"checkpoints": (5,)}, 0, ("checkpoint none of a step that both runs have",)),
-    ],
-)
+@pytest.mark.parametrize(("other", "status", "said"), [
+    ({}, 0, ("6 in both runs, 6 with a checksum", "after step 4, 2 tensors compared")),
+    ({"loss": math.nextafter(0.1, 1)}, 1, ("they diverge at step 4: losses",)),
+    ({"checksum": "c0ffef"}, 1, ("they diverge at the parameters after step 4",)),
+    ({"tensor": torch.ones(8, 4) * -torch.tensor([1.0, -1, -1, -1])}, 1, ("model.w: 8 of 32 elements differ",)),
+    ({"tensor": torch.ones(8, 4).double()}, 1, ("model.w is torch.float32 [8, 4] and torch.float64 [8, 4]",)),
+    ({"checkpoints": (5,)}, 0, ("checkpoint none of a step that both runs have",)),
+])  # fmt: skip
 def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
     """Also if a run's checkpoints are in another folder, or other folders are beside them."""
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)

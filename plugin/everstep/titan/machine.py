@@ -75,11 +75,12 @@ def why_not_built(config: Any) -> str:
     Neither builds the model nor changes the config."""
     copy = deepcopy(config)
     try:
+        copy.model_spec.model.update_from_config(config=copy)
         if not cpu.has_accelerator():  # on a login node, the kernel's language may not be installed
             copy.override.imports = [item for item in copy.override.imports if not _kernel(item)]
         apply_overrides(copy.override, copy)
         choose_attention(copy)
-    except (ValueError, ImportError, TypeError) as error:
+    except (ValueError, ImportError, TypeError, NotImplementedError) as error:
         return str(error)
     return ""
 
