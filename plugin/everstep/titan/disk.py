@@ -1,12 +1,13 @@
 """A run's checkpoints on disk: which one it resumes from, when one is written, and when it gets its name."""
 
+import contextlib
 import dataclasses
 import functools
 import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ class DiskCheckpoints:
 def _room(folder: str) -> str:
     """Return a folder's free space in words, as torch's errors do not name a full disk; "" if it is not known."""
     try:
-        return f" ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free there)"
+        return f" ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free there without it)"
     except OSError:  # object storage
         return ""
 
@@ -276,15 +277,15 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
                 draft = target.with_name(f"{draft.name}-{min(int(own.split('.')[1]) for own in state_dict[WORKERS])}")
                 name = f"{folder.name}-{draft.name}"
             put = functools.partial(parts.add_part, folder=folder, name=name, target=target)
-        if is_first:  # the other ranks write only after a collective that rank 0 has not reached yet
-            shutil.rmtree(draft, ignore_errors=True)
         rename = functools.partial(put, draft) if is_first else lambda: None
 
         def rename_once_done(done: Future) -> None:
-            done.result()
-            rename()
+            with _removed_if_failed(draft):
+                done.result()
+                rename()
 
-        begun = save(manager, state_dict, str(draft), *args, **kwargs)
+        with _removed_if_failed(draft):
+            begun = save(manager, state_dict, str(draft), *args, **kwargs)
         if isinstance(begun, AsyncSaveResponse):
             return dataclasses.replace(begun, upload_completion=_then(begun.upload_completion, rename_once_done))
         if isinstance(begun, Future):
@@ -300,6 +301,16 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
         return begun
 
     replace(manager, "dcp_save", save_draft)
+
+
+@contextlib.contextmanager
+def _removed_if_failed(draft: Path) -> Iterator[None]:
+    """Remove what was written if the body fails. It may fill the disk that the run directory needs too."""
+    try:
+        yield
+    except BaseException:  # CheckpointException is one
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def _then(begun: Future, act: Callable[[Future], None]) -> Future:
