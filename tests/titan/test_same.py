@@ -36,6 +36,7 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
     ({"checksum": "c0ffef"}, 1, ("they diverge at the parameters after step 4",)),
     ({"tensor": torch.ones(8, 4) * -torch.tensor([1.0, -1, -1, -1])}, 1, ("model.w: 8 of 32 elements differ",)),
     ({"tensor": torch.ones(8, 4).double()}, 1, ("model.w is torch.float32 [8, 4] and torch.float64 [8, 4]",)),
+    ({"tensor": 3}, 1, ("model.w is a tensor in only one of the checkpoints",)),
     ({"checkpoints": (5,)}, 0, ("checkpoint none of a step that both runs have",)),
 ])  # fmt: skip
 def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):

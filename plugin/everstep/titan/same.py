@@ -87,8 +87,10 @@ def _compare_tensors(one: Path, other: Path) -> tuple[int, str]:
     for folder, found in ((one, ours), (other, theirs)):
         if damaged := sorted(parts_in(folder) - {part for part, _ in found.values()}):
             return 0, f"{damaged[0] / '.metadata'} is damaged"
-    if alone := sorted(ours.keys() ^ theirs.keys()):
-        return 0, f"{alone[0]} is in only one of the checkpoints"
+    kinds, others = ({(key, type(entry)) for key, (_, entry) in found.items()} for found in (ours, theirs))
+    if alone := sorted(key for key, _ in kinds ^ others):
+        what = "a tensor in" if alone[0] in ours.keys() & theirs.keys() else "in"
+        return 0, f"{alone[0]} is {what} only one of the checkpoints"
     compared = 0
     for key in sorted(name for name, (_, entry) in ours.items() if isinstance(entry, TensorStorageMetadata)):
         mine, their = _load(key, *ours[key]), _load(key, *theirs[key])
