@@ -111,13 +111,15 @@ def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it(here, flags, answer
     assert answer in said
 
 
-def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback(tmp_path):
-    EventLog(tmp_path, None, None, "supervisor").emit("run_started", groups=2, ranks_per_group=1, seed=0)
+def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback_and_by_itself_if_the_launcher_was_killed(tmp_path):
+    EventLog(tmp_path, None, None, "elsewhere").emit("run_started", groups=2, ranks_per_group=1, seed=0)
     process = start("watch", str(tmp_path))
     assert "2 groups of 1" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE_S) == cli.INTERRUPTED_EXIT
     assert process.stderr.read() == ""
+    EventLog(tmp_path, None, None, "supervisor")
+    assert start("watch", str(tmp_path)).wait(DEADLINE_S) == 1
 
 
 def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from everstep.launch.slurm import job_file, jobs_of, states_of
+from everstep.launch.slurm import has_ended, job_file, jobs_of, states_of
 from everstep.launch.view import RunState
 from everstep.report.score import checks, coverage_text, refusals_text
 from everstep.report.troubles import shortage
@@ -17,13 +17,14 @@ from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import EventTail, read_events
 from everstep.run.files import read_typed
 
+UNKNOWN_END = "not running; no event says how it ended"
 POLL_S = 0.25
 """Seconds between two looks of `everstep watch`."""
 
 
 def watch(run_dir: tyro.conf.Positional[Path]) -> int:
     """Watch a run, on this machine or on a cluster: what happened last, then a line for each step and each other event.
-    Ends when the run ends. Ctrl-C ends only the view. Exit status: 1 if the run failed, else 0.
+    Ends when the run ends. Ctrl-C ends only the view. Exit status: 1 if the run failed or was killed, else 0.
 
     Args:
         run_dir: The run directory.
@@ -34,9 +35,13 @@ def watch(run_dir: tyro.conf.Positional[Path]) -> int:
         view.apply(event)
     print(*view.recent, view.progress(), sep="\n", flush=True)
     while True:
+        gone = has_ended(run_dir)  # before its last events are read
         view.show(tail.new())
         if view.status != "running":
             return int(view.status == "failed")
+        if gone:
+            print(f"run     {UNKNOWN_END}")
+            return 1
         time.sleep(POLL_S)
 
 
@@ -84,7 +89,7 @@ def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     if holder is None:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
-        return [f"run     {'not running; no event says how it ended' if unknown else how}"], []
+        return [f"run     {UNKNOWN_END if unknown else how}"], []
     going = f"run     running ({f'pid {holder}' if holder else 'on another machine'})"
     going += "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
