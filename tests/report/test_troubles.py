@@ -251,7 +251,7 @@ def test_normal_events_make_no_trouble():
     [("audit", {"agreed": False, "differing": [2]})],
     [("quorum_failed", {"waited_s": 60.0 + again, "reason": "no answer"}) for again in range(3)],
     [("resource_shortage", {"group": None, "reason": "no room", "again_s": 2.0**again}) for again in range(3)],
-    commits(3, later_s=3600.0),
+    [("straggler", {"group": 1, "pace": pace}) for pace in (1.5, 1.0, 1.75)], commits(3, later_s=3600.0),
 ], ids=lambda told: told[-1][0])  # fmt: skip
 def test_each_is_told_once_whoever_says_it_and_however_often(told):
     line = Timeline().add(1000, "run_started", role="supervisor", groups=2)

@@ -21,6 +21,9 @@ QUORUM_S = 5.0
 """Seconds without a quorum before that is a trouble. A death causes shorter waits."""
 SKIPPED = 10
 """Number of due snapshots skipped in a row before that is a trouble."""
+PACE_S = 60.0
+"""Seconds without a change of a group's pace after which it is announced again that the group is slow. If steps are
+short, a group may seem slow every second because of noise."""
 CLOCKS_S = 60.0
 """Seconds by which the groups' dates of one commit may differ."""
 LONGEST = 600
@@ -291,6 +294,8 @@ class Troubles:
     """The newest `workers_died` event with an error, in this start of the run."""
     _skipped: Counter[int | None] = field(default_factory=Counter)
     """Group id -> due snapshots that it skipped since one was coded."""
+    _paced: dict[int | None, float] = field(default_factory=dict)
+    """Group id -> time of the newest event that it has become slow, or is not slow any more."""
     _survived: int = 0
     """Largest number of hosts that any snapshot of this start could lose."""
     _asked: float = math.inf
@@ -310,7 +315,8 @@ class Troubles:
         before = told.get(key)
         self.now.pop(key, None)
         self.now[key] = found
-        return [] if before is not None and (found.row.once or before.sentence == found.sentence) else [found.sentence]
+        same = before is not None and (found.row.once or before.sentence == found.sentence)
+        return [] if same or found.event.get("again") else [found.sentence]
 
     def _added(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Remember what later events need of this one. Return the fields that earlier events add to it."""
@@ -319,6 +325,9 @@ class Troubles:
                 self._death = event
             case "scaled":
                 self._asked = event["count"]
+            case "straggler":
+                before, self._paced[event["group"]] = self._paced.get(event["group"], -math.inf), event["t"]
+                return {"again": event["t"] < before + PACE_S}
             case "snapshot_skipped":
                 self._skipped[event["group"]] += 1
                 return {"skipped": self._skipped[event["group"]]}
