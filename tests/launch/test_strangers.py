@@ -73,13 +73,10 @@ def foreign(shared, tmp_path, monkeypatch):
     return shared / "run"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "run CONFIG --run-dir RUN", "submit CONFIG --run-dir RUN", "agent CONFIG --group 0 --run-dir RUN",
-        "lighthouse CONFIG --run-dir RUN", "stop RUN", "scale RUN --groups 2", "chaos RUN --every 5",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "run CONFIG --run-dir RUN", "submit CONFIG --run-dir RUN", "agent CONFIG --group 0 --run-dir RUN",
+    "lighthouse CONFIG --run-dir RUN", "stop RUN", "scale RUN --groups 2", "chaos RUN --every 5",
+])  # fmt: skip
 def test_commands_that_act_on_a_run_refuse_another_users(foreign, tmp_path, words, capsys):
     before = sorted(foreign.rglob("*"))
     (foreign / "config.toml").touch()

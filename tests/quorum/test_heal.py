@@ -109,9 +109,8 @@ def test_the_optimizer_waits_for_a_copy_and_for_no_joiner_and_changes_nothing_th
         assert_same(joiner.result(), before)
 
 
-@pytest.mark.parametrize(
-    ("rooms", "reason"), [([False], "no memory for [0-9]* bytes"), ([True, False], "no memory for a copy")]
-)
+@pytest.mark.parametrize(("rooms", "reason"), [
+    ([False], "no memory for [0-9]* bytes"), ([True, False], "no memory for a copy")])  # fmt: skip
 def test_a_host_without_memory_for_a_copy_takes_none_and_serves_nobody(server, monkeypatch, rooms, reason):
     left = iter(rooms)
     monkeypatch.setattr(heal, "room_for", lambda nbytes: contextlib.nullcontext(next(left)))

@@ -114,21 +114,18 @@ def log_of(*story):
     return run
 
 
-@pytest.mark.parametrize(
-    ("run", "faults", "deaths"),
-    [
-        (log_of(("up", 0, 1), ("kill-worker", 1, 1), ("died", 1.1, 1), ("up", 2, 1), ("died", 5, 1)),
-         [("kill-worker", (1,)), ("died", (1,))], 2),
-        (log_of(("up", 0, 1), ("died", 5, 1), ("died", 5.1, 1)), [("died", (1,))], 1),
-        (log_of(("up", 0, 1), ("up", 0, 2), ("kill-worker", 1, 1), ("died", 1.2, 2)),
-         [("kill-worker", (1,)), ("died", (2,))], 1),
-        (log_of(("up", 0, 1), ("up", 0, 2), ("power-cut", 1, None), ("died", 1.2, 2), ("died", 1.2, 1)),
-         [("power-cut", ())], 2),
-        (log_of(("up", 0, 1), ("up", 0, 2), ("kill-all", 1, [1, 2]), ("died", 1.2, 2), ("died", 1.2, 1)),
-         [("kill-all", (1, 2))], 2),
-        (log_of(("up", 0, 1), ("well", 5, 1)), [], 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("run", "faults", "deaths"), [
+    (log_of(("up", 0, 1), ("kill-worker", 1, 1), ("died", 1.1, 1), ("up", 2, 1), ("died", 5, 1)),
+     [("kill-worker", (1,)), ("died", (1,))], 2),
+    (log_of(("up", 0, 1), ("died", 5, 1), ("died", 5.1, 1)), [("died", (1,))], 1),
+    (log_of(("up", 0, 1), ("up", 0, 2), ("kill-worker", 1, 1), ("died", 1.2, 2)),
+     [("kill-worker", (1,)), ("died", (2,))], 1),
+    (log_of(("up", 0, 1), ("up", 0, 2), ("power-cut", 1, None), ("died", 1.2, 2), ("died", 1.2, 1)),
+     [("power-cut", ())], 2),
+    (log_of(("up", 0, 1), ("up", 0, 2), ("kill-all", 1, [1, 2]), ("died", 1.2, 2), ("died", 1.2, 1)),
+     [("kill-all", (1, 2))], 2),
+    (log_of(("up", 0, 1), ("well", 5, 1)), [], 1),
+])  # fmt: skip
 def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, deaths):
     found = read(run.events).faults
     assert [(fault.name, fault.groups) for fault in found.found] == faults

@@ -67,21 +67,18 @@ def test_status_and_view(run_dir):
     assert [UNFIT, f"group 1: {NARROW}"] == [line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))]
 
 
-@pytest.mark.parametrize(
-    ("event", "line"),
-    [
-        (("snapshot_protected", 7, {"members": [0, 1, 2], "survives": 1, "exposed": [0]}),
-         "protected: step 7, 1 steps old, survives any 1 of hosts b c, NOT the loss of a"),
-        (("snapshot_protected", 8, {"members": [0], "survives": 0, "exposed": [0]}),
-         "protected: step 8, 0 steps old, survives the death of all trainers, NOT the loss of a"),
-        (("snapshot_protected", 8, {"members": [0, 3], "survives": 1, "exposed": []}),
-         "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
-        (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
-        (("run_started", None, {"groups": 3}), ""),
-        (("snapshot_failed", 0, {"reason": "no room"}),
-         "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("event", "line"), [
+    (("snapshot_protected", 7, {"members": [0, 1, 2], "survives": 1, "exposed": [0]}),
+     "protected: step 7, 1 steps old, survives any 1 of hosts b c, NOT the loss of a"),
+    (("snapshot_protected", 8, {"members": [0], "survives": 0, "exposed": [0]}),
+     "protected: step 8, 0 steps old, survives the death of all trainers, NOT the loss of a"),
+    (("snapshot_protected", 8, {"members": [0, 3], "survives": 1, "exposed": []}),
+     "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
+    (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
+    (("run_started", None, {"groups": 3}), ""),
+    (("snapshot_failed", 0, {"reason": "no room"}),
+     "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
+])  # fmt: skip
 def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line):
     told = Timeline().add(0, "run_started", role="supervisor", groups=3)
     for group in range(3):

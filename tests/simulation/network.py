@@ -56,6 +56,8 @@ class Network:
         self.lost_since: dict[Way, float] = {}
         self.closed: Counter[Way] = Counter()
         """Ways on which no new connection can be made."""
+        self.filtered: Counter[Way] = Counter()
+        """Ways on which no communicator can connect, as its port is closed."""
         self.delay_s: dict[Way, float] = {}
         self.held: dict[Way, list[tuple[Callable[[], None], Flow, float]]] = defaultdict(list)
         self.sockets: dict[Process, list[Socket]] = defaultdict(list)
@@ -120,11 +122,11 @@ class Network:
             for call, flow, extra_s in self.held.pop(way, []):
                 self.carry(way, call, flow, extra_s)
 
-    def close(self, ways: Sequence[Way], seconds: float) -> None:
-        """Let no new connection be made on these ways for some seconds."""
-        for way in ways:
-            self.closed[way] += 1
-        self.scheduler.call_in(seconds, self.closed.subtract, ways)
+    def close(self, ways: Sequence[Way], seconds: float, *, communicators_only: bool) -> None:
+        """Let no new connection be made on these ways for some seconds, or none of communicators."""
+        closed = self.filtered if communicators_only else self.closed
+        closed.update(ways)
+        self.scheduler.call_in(seconds, closed.subtract, ways)
 
     def delay(self, ways: Sequence[Way], delay_s: float, seconds: float) -> None:
         """Delay everything on these ways by `delay_s` for some seconds."""
@@ -133,7 +135,7 @@ class Network:
             self.scheduler.call_in(seconds, self.delay_s.pop, way, None)
 
     def is_open(self) -> bool:
-        return not (any(self.lost.values()) or any(self.closed.values()) or self.delay_s)
+        return not (any(self.lost.values()) or any((self.closed + self.filtered).values()) or self.delay_s)
 
     def reset(self, one: str, other: str) -> None:
         """Reset every connection between two hosts. Both ends see it."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from simulation.judge import Contribution
 
 STORE_RETRY_S = (0.2, 1.0)
+LOST_S = 0.5
+"""Seconds after the loss of a member until a communicator is aborted."""
 
 
 class Inner:
@@ -77,6 +79,7 @@ class LighthouseClient:
 
     def heartbeat(self, replica_id: str, timeout: timedelta) -> None:
         HERE.scheduler.check()
+        HERE.network.carried += 1
         self._inner.rules.heartbeat(HERE.scheduler.now, replica_id)
 
     def quorum(self, replica_id: str, timeout: timedelta) -> Any:
@@ -209,8 +212,8 @@ class Communicator:
         self.members = members
         self.others = [member for rank, member in sorted(members.items()) if rank != self.rank]
         for other in self.others:
-            way = self.host, other.host
-            if not (self.network.closed[way] or self.network.closed[way[::-1]]):
+            closed, way = self.network.closed + self.network.filtered, (self.host, other.host)
+            if not (closed[way] or closed[way[::-1]]):
                 self.tells(other, partial(other.is_greeted, self))
         self.news()
 
@@ -274,7 +277,14 @@ class Communicator:
 
     def loses(self, rank: int) -> None:
         self.gone.add(rank)
+        self.process.scheduler.call_in(LOST_S, self._judge_loss)
         self.news()
+
+    def _judge_loss(self) -> None:
+        """Judge that the process has seen that a member is gone, if it did not stand still meanwhile."""
+        runs = self.process.alive and self.process.scheduler.now - self.process.stopped_until > LOST_S
+        if runs and self._is_linked() and not self.aborted:
+            HERE.judge.violate("loss not seen", f"{self.process.name} goes on without {sorted(self.gone)}")
 
     def is_reset(self, one: str, other: str) -> None:
         for member in self.others:

@@ -7,9 +7,8 @@ import pytest
 from simulation import mutants
 
 
-@pytest.mark.parametrize(
-    ("file", "old"), [("quorum/gate.py", "self._counting().get("), ("wire/door.py", "not hello.startswith(MAGIC)")]
-)
+@pytest.mark.parametrize(("file", "old"), [
+    ("quorum/gate.py", "self._counting().get("), ("wire/door.py", "not hello.startswith(MAGIC)")])  # fmt: skip
 def test_the_code_between_groups_runs_in_the_simulation_as_it_is(file: str, old: str) -> None:
     every = mutants.drawn(10**9, 0, (file.partition("/")[0],))
     changed = next(mutant for mutant in every if mutant.file == file and mutant.old.startswith(old))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GARBAGE, WRONG = -1, -2
 """Slot numbers that mark a gradient that is not finite, and one that is wrong but finite."""
 NOTES_EVERY = 4
-STATE_WORDS = 1024
+STATE_WORDS = 2048
 """Words of a state in transfer: enough for the network to treat its pieces as those of a state."""
 
 

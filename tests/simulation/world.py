@@ -267,12 +267,16 @@ class World:
         self.costs[kind] += 1
         self.costs["wait_s"] += fields.get("wait_s", 0.0)
         self.costs["brief_wait_s"] += min(fields.get("wait_s", 0.0), 0.5)  # what a long wait adds varies by chance
+        if not all(0.0 <= fields.get(name, 0.0) <= self.scheduler.now for name in ("wait_s", "waited_s", "took_s")):
+            self.judge.violate("no duration", f"{who} tells of {kind}: {fields}")
         if kind == "slot_accepted":
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
         if kind == "heal_failed":
             self._judge_failed_heal(who, fields["reason"])
+        if kind == "quorum_failed":
+            self._judge_failed_quorum(who, fields["reason"])
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
         if kind == "audit":
@@ -410,6 +414,12 @@ class World:
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
         if life.in_vain > IN_VAIN:
             self.judge.violate("asks in vain", f"{life.name}, step {request.state.step}: still {sorted(alive)}")
+
+    def _judge_failed_quorum(self, who: str, reason: str) -> None:
+        """Judge that, while nothing breaks, a gate tells a group in time why there is no quorum."""
+        calm = self.scheduler.now - self.last_fault > CALM_S + self.plan.quorum_s and self.network.is_open()
+        if calm and any(node.host in reason for node in self.lighthouses.values()):
+            self.judge.violate("no reason", f"{who} gets no quorum and is not told why: {reason}")
 
     def _judge_commits(self) -> None:
         """Judge that each step was committed once, except for AGAIN repeated commits for each fault."""

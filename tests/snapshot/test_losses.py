@@ -180,13 +180,10 @@ def test_a_start_waits_for_keepers_that_stand_still_if_only_they_hold_what_was_p
 
 @pytest.mark.parametrize("parity", [1, 2])
 @pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        [1, 2, 3, 4], [1, 1, 2, 2], [1, 1, 2, 2, 3, 3, 4, 4] * 2, [1, 1, 2], [1, 1, 1, 2], [1, 2, 2, 3, 3, 3], [5],
-        [1, 1, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("hosts", [
+    [1, 2, 3, 4], [1, 1, 2, 2], [1, 1, 2, 2, 3, 3, 4, 4] * 2, [1, 1, 2], [1, 1, 1, 2], [1, 2, 2, 3, 3, 3], [5],
+    [1, 1, 1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7],
+])  # fmt: skip
 def test_as_many_hosts_as_status_says_may_be_lost_and_not_one_more(hosts, size, parity):
     """No parity group has more members on one host than it has parity, except on exposed hosts."""
     domains = Domains(tuple(range(len(hosts))), size, parity, tuple(hosts))
@@ -208,13 +205,10 @@ def test_as_many_hosts_as_status_says_may_be_lost_and_not_one_more(hosts, size, 
         assert domains.survives == min(parity, len(hosts) - 1)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "parity", "exposed"),
-    [
-        ([1, 1, 2, 2], 1, ()), ([1, 1, 1, 2], 1, (0, 1, 2)), ([1, 1, 1, 1], 2, (0, 1, 2, 3)), ([0, 0, 0], 1, ()),
-        ([1, 1, 2, 2, 3, 3, 4, 4] * 8, 2, ()), ([5], 1, (0,)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hosts", "parity", "exposed"), [
+    ([1, 1, 2, 2], 1, ()), ([1, 1, 1, 2], 1, (0, 1, 2)), ([1, 1, 1, 1], 2, (0, 1, 2, 3)), ([0, 0, 0], 1, ()),
+    ([1, 1, 2, 2, 3, 3, 4, 4] * 8, 2, ()), ([5], 1, (0,)),
+])  # fmt: skip
 def test_only_members_for_whom_there_are_too_few_hosts_are_exposed(hosts, parity, exposed):
     assert Domains(tuple(range(len(hosts))), 8, parity, tuple(hosts)).exposed == exposed
 

@@ -85,10 +85,10 @@ class QuorumRules:
         groups: number of groups of the run; 0 if it is not known. A gate that hears so many has heard all.
     """
 
-    min_groups: int = 1
-    join_timeout_s: float = 2.0
-    heartbeat_timeout_s: float = 2.0
-    groups: int = 0
+    min_groups: int
+    join_timeout_s: float
+    heartbeat_timeout_s: float
+    groups: int
 
 
 class Gate:
@@ -219,7 +219,7 @@ class Gate:
             return 2 * self._every_s
         making = Counter(filter(None, map(self._makes.get, heard)))
         known = (0 < one.request.makers <= making[self._makes.get(name, "")] for name, one in self._waits.items())
-        return max(2 * self._every_s, 2 * HEARTBEAT_S) if any(known) else math.inf
+        return 2 * max(self._every_s, HEARTBEAT_S) if any(known) else math.inf
 
     def _is_wanted(self, beat: GateMessage) -> bool:
         """Whether a group that sent a heartbeat should ask for a quorum."""
@@ -227,7 +227,7 @@ class Gate:
             return self._split or any(other != beat.replica and self._is_heard(other) for other in self._waits)
 
     def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if replica in self._beating else min(2 * self._every_s, self._timeout_s)
+        patience_s = self._timeout_s if replica in self._beating else 2 * self._every_s
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
     def _counting(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ STAGING_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
 """Bytes of one request to a source: enough that the request itself takes little time beside them, and few enough that a
 much slower source delays the transfer by little."""
-AT_FIRST_S, SOON_S = 0.2, 0.5
+SOON_S = 0.2
 AHEAD = 2
 """Pieces that are requested from a source before the first of them has come, so that its link is never idle."""
 
@@ -285,10 +285,8 @@ class Fetch:
         return f"the state of step {self._wanted.step} could not be fetched: {'; '.join(self._reasons)}"
 
     def comes_soon(self) -> bool:
-        """Wait up to AT_FIRST_S for the state, and up to SOON_S if half of it is there then. Return whether it came."""
-        self._thread.join(AT_FIRST_S)
-        if len(self._left) * PIECE_BYTES < self.nbytes / 2:
-            self._thread.join(SOON_S - AT_FIRST_S)
+        """Wait up to SOON_S for the state. Return whether it came."""
+        self._thread.join(SOON_S)
         return self.state is not None
 
     def _take(self, addresses: Sequence[str], like: Mapping[str, torch.Tensor]) -> None:

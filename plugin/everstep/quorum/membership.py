@@ -123,14 +123,14 @@ class Membership:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return self._ask_once(request, max(deadline - time.monotonic(), 0.001))
+                return self._ask_once(request, max(deadline - time.monotonic(), 0.01))
             except QuorumUnavailable:
                 # Retried, as the lighthouse may be restarting, while there is time left for an answer with a reason.
                 if time.monotonic() > deadline - max(ASK_AGAIN_S, SPARE * patience_s) or self._left.wait(ASK_AGAIN_S):
                     raise
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Request]]:
-        asked = GateMessage(self._replica, encode(request), max(0.001, (1 - SPARE) * timeout_s))
+        asked = GateMessage(self._replica, encode(request), (1 - SPARE) * timeout_s)
         address = self._published()
         try:
             answer = self._asking.ask(address, asked, timedelta(seconds=timeout_s))

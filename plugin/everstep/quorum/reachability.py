@@ -12,9 +12,8 @@ from everstep.quorum.watch import PURPOSE
 
 FAILURES = 2
 """Failures to connect in a row after which a peer is missing. One is not enough, as a busy peer may be late once."""
-LOOK_S = 0.2
-MOST_S = 60.0
-"""Longest wait in seconds before a missing peer is tried."""
+LOOK_S, DOUBLINGS = 0.2, 8
+"""Seconds before a missing peer is tried, and how often they double at most."""
 FORGOTTEN_S = 600.0
 """Seconds without an answer after which a peer is not missing any more. If it still exists, quorums try it again."""
 
@@ -43,7 +42,7 @@ class Reachability:
                 again = self._failures[address] - FAILURES
                 if again >= 0 and address not in self._missing:
                     self._missing.add(address)
-                    wait_s = min(MOST_S, LOOK_S * 2.0 ** min(again, 20))  # 2.0**1024 raises OverflowError
+                    wait_s = LOOK_S * 2.0 ** min(again, DOUBLINGS)
                     threading.Thread(target=self._ask, args=(address, wait_s), name="reachability", daemon=True).start()
 
     def note_reached(self, addresses: Iterable[str]) -> None:
