@@ -12,9 +12,8 @@ from everstep.attention.schedule import Schedule
 from everstep.attention.section import Inject
 
 
-@pytest.mark.parametrize(
-    ("value", "extreme"), [(3.0, False), (1e9, False), (-1e11, True), (math.inf, True), (math.nan, True)]
-)
+@pytest.mark.parametrize(("value", "extreme"), [
+    (3.0, False), (1e9, False), (-1e11, True), (math.inf, True), (math.nan, True)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_bench, value, extreme, dtype):
     """Here nothing else is checked, and the projection runs as if it had no guard."""

@@ -61,9 +61,8 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
     assert [segment.path for segment in own_segments(tmp_path, places)] == [mine.path]
 
 
-@pytest.mark.parametrize(
-    ("groups", "there", "hit", "candidates"), [(3, (0, 2), [], [0, 2]), (3, (0, 2), [0], []), (1, (0,), [], [0])]
-)
+@pytest.mark.parametrize(("groups", "there", "hit", "candidates"), [
+    (3, (0, 2), [], [0, 2]), (3, (0, 2), [0], []), (1, (0,), [], [0])])  # fmt: skip
 def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_path, groups, there, hit, candidates):
     view = View(tmp_path)
     write_json(groups_file(tmp_path), {"groups": groups})

@@ -28,9 +28,8 @@ def beat_elsewhere(path, phase, step=0):
         file.close()
 
 
-@pytest.mark.parametrize(
-    ("later", "earlier"), [(Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))]
-)
+@pytest.mark.parametrize(("later", "earlier"), [
+    (Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))])  # fmt: skip
 def test_claims_go_upwards_only(tmp_path, later, earlier):
     claim_group(tmp_path, 0, later, never)
     with pytest.raises(Fenced, match=f"{later.job}.{later.restart}"):

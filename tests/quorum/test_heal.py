@@ -75,9 +75,8 @@ def test_concurrent_joiners_all_receive_it(server):
             assert_same(joiner.result(), state)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "waits"), [(Channel, "receive_range", False), (heal._Copy, "_copy", True)], ids=["joiner", "copy"]
-)
+@pytest.mark.parametrize(("owner", "name", "waits"), [
+    (Channel, "receive_range", False), (heal._Copy, "_copy", True)], ids=["joiner", "copy"])  # fmt: skip
 def test_the_optimizer_waits_for_a_copy_and_for_no_joiner_and_changes_nothing_that_it_reads(
     server, monkeypatch, owner, name, waits
 ):

@@ -25,9 +25,8 @@ QUICK = ("llama3_debugmodel_pp2_1f1b", "llama3_debugmodel_fused_swiglu_tp2")
 
 
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOLD]
-)
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TOLD])  # fmt: skip
 def test_a_recipe_does_what_the_docs_say(tmp_path, monkeypatch, name):
     monkeypatch.setenv("RUNNER_TEMP", str(tmp_path))  # a recipe that loads a checkpoint looks there
     write_assets(tmp_path)

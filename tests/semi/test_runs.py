@@ -27,9 +27,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", ["halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
-)
+@pytest.mark.parametrize("way", [
+    "halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])  # fmt: skip
 def test_kills_change_nothing(start, reference, tmp_path, way):
     """Each group is killed while it computes a worker's round. Then both are killed at once, and the run continues from
     disk: if there are several fragments, from a step between the synchronisations of two."""

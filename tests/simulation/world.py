@@ -37,8 +37,9 @@ STUCK = 4
 """A run is stuck after this many times its bound without a commit."""
 STAYS, AUDITS, HEALS, FAILED_HEALS, MISSES, IN_VAIN = 3, 3, 4, 2, 3, 2
 """How often each may happen to a group or rank before it is a violation. The methods that use them say what it is."""
-CALM_S = 5.0
-"""Seconds after a fault in which groups may ask without need: by then answers to heartbeats have told them the news."""
+CALM_S, HEARD_S = 5.0, 1.0
+"""Seconds after a fault in which groups may ask without need: by then answers to heartbeats have told them the news.
+Seconds after which a group that asks is in the next quorum."""
 AGAIN = 1.5
 """Repeated commits of a step that are allowed for each fault."""
 MOST_EVENTS = 2_000_000
@@ -400,14 +401,19 @@ class World:
         return False
 
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
-        """Judge that a group asks for a quorum only if it needs one. After a step with most of the others it does not,
-        while nothing breaks, no group joins, leaves or heals, and none has healed since its last quorum."""
+        """Judge that a quorum has each group that asks for long, and that this group asks only if it needs one. After a
+        step with most of the others it does not, while nothing breaks, no group joins, leaves or heals, and none has
+        healed since its last quorum."""
         self.costs["ask"] += 1
         before = {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
         alive = {name_of(other.group.id, other.name) for other in lives}
         calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
-        stands = alive == before == {member.name for member in members}
+        names, since = {member.name for member in members}, self.scheduler.now - HEARD_S
+        late = {name_of(one.group.id, one.name) for one in self.lives() if one.asks_since < since} - names
+        if calm and late:
+            self.judge.violate("not let in", f"{sorted(late)} asked for long before the quorum of {sorted(names)}")
+        stands = alive == before == names
         stands = stands and all(len(read_quorum(0, some).able) == len(members) for some in (members, life.met))
         most = 2 * len(members) > len(self.groups)  # with those that joined, as all may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing

@@ -218,9 +218,8 @@ def test_groups_that_restore_together_begin_with_different_keepers():
     assert all(len({order[place] for order in orders}) == 32 for place in range(32))
 
 
-@pytest.mark.parametrize(
-    ("seed", "deaths"), [(0, 5), *(pytest.param(seed, 100, marks=pytest.mark.slow) for seed in range(1, 11))]
-)
+@pytest.mark.parametrize(("seed", "deaths"), [
+    (0, 5), *(pytest.param(seed, 100, marks=pytest.mark.slow) for seed in range(1, 11))])  # fmt: skip
 @pytest.mark.timeout(3600)
 def test_death_after_death_nothing_that_was_said_to_be_protected_is_lost(seed, deaths):
     chain = Chain(seed)

@@ -22,9 +22,8 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("theirs", "said"), [("the run's", "{'rank': 0, 'more': ''}"), ("another", "has the place of rank 1")]
-)
+@pytest.mark.parametrize(("theirs", "said"), [
+    ("the run's", "{'rank': 0, 'more': ''}"), ("another", "has the place of rank 1")])  # fmt: skip
 def test_a_rank_without_the_runs_token_ends_the_start_with_a_sentence(theirs, said):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
