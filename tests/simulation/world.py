@@ -387,15 +387,15 @@ class World:
                 text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
                 self.judge.violate("left out", text)
         for life in self.lives():
-            if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now):
+            if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now, CALM_S):
                 text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
 
-    def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool) -> bool:
-        """Return whether too many steps were made without a group while nothing broke. `missed` collects them."""
-        if excused or life.group.id in commit.groups or life.size != self.plan.ranks:
+    def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool, calm_s: float = 0.0) -> bool:
+        """Collect in `missed` the steps made without a group in calm, and return whether these are too many."""
+        if excused or life.group.id in commit.groups or life.size != self.groups[commit.able[0]].ranks:
             missed.clear()
-        elif self.scheduler.now - self.last_fault > self.bound_s() and self.network.is_open():
+        elif self.scheduler.now - self.last_fault > (calm_s or self.bound_s()) and self.network.is_open():
             missed.add(commit.step)
             return len(missed) > MISSES
         return False
