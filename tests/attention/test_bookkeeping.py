@@ -42,10 +42,9 @@ def test_nothing_is_checked_between_slots(make_bench, frequency):
         assert bench.checks.drain() == []
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "refused"),
-    [("corrected", "refused", {0}), ("refused", "corrected", {0}), ("corrected", "corrected", set())],
-)
+@pytest.mark.parametrize(("first", "second", "refused"), [
+    ("corrected", "refused", {0}), ("refused", "corrected", {0}), ("corrected", "corrected", set()),
+])  # fmt: skip
 def test_of_two_passes_the_one_that_repaired_less_counts(first, second, refused):
     """The second pass of activation checkpointing feeds the backward."""
     log = FindingLog()

@@ -54,10 +54,9 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
     assert config.dump_folder == str(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "ranks", "judged"),
-    [("run.toml", FLAGS, 1, 1), ("run/config.toml", [], 1, 0), ("run/config.toml", [], 2, 1)],
-)
+@pytest.mark.parametrize(("name", "flags", "ranks", "judged"), [
+    ("run.toml", FLAGS, 1, 1), ("run/config.toml", [], 1, 0), ("run/config.toml", [], 2, 1),
+])  # fmt: skip
 def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     settled, tmp_path, monkeypatch, name, flags, ranks, judged
 ):

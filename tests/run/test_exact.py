@@ -172,10 +172,9 @@ def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "ranks", "most"),
-    [("steps", 1, 4), ("rounds", 1, 3), ("fragments", 1, 3), ("steps", 2, 2), ("rounds", 2, 2)],
-)
+@pytest.mark.parametrize(("shape", "ranks", "most"), [
+    ("steps", 1, 4), ("rounds", 1, 3), ("fragments", 1, 3), ("steps", 2, 2), ("rounds", 2, 2),
+])  # fmt: skip
 def test_sixty_faults_leave_every_bit_as_it_was(start, tmp_path, shape, ranks, most):
     """Processes, groups, hosts, keepers and all groups at once are killed or stopped. Groups leave and join. The whole
     run dies and is continued with other numbers of groups, once from an older checkpoint."""

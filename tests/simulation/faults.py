@@ -268,6 +268,8 @@ def _flip(world: World, life: Life, rank: Rank, size: float) -> None:
     _only_if(world.plan.audit_every and life in sound and len(sound) >= 3)
     rank.work.flip()
     life.group.suspicious = True
+    for group in world.groups.values():
+        group.named = False  # by an audit before this, which saw nothing of it
 
 
 def _refuse(world: World, life: Life, rank: Rank, size: float) -> None:

@@ -210,13 +210,15 @@ class SimWork:
 
     def serve(self) -> Any:
         self._world.scheduler.check()
-        return real.heal.HealState({"state": self._memory}, {"step": self.state.step, "history": self.state.history})
+        told = {"step": self.state.step, "history": self.state.history}
+        return real.heal.HealState({"state": self._memory}, told, {"data": repr(told).encode()})
 
     def heal(self, healed: Any) -> None:
         state = State(*healed.tensors["state"][:4].tolist())
         self._same("heal", state.step, state.history)
-        told = healed.meta["step"], healed.meta["history"]
-        if (state.step, state.history) != told or not bool((healed.tensors["state"][4:] == state.history).all()):
+        told = {"step": state.step, "history": state.history}
+        same = bool((healed.tensors["state"][4:] == state.history).all())
+        if not same or healed.meta != told or healed.blobs["data"] != repr(told).encode():
             text = f"{self.rank.name} is told step {healed.meta['step']} but reads {state}"
             self._world.judge.violate("state changed while it was read", text)
         if self.rank.number == 0:

@@ -87,10 +87,9 @@ def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("one rank", "FSDP 2"), ("TP 2", "FSDP 3"), ("FSDP 2", "TP 2"), ("PP 2", "one rank"), ("PP 2", "TP 2")],
-)
+@pytest.mark.parametrize(("before", "after"), [
+    ("one rank", "FSDP 2"), ("TP 2", "FSDP 3"), ("FSDP 2", "TP 2"), ("PP 2", "one rank"), ("PP 2", "TP 2"),
+])  # fmt: skip
 def test_what_is_restored_into_another_shape_is_what_was_saved(before, after):
     state = model()
     with Cluster(2, parity=0) as run:

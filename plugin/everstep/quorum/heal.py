@@ -269,6 +269,8 @@ class Fetch:
         """Bytes of the state's tensors."""
         self._left = dict.fromkeys(range(0, self.nbytes, PIECE_BYTES), False)
         """Queue of missing pieces: offset → whether a source was asked for it. The one asked for last is at the end."""
+        self.is_answered = False
+        """Whether a source has said that it sends the state."""
         self.state: HealState | None = None
         """The state, once all of it has arrived and is verified."""
         self._reasons: list[str] = []
@@ -319,6 +321,7 @@ class Fetch:
                 if (schema.of, schema.tensors) != (self._wanted, self._described):
                     other = [tensor for tensor in schema.tensors if tensor not in self._described]
                     raise UnfitError(f"it offers {schema.of}; its tensors that this rank does not have: {other[:3]}")
+                self.is_answered = True
                 self._take_pieces(channel)
                 with self._turn:
                     if self.state is None:

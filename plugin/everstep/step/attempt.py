@@ -107,27 +107,30 @@ class Beginning(NamedTuple):
 @dataclass(slots=True)
 class Healing:
     """A state that is being fetched from the groups `sources`, and the commits made since that state, without those
-    that are applied. `loaded`: whether this group has taken over the state. `full`: whether there was no memory to keep
-    a commit."""
+    that are applied. `loaded`: whether this group has taken over the state. `failed`: why a commit was not kept."""
 
     sources: tuple[int, ...]
     state: State
     fetch: Fetch
     commits: list[tuple[Commit, Any]] = field(default_factory=list)
     loaded: bool = False
-    full: bool = False
+    failed: str = ""
 
     def keep(self, commit: Commit, reducer: GradientReducer) -> None:
-        """Keep a commit with a copy of its summed gradients. Without host memory for that, healing has failed."""
+        """Keep a commit with a copy of its summed gradients. If there is no host memory for that, healing has failed;
+        also if no source has answered yet, as by now all have another state."""
         with room_for(reducer.nbytes) as has_room:
-            self.full = self.full or not has_room
-            if not self.full:
+            if not has_room:
+                self.failed = "this host has no memory for the sums of another step"
+            elif not self.fetch.is_answered:
+                self.failed = "no source had answered when the next step was committed"
+            else:
                 self.commits.append((commit, reducer.stash()))
 
     @property
     def error(self) -> str:
         """Why healing has failed for good; empty if it has not."""
-        return "this host has no memory for the sums of another step" if self.full else self.fetch.error
+        return self.fetch.error or self.failed
 
     @property
     def follows(self) -> State:

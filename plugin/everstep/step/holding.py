@@ -176,8 +176,8 @@ class Holding:
         """Refuse a slot whose owner and auditor (`pair`) have different bits. Both refuse it, unless two or more groups
         have the same bits and no others are as common: then only the groups with other bits dispute it."""
         held, said = self.held, dict(self.held.told[slot])
-        (common, times), *others = Counter(said.values()).most_common(2)
-        if times > 1 and all(times > fewer for _, fewer in others):
+        (common, times), (_, fewer) = Counter(said.values()).most_common(2)
+        if times > fewer:
             held.refused.pop(slot, None)
             if self._group in said and said[self._group] != common:
                 held.refused_here.add(slot)

@@ -281,10 +281,8 @@ class StepProtocol:
     def _heal_at_once(self, attempt: Attempt) -> None:
         """If the state that this group began to fetch in this attempt arrives soon, take it over: the group then
         computes in this step already. The others wait for its row meanwhile."""
-        healing = self._healing
-        if healing is None or self.group not in attempt.quorum.sources:
-            return
-        if self.decisions.all_true("soon", healing.fetch.comes_soon()):
+        healing, begins = self._healing, self.group in attempt.quorum.sources
+        if healing is not None and begins and self.decisions.all_true("soon", healing.fetch.comes_soon()):
             self._catch_up(healing, 0)
             attempt.computes = True
 
@@ -477,10 +475,10 @@ class StepProtocol:
 
     def _wants_quorum(self, attempt: Attempt) -> bool:
         """Whether this rank wants a new quorum before the next step: another group waits for one; this group has no
-        source to heal from, or has healed, which the gate must learn; or half the groups or more are away, and might
+        source that answers, or has healed, which the gate must learn; or half the groups or more are away, and might
         make the same steps apart from these."""
         healing, told = self._healing, self._membership is not None and self._membership.wanted
-        heals = healing is not None and not healing.error
+        heals = healing is not None and not healing.error and healing.fetch.is_answered
         stays = self.group in attempt.quorum.able if attempt.computes else heals
         return told or not stays or 2 * len(attempt.quorum.members) <= self._groups_in_run
 
