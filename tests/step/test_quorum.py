@@ -39,8 +39,8 @@ ABLE = member(0, 8, 12)
     # Of two histories, the more common one counts; in a tie, that of the lowest group id.
     ([ABLE, member(1, 8, 13), member(2, 8, 13)], 8, 13, (1, 2), {0: (1, 2)}),
     ([member(1, 8, 13), ABLE], 8, 12, (0,), {1: (0,)}),
-    # A joiner heals from several groups.
-    ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (0, 1)}),
+    # A joiner heals from several groups, and each joiner begins with a different one.
+    ([ABLE, member(1, 8, 12), member(2), member(3)], 8, 12, (0, 1), {2: (0, 1), 3: (1, 0)}),
     # A group that follows needs no source until it misses a step.
     ([ABLE, member(1, follows=State(8, 12))], 8, 12, (0,), {}),
     ([ABLE, member(1, follows=State(7, 12))], 8, 12, (0,), {1: (0,)}),

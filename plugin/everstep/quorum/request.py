@@ -199,9 +199,9 @@ def read_quorum(quorum_id: int, members: Sequence[Request]) -> Quorum:
     text = "/".join(f"{member.group}:{member.life}:{member.number}" for member in ordered)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     needing = [member.group for member in ordered if able and member.group not in able and member.follows != state]
-    count = min(LENDERS, len(able))
+    apart = max(1, len(able) // LENDERS)
     sources = {
-        group: tuple(able[(place * count + number) % len(able)] for number in range(count))
+        group: tuple(able[(place + apart * number) % len(able)] for number in range(min(LENDERS, len(able))))
         for place, group in enumerate(needing)
     }
     return Quorum(quorum_id, ordered, key, state, able, sources, left_out, cut)
