@@ -82,7 +82,8 @@ class Life:
         self.accused = False
         """Whether the last audit named it, so that it ends."""
         self.met: list[Request] = []
-        """The requests of all members of its last quorum."""
+        self.met_at = 0.0
+        """The requests of all members of its last quorum, and when it had that."""
         self.able: list[int] = []
         """The groups that have the state in its current attempt, as the rows say."""
         self.committed = False

@@ -32,31 +32,13 @@ PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum")
 SEED_S = 60
 """Seconds of processor time after which a run is taken for endless."""
-NOT_SIMULATED = (
-    "step/exact.py",
-    "step/reduction.py",
-    "quorum/communicator.py",
-    "quorum/interface.py",
-    "quorum/lighthouse.py",
-    "quorum/notes.py",
-    "quorum/private.py",
-    "quorum/ranks.py",
-    "quorum/streams.py",
-)
+NOT_SIMULATED = {f"step/{name}.py" for name in ("exact", "reduction")} | {
+    f"quorum/{name}.py" for name in ("communicator", "interface", "lighthouse", "notes", "private", "ranks", "streams")
+}
 """Files that no simulated run executes."""
 
-TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_OTHER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {**_OTHER, **{turned: one for one, turned in _OTHER.items()}}
 LIKE = {"min": "max", "max": "min", "any": "all", "all": "any", "union": "intersection", "intersection": "union"}
 LIKE_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,

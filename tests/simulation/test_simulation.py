@@ -24,6 +24,8 @@ SEEDS = (
     976,  # the first attempt of a group that joins late is the second attempt of the step
     1486,  # a host sees late that the run has ended
     1822,  # a process ends, and the others are told
+    109318,  # a joiner's request reaches the lighthouse just after a quorum, and waits there until the next one
+    115773,  # a group always asks again just after the others have looked whether it asks
     119523,  # a slow group makes every first attempt fail, and the next one is too short to heal in
 )
 """The first seeds, and seeds that have found a fault of the code. `scripts/simulate` tries 2,000 seeds and all of

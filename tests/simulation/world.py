@@ -380,9 +380,13 @@ class World:
             life.audits_passed = 0
 
     def _judge_members(self, commit: Commit) -> None:
-        """Judge that, while nothing breaks, each group that has a state and writes no checkpoint takes part in every
-        step, and each group that asks is let in."""
+        """Judge that, while nothing breaks, no group makes a step that another one has made otherwise in its last
+        quorum, each group that has a state and writes no checkpoint takes part in every step, and each group that asks
+        is let in."""
         for life in self.with_state():
+            state, broke = life.ranks[0].work.state, self.last_fault > life.met_at or not self.is_calm()
+            if state.step == commit.step and state.history != commit.history and not broke:
+                self.judge.violate("two chains", f"step {commit.step} is made again, though {life.name} has made it")
             if self._is_missed(commit, life, life.missed, not life.group.wanted or life.saves):
                 text = f"steps {sorted(life.missed)} are made without {life.name}, which has a state"
                 self.judge.violate("left out", text)
@@ -390,6 +394,9 @@ class World:
             if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now, CALM_S):
                 text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
+
+    def is_calm(self) -> bool:
+        return self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
 
     def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool, calm_s: float = 0.0) -> bool:
         """Collect in `missed` the steps made without a group in calm, and return whether these are too many."""
@@ -408,7 +415,7 @@ class World:
         before = {member.name for member in life.met}
         lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
         alive = {name_of(other.group.id, other.name) for other in lives}
-        calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
+        calm = self.is_calm()
         names, since = {member.name for member in members}, self.scheduler.now - HEARD_S
         late = {name_of(one.group.id, one.name) for one in self.lives() if one.asks_since < since} - names
         if calm and late:
@@ -418,6 +425,7 @@ class World:
         most = 2 * len(members) > len(self.groups)  # with those that joined, as all may have been in one quorum
         in_vain = calm and stands and most and life.committed and not request.finishing
         life.met, life.committed, life.in_vain = members, False, life.in_vain + 1 if in_vain else 0
+        life.met_at = self.scheduler.now
         if life.in_vain > IN_VAIN:
             self.judge.violate("asks in vain", f"{life.name}, step {request.state.step}: still {sorted(alive)}")
 

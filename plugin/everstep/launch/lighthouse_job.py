@@ -54,7 +54,7 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
 def is_over(run_dir: Path) -> bool:
     """Return whether no group will ask for a quorum any more: all groups have ended for good, or the run was stopped or
     finished by one group, and no group has beaten for LINGER_S. Otherwise silent groups may be started again."""
-    ends = ends_of_groups(run_dir)
+    ends = list(ends_of_groups(run_dir))
     if all(ends):
         return True
     if not any(end and end.status == "done" for end in ends) and not stop_file(run_dir).exists():

@@ -18,12 +18,11 @@ group waits for one, or if groups make steps in different quorums because a brok
 heartbeat says in which quorum a group makes steps, so that a gate that is started later learns that.
 
 The lighthouse forms a quorum as soon as all members of the last one ask; otherwise, when more than half of the groups
-ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that comes
-back during a step has waited for longer than that when the others ask again. It would form a majority with the first of
-them, and thus a quorum without the others, who ask a millisecond later. Of three groups, one would be left out of each
-step, a different one each time, and have to heal. A member of the last quorum that makes no steps, because it has no
-state or cannot be reached, would cause the same: it asks again at once. So such groups wait at the gate, where the join
-timeout does not count, until a group asks that makes steps, or none of these is heard any more.
+ask and one of them has waited for the join timeout (torchft, src/lighthouse.rs, `quorum_compute`). A group that makes
+no steps asks at any time. When the others ask again, it has waited for long: it would form a quorum with the first of
+them, and leave out the others, who ask a millisecond later. So such groups wait at the gate until a group asks that
+makes steps, or none of these is heard any more. A request that reaches the lighthouse just after a quorum waits there.
+So the gate rejects a quorum without a group that makes steps, until one of these has waited for the join timeout.
 """
 
 import math
@@ -35,7 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 from torchft.coordination import LighthouseClient, LighthouseServer
@@ -66,8 +65,7 @@ SILENCE = timedelta(minutes=10)
 """Silence after which a member's connection is closed. A member that is alive connects again."""
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A group's newest request, and the connection on which it waits for the answer."""
 
     request: Request
@@ -107,7 +105,8 @@ class Gate:
     def __init__(
         self, token: bytes, bind: tuple[str, int], rules: QuorumRules, tell: Callable[[int, str], object]
     ) -> None:
-        self._min_groups, self._timeout_s, self._tell = rules.min_groups, rules.heartbeat_timeout_s, tell
+        self._min_groups, self._join_s, self._tell = rules.min_groups, rules.join_timeout_s, tell
+        self._timeout_s = rules.heartbeat_timeout_s
         self._groups, self._every_s = rules.groups or math.inf, max(BEATS_S, BEAT_S * rules.groups)
         self._refused, self._told = 0, -math.inf
         # The lighthouse and each client start a Tokio runtime. Set before the first one: its threads read the
@@ -133,6 +132,8 @@ class Gate:
         """Replica → the quorum in which it makes steps (`Quorum.makers_hash`), empty for none, by its heartbeats."""
         self._waits: dict[str, _Waiting] = {}
         """Replica → its request, until that is answered."""
+        self._unmet: dict[str, float] = {}
+        """Replica → when it first asked since its last quorum. It is kept if that failed, as the replica asks again."""
         self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
@@ -224,7 +225,7 @@ class Gate:
     def _is_wanted(self, beat: GateMessage) -> bool:
         """Whether a group that sent a heartbeat should ask for a quorum."""
         with self._changed:
-            return self._split or any(other != beat.replica and self._is_heard(other) for other in self._waits)
+            return self._split or any(other != beat.replica and self._is_heard(other) for other in self._unmet)
 
     def _is_heard(self, replica: str) -> bool:
         patience_s = self._timeout_s if replica in self._beating else 2 * self._every_s
@@ -233,8 +234,7 @@ class Gate:
     def _counting(self) -> dict[str, str]:
         """Return group id → the replica that counts: of several starts of a group that are heard, the one that appeared
         last. With two of them, no quorum would form until the older start finds out that it was replaced."""
-        with self._changed:
-            return {group_of(replica): replica for replica in self._heard if self._is_heard(replica)}
+        return {group_of(replica): replica for replica in self._heard if self._is_heard(replica)}
 
     def _stood_still(self) -> bool:
         """Whether the gate has sent the lighthouse no heartbeats for so long that it may take groups for dead."""
@@ -248,33 +248,31 @@ class Gate:
             with self._changed:
                 left_s = max(0.0, begun + self._every_s - time.monotonic())
                 self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)
-            begun, counting = time.monotonic(), set(self._counting().values())
-            self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
-            with self._changed:
+                begun, counting = time.monotonic(), set(self._counting().values())
+                alive = sorted(counting.intersection(self._beating))
+                self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
                 if not self._waits and not self._passed:
                     self._beaten = -math.inf
                     continue
-                if (stood_still := self._stood_still()) and self._passed:
+                if self._stood_still() and self._passed:
                     self._believed_from = begun + 2 * self._every_s
-            # Groups whose requests it has must never seem to be the only living ones. So they get their heartbeats
-            # before the others, and so expire first; after a standstill, in which all may have expired, they come last.
-            for replica in sorted(counting, key=lambda replica: ((replica in self._passed) == stood_still, replica)):
-                if replica in self._beating:
-                    try:
-                        self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
-                    except TimeoutError:
-                        continue  # DEADLINE_EXCEEDED or CANCELLED: the lighthouse is busy
-                    except Exception:  # noqa: BLE001  any other gRPC status: it is dead, as it refuses no heartbeat
-                        self.lost.set()
+            for replica in alive:
+                try:
+                    self._beats.heartbeat(replica, timeout=CONNECT_TIMEOUT)
+                except TimeoutError:
+                    continue  # DEADLINE_EXCEEDED or CANCELLED: the lighthouse is busy
+                except Exception:  # noqa: BLE001  any other gRPC status: it is dead, as it refuses no heartbeat
+                    self.lost.set()
             with self._changed:
                 self._beaten = begun
                 self._changed.notify_all()
 
     def _quorum(self, asked: GateMessage, waiting: _Waiting) -> dict[str, Any] | bytes:
-        if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
-            return {"failed": "another start of this group has replaced this one"}
         with self._changed:
+            if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
+                return {"failed": "another start of this group has replaced this one"}
             self._waits[asked.replica] = waiting
+            self._unmet.setdefault(asked.replica, time.monotonic())
         try:
             return self._answer(asked, waiting)
         finally:
@@ -309,8 +307,8 @@ class Gate:
 
     def _why_none(self) -> str:
         """Return why the lighthouse formed no quorum of the groups that asked."""
-        living = self._counting()
         with self._changed:
+            living = self._counting()
             silent = [group for group, name in living.items() if name not in self._passed.union(self._waits)]
         if silent:
             return f"groups {', '.join(sorted(silent))} are alive but ask for none: they compute, or hang"
@@ -335,25 +333,31 @@ class Gate:
         return time.monotonic() < until
 
     def _may_pass(self) -> bool:
-        """Whether requests of groups that make no steps may be passed on: because a group that makes steps has asked,
-        or no such group is heard."""
-        making = [name for name, makes in self._makes.items() if makes and makes == (self._makers or makes)]
-        return not any(map(self._is_heard, making)) or any(name in self._waits for name in making)
+        """Whether requests of groups that make no steps may be passed on: one that quorums wait for has asked."""
+        return not self._needed().isdisjoint(self._waits)
+
+    def _needed(self) -> set[str]:
+        """Return the heard groups that make steps, or all that are heard if none of these does. No quorum is without
+        one of them until one has waited for the join timeout."""
+        making = (name for name, makes in self._makes.items() if makes and makes == (self._makers or makes))
+        return set(filter(self._is_heard, making)) or set(self._counting().values())
 
     def _form(self, quorum_id: int, replicas: Collection[str]) -> dict[str, Any] | bytes:
         """Return the answer to all members of a new quorum."""
         now = time.monotonic()
         if now < self._believed_from or now - self._beaten > 3 * self._every_s:
             return {"failed": "the lighthouse's process stood still, and may have taken living groups for dead"}
-        gone_at = now - SILENCE.total_seconds()
-        self._heard = {replica: heard for replica, heard in self._heard.items() if heard > gone_at}
+        self._heard = {name: heard for name, heard in self._heard.items() if now - heard < SILENCE.total_seconds()}
         self._makes = {replica: makes for replica, makes in self._makes.items() if replica in self._heard}
         found = {replica: self._waits[replica] for replica in replicas if replica in self._waits}
-        if len(found) < len(replicas):
-            return {"failed": "torchft's quorum has a group that does not wait for one"}
-        if left := sum(waiting.channel.hung_up() for waiting in found.values()):
+        if left := len(replicas) - sum(not waiting.channel.hung_up() for waiting in found.values()):
             # The others would wait for it in vain. The lighthouse leaves it out once its heartbeats have stopped.
-            return {"failed": f"{left} of {len(found)} members ended while they waited for the quorum"}
+            return {"failed": f"{left} of {len(replicas)} members do not wait for the quorum any more"}
+        needed = self._needed()
+        asked_from = min((since for name, since in self._unmet.items() if name in needed), default=math.inf)
+        missing = needed.intersection(self._beating, self._counting().values()) - found.keys()
+        if missing and now < asked_from + self._join_s:
+            return {"failed": f"groups {', '.join(sorted(missing))} are alive and had not asked"}
         requests = [waiting.request for waiting in found.values()]
         try:
             read = read_quorum(quorum_id, requests)
@@ -368,4 +372,5 @@ class Gate:
         self._makers, able = read.makers_hash(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
+        self._unmet = {name: since for name, since in self._unmet.items() if name in self._heard.keys() - found}
         return to_json({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})

@@ -38,8 +38,7 @@ HOST = torch.device("cpu")
 STAGING_BYTES = 4 << 20
 """Bytes of the page-locked buffer through which a device's tensors are copied."""
 PIECE_BYTES = 4 << 20
-"""Bytes of one request to a source: enough that the request itself takes little time beside them, and few enough that a
-much slower source delays the transfer by little."""
+"""Bytes of one request to a source: far more than the request has, and so few that a slow source delays little."""
 SOON_S = 0.2
 AHEAD = 2
 """Pieces that are requested from a source before the first of them has come, so that its link is never idle."""

@@ -110,9 +110,9 @@ def over_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.over"
 
 
-def ends_of_groups(run_dir: Path) -> list[End | None]:
-    """Return, for each group that the run should have, how it ended for good; None if it has not."""
-    return [read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir) or 1)]
+def ends_of_groups(run_dir: Path) -> Iterator[End | None]:
+    """Yield, for each group that the run should have, how it ended for good; None if it has not."""
+    return (read_typed(End, over_file(run_dir, group)) for group in range(number_of_groups(run_dir) or 1))
 
 
 def starts_file(run_dir: Path, group: int | None) -> Path:

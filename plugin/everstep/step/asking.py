@@ -56,7 +56,7 @@ class Asker:
             makers=sum(died.isdisjoint(member.watches) for member in self._makers),
             settings=(f"ranks = {len(said)}", *self._rules.settings),
         )
-        answer = Answer(*self._decisions.first("quorum", self._ask_lighthouse(request)))
+        answer = Answer(*self._decisions.gather("quorum", self._ask_lighthouse(request))[0])
         step, events = state.step + 1, self._host.events
         self._waited_s += self._host.clock.now() - begun
         if answer.reason:

@@ -37,7 +37,3 @@ class Decisions:
     def all_true(self, point: str, flag: bool) -> bool:
         """Whether `flag` is true on all ranks."""
         return all(self.gather(point, flag))
-
-    def first(self, point: str, mine: Any) -> Any:
-        """Return what rank 0 gave as `mine`."""
-        return self.gather(point, mine)[0]

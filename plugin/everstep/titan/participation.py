@@ -44,7 +44,7 @@ class Participation:
         ft: FaultTolerance = config.fault_tolerance
         self._ft = ft
         self._ranks = GroupRanks(timedelta(seconds=ft.quorum_timeout_s + ft.stall_timeout_s))
-        self.life: str = Decisions(self._ranks).first("life", uuid.uuid4().hex)
+        self.life: str = Decisions(self._ranks).gather("life", uuid.uuid4().hex)[0]
         """Identifier of this start of the group: new at every start, the same on all its ranks."""
         parallel = asdict(config.parallelism).items()
         self._degrees = tuple(f"{key} = {value}" for key, value in parallel if key.endswith("degree"))
