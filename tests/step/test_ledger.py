@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.step import ledger
+from everstep.step.attempt import Rules
 from everstep.step.interfaces import SlotSums
 from everstep.step.ledger import Row
 
@@ -90,6 +91,12 @@ def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, a
     shares = ledger.plan(rows, 12, ledger.Dealing(groups=4, spares=1)).shares
     assert {group for group, share in shares.items() if share} == at_work
     assert set(shares) == set(range(len(took_us))), "every group has the state and commits the step"
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_group_of_a_run_that_was_scaled_up_sums_with_the_others_unless_spares_stand_by(spares):
+    some, more = (Rules(12, ledger.Dealing(groups=groups, spares=spares), None).settings for groups in (3, 4))
+    assert (some == more) == (spares == 0)
 
 
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():
