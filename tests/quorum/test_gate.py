@@ -274,6 +274,14 @@ def test_a_quorum_is_believed_as_long_as_nobody_can_have_been_taken_for_dead(mak
     assert min(waits_s) < 0.75, "a quorum that is not believed is asked for again, which takes longer"
 
 
+def test_a_gate_that_stood_still_until_groups_closed_their_connections_waits_for_all_of_them(make):
+    at, members = members_of_a_quorum(make, 2)
+    for member in members:
+        member.leave()
+    time.sleep(1.1)  # more than half the heartbeat timeout, and less than all of it
+    assert all_ask([make.member(group, at) for group in range(2)], 2, JOIN_S / 2) == [[0, 1]] * 2
+
+
 def test_a_request_that_came_too_late_for_a_quorum_leaves_nobody_out_of_the_next(make, monkeypatch):
     """It waits at the lighthouse until then, longer than the join timeout."""
     late = slow_client(monkeypatch, 0.0)

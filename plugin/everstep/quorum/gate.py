@@ -45,8 +45,8 @@ from everstep.quorum.request import Request, decode, differing_settings, encode,
 from everstep.run import typed
 
 HEARING = 1.5
-"""For this multiple of the heartbeat timeout after the gate has begun to hear groups, it passes no request on. By then
-it has heard all living groups, so the first one gets no quorum by itself. May end sooner: `Gate._settles_s`."""
+"""For this multiple of the heartbeat timeout after the gate has begun to hear groups, at first or after a silence in
+which they reconnect, it passes no request on: the first one gets no quorum by itself. Shorter: `Gate._settles_s`."""
 BEATS_S, BEAT_S = 0.2, 0.001
 """Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
 BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
@@ -205,7 +205,7 @@ class Gate:
     def _hear(self, replica: str) -> None:
         now = time.monotonic()
         with self._changed:
-            if now - self._last_heard > self._timeout_s:
+            if now - self._last_heard > max(self._timeout_s / 2, min(self._timeout_s, 2 * HEARTBEAT_S)):
                 self._hears_from, self._asks_from = now, now + HEARING * self._timeout_s
             self._heard[replica] = self._last_heard = now
             if now < self._asks_from:
