@@ -159,14 +159,9 @@ def test_a_stranger_gets_no_answer_and_stalls_nobody(lighthouse, make):
 def test_a_message_that_is_no_request_ends_its_own_connection(make):
     good, gate = quorum(7), make.gate()
     for message in (
-        {},
-        {"replica": 7},
-        {"replica": good["replica"], "op": "kill"},
-        good | {"replica": name_of(8, LIFE)},
-        good | {"said": "{}"},
-        good | {"timeout_s": -1},
-        good | {"more": 1},
-    ):
+        {}, {"replica": 7}, {"replica": good["replica"], "op": "kill"}, good | {"replica": name_of(8, LIFE)},
+        good | {"said": "{}"}, good | {"timeout_s": -1}, good | {"more": 1},
+    ):  # fmt: skip
         channel = connect(gate.address)
         with pytest.raises(wire.RefusedError, match="not understood"):
             channel.ask(message)
@@ -248,6 +243,17 @@ def slow_client(monkeypatch, heartbeat_s):
 
     monkeypatch.setattr("everstep.quorum.gate.LighthouseClient", Slow)
     return late
+
+
+def test_a_group_that_asked_once_in_vain_makes_the_others_ask_once(make):
+    at, members = members_of_a_quorum(make, 3)
+    with pytest.raises(QuorumUnavailable):
+        make.member(3, at).ask(a_request(3, state=NOTHING), timedelta(seconds=1))
+    time.sleep(BEATS_S)
+    assert all(member.wanted for member in members)
+    assert all_ask(members, 2) == [[0, 1, 2]] * 3
+    time.sleep(BEATS_S)
+    assert not any(member.wanted for member in members)
 
 
 def test_a_gate_that_stands_still_as_soon_as_somebody_asks_believes_no_quorum_of_that_one(make, monkeypatch):

@@ -10,11 +10,8 @@ def test_a_note_is_good_for_its_place_only():
     assert open_note(TOKEN, b"5 of 2", sealed) == b"state"
     assert open_note(TOKEN, b"5 of 2", seal_note(TOKEN, b"5 of 2", b"")) == b""
     for token, place, note in [
-        (OTHER, b"5 of 2", sealed),
-        (TOKEN, b"5 of 3", sealed),
-        (TOKEN, b"5 of 2", sealed[:-1]),
-        (TOKEN, b"5 of 2", b"state"),
-        (TOKEN, b"5 of 2", sealed[:-1] + b"x"),
+        (OTHER, b"5 of 2", sealed), (TOKEN, b"5 of 3", sealed), (TOKEN, b"5 of 2", sealed[:-1]),
+        (TOKEN, b"5 of 2", b"state"), (TOKEN, b"5 of 2", sealed[:-1] + b"x"),
         (TOKEN, b"5 of 2s", sealed.replace(b"state", b"tate")),
-    ]:
+    ]:  # fmt: skip
         assert open_note(token, place, note) == b""

@@ -35,16 +35,10 @@ HF_CHECKPOINT = "artifacts-to-be-uploaded/model_only_hf_checkpoint/hf_checkpoint
 """Where the recipe that loads Hugging Face's format looks, below RUNNER_TEMP."""
 
 FAULT_TOLERANCE = {
-    "enable": True,
-    "heartbeat_timeout_s": 4.0,
-    "connect_timeout_s": 10.0,
-    "reduce_timeout_s": 60.0,
-    "join_timeout_s": 20.0,
-    "quorum_timeout_s": 70.0,
-    "stall_timeout_s": 90.0,
-    "startup_timeout_s": 500.0,
+    "enable": True, "heartbeat_timeout_s": 4.0, "connect_timeout_s": 10.0, "reduce_timeout_s": 60.0,
+    "join_timeout_s": 20.0, "quorum_timeout_s": 70.0, "stall_timeout_s": 90.0, "startup_timeout_s": 500.0,
     "audit_interval": 2,
-}
+}  # fmt: skip
 """Long waits: several runs of eight ranks share two cores."""
 
 

@@ -17,17 +17,10 @@ from everstep.quorum.request import LENDERS, NOTHING, Request, State, decode, en
 
 def member(group, *state, **said):
     fields = {
-        "group": group,
-        "life": f"life-{group}",
-        "number": 1,
-        "state": State(*state) if state else NOTHING,
-        "follows": NOTHING,
-        "finishing": False,
-        "connected": "",
-        "store": f"host-{group}:1",
-        "state_addresses": (f"host-{group}:2",),
-        "watches": (f"host-{group}:3",),
-    }
+        "group": group, "life": f"life-{group}", "number": 1, "state": State(*state) if state else NOTHING,
+        "follows": NOTHING, "finishing": False, "connected": "", "store": f"host-{group}:1",
+        "state_addresses": (f"host-{group}:2",), "watches": (f"host-{group}:3",),
+    }  # fmt: skip
     return Request(**fields | said)
 
 

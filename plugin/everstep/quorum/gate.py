@@ -133,7 +133,7 @@ class Gate:
         self._waits: dict[str, _Waiting] = {}
         """Replica → its request, until that is answered."""
         self._unmet: dict[str, float] = {}
-        """Replica → when it first asked since its last quorum. It is kept if that failed, as the replica asks again."""
+        """Replica → when it first asked. It is kept until a quorum has it, or forms while it does not wait for one."""
         self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
@@ -372,5 +372,5 @@ class Gate:
         self._makers, able = read.makers_hash(), set(read.able)
         self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
-        self._unmet = {name: since for name, since in self._unmet.items() if name in self._heard.keys() - found}
+        self._unmet = {name: since for name, since in self._unmet.items() if name in self._waits}
         return to_json({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})
