@@ -515,7 +515,7 @@ class World:
     def saved(self, life: Life, step: int) -> None:
         """Note that all parts of a checkpoint, and then its mark of completeness, are written."""
         parts = self._writing[life.name, step]
-        self.disk[step] = [parts[number] for number in range(self.plan.ranks)]
+        self.disk[step] = [parts[number] for number in range(life.size)]
 
     def restorable(self, rank: Rank) -> State:
         """Return the newest state that is whole in the group's own snapshots, in another group's or on disk; the start
