@@ -215,7 +215,7 @@ class World:
         self.retried: set[int] = set()
         """Steps that some group has tried more than once. What it held after the first attempt stays in the step."""
         self.passed: set[tuple[int, int]] = set()
-        """(group, step) for each step in which a group let a refused slot pass."""
+        """(group, step) for each step in which a group let a refused slot pass while it alone had the state."""
         self.unfit: set[str] = set()
         """Names of the starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
@@ -270,7 +270,7 @@ class World:
         self.costs["brief_wait_s"] += min(fields.get("wait_s", 0.0), 0.5)  # what a long wait adds varies by chance
         if not all(0.0 <= fields.get(name, 0.0) <= self.scheduler.now for name in ("wait_s", "waited_s", "took_s")):
             self.judge.violate("no duration", f"{who} tells of {kind}: {fields}")
-        if kind == "slot_accepted":
+        if kind == "slot_accepted" and len(self.groups[int(who.partition(".")[0])].life.able) == 1:
             self.passed.add((int(who.partition(".")[0]), step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
@@ -323,10 +323,11 @@ class World:
         return 2 * len(self.sick.keys() & set(groups)) < len(groups)
 
     def leaves(self, rank: Rank, commit: Commit) -> NoReturn:
-        """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
+        """End a group that is at fault, and judge that it is: a sum that is not finite does not tell the slot. Its next
+        start is on a sound machine."""
         life = rank.life
-        if not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
-            self.judge.violate("named in vain", f"{life.name} made no error in {commit.unfit} of step {commit.step}")
+        if all(step != commit.step for step, _ in life.checks.erred):
+            self.judge.violate("named in vain", f"{life.name} made no error in step {commit.step}: {commit.unfit}")
         self.unfit.add(life.name)
         self.sick.pop(life.group.id, None)
         raise GroupBroken(f"unfit: slots {commit.unfit}")
