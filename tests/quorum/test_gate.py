@@ -213,13 +213,15 @@ def test_a_start_that_does_not_count_any_more_keeps_nobody_waiting(make):
             waits.result(timeout=1)
 
 
-def test_a_quorum_does_not_wait_for_a_group_that_died_before_it_was_asked_for(make):
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_quorum_waits_for_a_group_that_hangs_until_the_join_timeout_and_not_for_a_dead_one(make, dies):
     _, members = members_of_a_quorum(make, 3)
     time.sleep(BEATS_S)
-    members[2].leave()
-    begun = time.monotonic()
-    assert all_ask(members[:2], 2) == [[0, 1]] * 2
-    assert time.monotonic() - begun < BEATS_S / 5
+    if dies:
+        members[2].leave()
+    begun, asks_s = time.monotonic(), JOIN_S / 2
+    assert all_ask(members[:2], 2, asks_s) == [[0, 1]] * 2
+    assert 0 < time.monotonic() - begun - (asks_s if dies else JOIN_S) < BEATS_S / 5
 
 
 def slow_client(monkeypatch, heartbeat_s):

@@ -323,8 +323,7 @@ class World:
         return 2 * len(self.sick.keys() & set(groups)) < len(groups)
 
     def leaves(self, rank: Rank, commit: Commit) -> NoReturn:
-        """End a group that is at fault, and judge that it is: a sum that is not finite does not tell the slot. Its next
-        start is on a sound machine."""
+        """End a group that is at fault, and judge that it erred in this step. Its next start is on a sound machine."""
         life = rank.life
         if all(step != commit.step for step, _ in life.checks.erred):
             self.judge.violate("named in vain", f"{life.name} made no error in step {commit.step}: {commit.unfit}")
@@ -381,9 +380,8 @@ class World:
             life.audits_passed = 0
 
     def _judge_members(self, commit: Commit) -> None:
-        """Judge that, while nothing breaks, no group makes a step that another one has made otherwise in its last
-        quorum, each group that has a state and writes no checkpoint takes part in every step, and each group that asks
-        is let in."""
+        """Judge that, while nothing breaks, no group makes a step that another one has made otherwise, each group that
+        has a state and writes no checkpoint takes part in every step, and each group that asks is let in."""
         for life in self.with_state():
             state, broke = life.ranks[0].work.state, self.last_fault > life.met_at or not self.is_calm()
             if state.step == commit.step and state.history != commit.history and not broke:

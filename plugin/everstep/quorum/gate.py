@@ -357,7 +357,7 @@ class Gate:
         asked_from = min((since for name, since in self._unmet.items() if name in needed), default=math.inf)
         missing = needed.intersection(self._beating, self._counting().values()) - found.keys()
         if missing and now < asked_from + self._join_s:
-            return {"failed": f"groups {', '.join(sorted(missing))} are alive and had not asked"}
+            return {"failed": f"groups {', '.join(sorted(map(group_of, missing)))} are alive and had not asked"}
         requests = [waiting.request for waiting in found.values()]
         try:
             read = read_quorum(quorum_id, requests)
