@@ -40,7 +40,7 @@ def test_a_users_own_dataset_gives_the_same_batches_when_a_group_dies_and_a_spar
         fault_tolerance={"spares": 1},
     )
     run = start(config, "--groups", "3", *ENDLESS, pace_s=PACE_S)
-    at_work = [set(run.wait_for_step((0, 1, 2))["owners"]) for _ in range(2)][1]  # two may heal in a first step
+    at_work = [set(run.wait_for_step((0, 1, 2))["owners"]) for _ in range(5)][-1]  # two may heal in a first step
     [spare] = {0, 1, 2} - at_work
     killed = run.kill(min(at_work))
     run.until(
