@@ -28,7 +28,7 @@ class Hook:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.handle_error = lambda *args: None  # dozens of clients that have gone, told at once, killed pytest
+        self.server.handle_error = lambda *args: None  # no thread may print while pytest ends a test
         self.address = "http://{}:{}/T0/secret".format(*self.server.server_address)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 

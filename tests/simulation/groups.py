@@ -81,8 +81,7 @@ class Life:
         self.broken = self.ended = False
         self.accused = False
         """Whether the last audit named it, so that it ends."""
-        self.met: list[Request] = []
-        self.met_at = 0.0
+        self.met, self.met_at = list[Request](), 0.0
         """The requests of all members of its last quorum, and when it had that."""
         self.able: list[int] = []
         """The groups that have the state in its current attempt, as the rows say."""

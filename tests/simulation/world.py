@@ -323,10 +323,11 @@ class World:
         return 2 * len(self.sick.keys() & set(groups)) < len(groups)
 
     def leaves(self, rank: Rank, commit: Commit) -> NoReturn:
-        """End a group that is at fault, and judge that it erred in this step. Its next start is on a sound machine."""
-        life = rank.life
-        if all(step != commit.step for step, _ in life.checks.erred):
-            self.judge.violate("named in vain", f"{life.name} made no error in step {commit.step}: {commit.unfit}")
+        """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
+        life, sick = rank.life, self.sick.get(rank.life.group.id)
+        spoils = sick is not None and not sick.finite  # a sum that is not finite does not tell which slot is wrong
+        if not spoils and not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
+            self.judge.violate("named in vain", f"{life.name} made no error in {commit.unfit} of step {commit.step}")
         self.unfit.add(life.name)
         self.sick.pop(life.group.id, None)
         raise GroupBroken(f"unfit: slots {commit.unfit}")

@@ -45,8 +45,8 @@ from everstep.quorum.request import Request, decode, differing_settings, encode,
 from everstep.run import typed
 
 HEARING = 1.5
-"""For this multiple of the heartbeat timeout after the gate has begun to hear groups, at first or after a silence in
-which they reconnect, it passes no request on: the first one gets no quorum by itself. Shorter: `Gate._settles_s`."""
+"""Heartbeat timeouts for which the gate passes no request on after it has begun to hear groups, at first or after half
+a timeout of silence, in which they reconnect. So no group gets a quorum by itself. Ends sooner by `Gate._settles_s`."""
 BEATS_S, BEAT_S = 0.2, 0.001
 """Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
 BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
