@@ -29,12 +29,13 @@ def run_dir(tmp_path):
         story.add(1.3, "finding", 0, 2, rank=1, slot=3, layer=4, section="wq.y", anomaly="nan", action=action)
     story.add(1.3, "slot_refused", 0, 2, slot=3, reason="attention findings")
     story.add(1.4, "unfit", 0, 2, rank=1, slot=3, reason=UNFIT)
-    for group in (0, 1):
-        story.add(1.4, "snapshot_protected", group, 1, members=[0, 1], survives=1, exposed=[])
-        story.add(1.5, "slot_accepted", group, 2, slot=1, reason=NARROW)
+    for group, rank in ((0, 0), (1, 0), (1, 1)):
+        story.add(1.4, "snapshot_protected", group, 1, rank=rank, members=[0, 1], survives=1, exposed=[])
+        story.add(1.5, "slot_accepted", group, 2, rank=rank, slot=1, reason=NARROW)
         story.add(1.6, "not_finite", group, 2, slot=2, reason="it is not finite")
     for damage in ({"slot": "x"}, {"slot": None}, {"reason": None}):  # events that another program wrote
         story.add(1.7, "slot_accepted", 0, 2, **({"slot": 7, "reason": NARROW} | damage))
+    story.add(1.8, "fault_undo_failed", None, role="chaos", fault="stop-worker", target_group=1, reason="gone")
     story.commit(2, 2, [0, 1])
     for group in (0, 1):
         story.add(3, "agent_ended", group, role="agent", status="done", reason="")
@@ -57,14 +58,14 @@ def test_report_and_page(run_dir):
 
 def test_status_and_view(run_dir):
     said = status_of(run_dir).splitlines()
-    assert f"checks  attention: {COVERED}; {JUDGED}" in said
-    assert f"memory  {PROTECTED}" in said
+    assert {f"checks  attention: {COVERED}; {JUDGED}", f"memory  {PROTECTED}"} <= {*said}
     state = RunState()
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
     assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, refused" in lines
     assert "group 0: slot 3 of step 2 was refused: attention findings" in lines
-    assert [UNFIT, f"group 1: {NARROW}"] == [line for line in lines if line.endswith((UNFIT, f"1: {NARROW}"))]
+    assert "fault could not be undone: stop-worker on group 1: gone" in lines
+    assert lines.count(UNFIT) == 1 == lines.count(f"group 1: slot 1 of step 2 is accepted: {NARROW}")
 
 
 @pytest.mark.parametrize(("event", "line"), [
@@ -76,8 +77,7 @@ def test_status_and_view(run_dir):
      "protected: step 8, 0 steps old, survives any 1 of hosts (group 3) a"),
     (("snapshot", 8, {}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
     (("run_started", None, {"groups": 3}), ""),
-    (("snapshot_failed", 0, {"reason": "no room"}),
-     "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
+    (("snapshot_failed", 0, {"reason": "no room"}), "protected: step 5, 3 steps old, survives any 1 of hosts a b c"),
 ])  # fmt: skip
 def test_the_line_on_snapshots_says_what_is_coded_and_nothing_newer(event, line):
     told = Timeline().add(0, "run_started", role="supervisor", groups=3)

@@ -20,7 +20,9 @@ from everstep.run.directory import LaunchError
 from everstep.run.stops import collect_stops
 
 DEFAULT_FAULTS = ["kill-group"]
-SHOWN = {"fault", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "run_started"}
+SHOWN = {
+    "fault", "fault_failed", "fault_undone", "fault_undo_failed", "workers_died", "workers_stalled", "run_started",
+}  # fmt: skip
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 

@@ -15,7 +15,7 @@ from everstep.run.events import named
 
 RATE_WINDOW = 20
 """Number of committed steps over which tokens/s and the time of a step are computed."""
-KEPT_EVENTS = 8
+KEPT_LINES = 8
 
 OnEvents = Callable[[list[dict]], None]
 """A function that is called with each batch of new events."""
@@ -34,33 +34,38 @@ LINES = {
     "agent_ended": "group {group}: {status}, {reason}",
     "training_started": "group {group}: trains from step {step} ({source})",
     "fault": "fault: {fault}{target}",
+    "fault_failed": "fault could not be done: {fault}: {reason}",
     "fault_undone": "fault undone: {fault}{target}",
+    "fault_undo_failed": "fault could not be undone: {fault}{target}: {reason}",
     "workers_protected": "group {group}: its workers' states survive the loss of a host again",
     "validation": "step {step}: validation loss {loss:.5f}",
     "slot_refused": "group {group}: slot {slot} of step {step} was refused: {reason}",
-    "left_out": "all groups reach each other again",
+    "left_out": "all groups reach each other again",  # if it names groups, it is a trouble
     "finding": "group {group} rank {rank}: layer {layer} {section}, slot {slot} of step {step}: {anomaly}, {action}",
-    "slot_accepted": "group {group}: {reason}",
+    "slot_accepted": "group {group}: slot {slot} of step {step} is accepted: {reason}",
 }
-"""Kind -> template of the line for an event, filled with the event's fields."""
-RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused")
+"""Kind -> template of the line for an event that begins no trouble, filled with the event's fields. Events of other
+kinds have no line."""
+RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused", "slot_accepted")
 """Kinds that all ranks of a group emit, of which only rank 0's is shown."""
 
 
 def describe(event: dict) -> str:
-    """Return the line for one event, regardless of other events; "" for kinds that would only fill the screen."""
+    """Return the line for one event by itself: the sentence of the trouble that it begins, or else its line of LINES;
+    "" if it has none."""
     found = trouble(event)
     if found is not None:
         return found.sentence
-    repeats = event["kind"] in RANK_0 and event.get("rank")
+    if event["kind"] in RANK_0 and event.get("rank"):
+        return ""
     target = event.get("keeper_of", event.get("target_group"))
-    groups = target if isinstance(target, list) else [] if target is None else [target]
-    on = f" on {named(groups)}" if groups else ""
-    return "" if repeats else LINES.get(event["kind"], "").format_map(Fields(event | {"target": on}))
+    groups = [target] if isinstance(target, int) else target
+    fields = Fields(event | {"target": f" on {named(groups)}" if groups else ""})
+    return LINES.get(event["kind"], "").format_map(fields)
 
 
 def show_plainly(events: list[dict]) -> None:
-    """Print events as lines on stdout."""
+    """Print the lines of events on stdout, each described by itself: an agent shows only those that its log refused."""
     for line in filter(None, map(describe, events)):
         print(line, flush=True)
 
@@ -73,19 +78,20 @@ class RunState(Account):
     """Group id -> number of times the batch system has started the group."""
     left_nodes: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Group id -> one text for each node that the group left, with the reason."""
-    recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    """The newest lines, without those of progress."""
 
     def apply(self, event: dict) -> str:
-        """Update the state by one event, and return its lines, "" for none. A new step adds a line of progress; the
-        commits of other groups for the same step do not."""
-        unchecked, before = not self.current.schedules, self.newest
+        """Update the state by one event, and return its lines, "" for none. A trouble that was told already has none.
+        A new step adds a line of progress; the commits of other groups for the same step do not."""
+        had_schedules, before = bool(self.current.schedules), self.newest
         lines = self.take(event)
         match event["kind"]:
             case "agent_up":
                 self.starts[event["group"]] += 1
             case "node_bad":
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
-        if unchecked and self.current.schedules:
+        if self.current.schedules and not had_schedules:
             lines.append(f"attention: {coverage_text(checks(self))}")
         lines = lines or ([describe(event)] if trouble(event) is None else [])
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines if line]
@@ -100,8 +106,8 @@ class RunState(Account):
             print(line, flush=True)
 
     def recent_commits(self) -> list[Commit]:
-        """Return the last RATE_WINDOW + 1 commits of this session, or fewer: none from before the step number last went
-        back, as it does after all groups died."""
+        """Return the last RATE_WINDOW + 1 commits of this session, or fewer: if the run went back to an older step
+        meanwhile, as after the death of all groups, only those since."""
         commits = self.current.commits[-RATE_WINDOW - 1 :]
         back = [place for place, (a, b) in enumerate(itertools.pairwise(commits), start=1) if b.step <= a.step]
         return commits[back[-1] if back else 0 :]
