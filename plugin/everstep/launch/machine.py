@@ -14,6 +14,7 @@ from everstep.launch.restart_rules import is_shortage
 from everstep.run.directory import LaunchError
 
 HOST = "127.0.0.1"
+"""Address of the servers of a run on one machine."""
 PORTS = range(20_000, 32_000)
 """Ports for the lighthouse. They are below those of Linux's outgoing connections, so a restart gets its port back."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -40,8 +41,8 @@ def devices_of_group(visible: Sequence[str], group: int, ranks: int) -> str | No
 
 
 def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) -> str:
-    """Return why `ranks` ranks cannot sum over NCCL on these GPUs, or "". NCCL accepts two ranks of a communicator on
-    one GPU only if an environment variable allows it (NCCL 2.30, init.cc)."""
+    """Return why a run of `ranks` ranks, all groups together, cannot sum over NCCL on this machine's GPUs, or "". NCCL
+    accepts two ranks of a communicator on one GPU only if an environment variable allows it (NCCL 2.30, init.cc)."""
     if process_group != "nccl" or not visible or ranks <= len(visible):
         return ""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
@@ -53,7 +54,7 @@ def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) ->
 
 
 def limited_threads(ranks: int) -> dict[str, str]:
-    """Return environment variables that share this machine's cores among `ranks` processes; {} if OMP_NUM_THREADS is
+    """Return environment variables that share this machine's cores among its `ranks` workers; {} if OMP_NUM_THREADS is
     set already. If thread pools outnumber the cores, ranks slow each other down tenfold. torchrun sets the variable
     too. A process that was forked after torch had been imported must call `follow_threads`."""
     if os.environ.get("OMP_NUM_THREADS"):  # an empty value counts as unset
@@ -68,7 +69,8 @@ def follow_threads() -> None:
 
 
 def free_port(host: str = HOST) -> int:
-    """Return a TCP port of PORTS that is free now. Raises like `listen`, and LaunchError if none is free."""
+    """Return a TCP port of PORTS that is free at `host` now; another process may take it before it is used. Raises
+    LaunchError if none is free or `host` is no address of this machine, and OSError for a shortage."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket(_family(host)) as probe:
             try:
@@ -101,7 +103,7 @@ def _cannot_bind(host: str, error: OSError) -> Exception:
 
 
 def storage_complaint(run_dir: Path) -> str:
-    """Return what is wrong with this node's storage, or "": the run directory or a local temporary folder cannot be
+    """Return what is wrong with this node's storage, or "": the run directory or the local temporary folder cannot be
     written, or shared memory has too little room for what a trainer's processes exchange. A trainer would fail later
     because of it. Raises OSError if the run directory is full, which is not the node's fault."""
     try:
@@ -125,8 +127,8 @@ def storage_complaint(run_dir: Path) -> str:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why no file can be written to a folder, which is made if it is missing; "" if one can. Raises OSError for
-    a shortage that may pass, such as a full disk."""
+    """Return why no file can be written to a folder, which is made if it is missing; "" if one can. A read-only file
+    system is such a reason. Raises OSError for other shortages, such as a full disk, as they may pass."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Others may write to the temporary folder, so use a random name that nobody can have made a link of.
