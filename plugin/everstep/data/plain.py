@@ -14,13 +14,13 @@ import torch
 from everstep.run import typed
 from everstep.run.typed import Count, UnfitError
 
-_MAGIC = b"evrstrm3"
-_OLDER = (b"evrstrm1", b"evrstrm2")
+_MAGIC = b"evrstrm4"
+_OLDER = (b"evrstrm1", b"evrstrm2", b"evrstrm3")
 """Magic bytes of older formats, which are not read any more."""
 LARGEST = 1 << 32
 """Most bytes of encoded states."""
-LONGEST_INT = 1000
-"""Most characters of an integer in hexadecimal form."""
+LONGEST_INT = 4000
+"""Most bits of an integer. Python converts a decimal number of at most 4300 digits."""
 _DTYPES = {
     str(np.dtype(name)): np.dtype(name)
     for name in ("?", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)), "f2", "f4", "f8")
@@ -63,12 +63,10 @@ def to_plain(value: Any, place: str = "state") -> Any:
     int, float, str, bytes, numpy arrays and tensors of numbers, lists, tuples, and dicts whose keys are int or str. A
     numpy scalar becomes a Python scalar, and a subclass of dict a dict."""
     kind = type(value)
-    if value is None or kind in (bool, str) or (kind is int and abs(value) < 1 << 63):
+    if kind is int and value.bit_length() > LONGEST_INT:
+        raise UnfitError(f"{place} is an integer of more than {LONGEST_INT} bits")
+    if value is None or kind in (bool, int, str):
         return value
-    if kind is int:
-        if len(hex(value)) > LONGEST_INT:
-            raise UnfitError(f"{place} is an integer of more than {LONGEST_INT} hexadecimal digits")
-        return {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is bytes:
@@ -114,10 +112,6 @@ def _from_plain(node: Any) -> Any:
         return node
     ((kind, content),) = node.items()
     match kind:
-        case "int":
-            if len(content) > LONGEST_INT:  # Python limits the length of decimal numbers only
-                raise ValueError("an integer is too long")
-            return int(content, 16)
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "bytes":
