@@ -5,7 +5,7 @@ tests/test_foreign.py covers the names whose loss would be silent. torchtitan is
 it chooses its device while it is imported, and `train_on` has to run before that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch._utils
@@ -33,8 +33,8 @@ def metrics_rank(parallel_dims: Any, pp_schedule: str) -> int:
 
 
 def make_masks_with(make: Callable[..., Any], make_parts: Callable[..., Any]) -> None:
-    """Replace the compiled functions that make FlexAttention's masks: torchtitan's with `make`, and with `make_parts`
-    that of PyTorch's context parallelism, which makes each rank's part of a mask."""
+    """Replace the functions that make FlexAttention's masks, which are compiled: torchtitan's by `make`, and that of
+    PyTorch's context parallelism, which makes each rank's part of a mask, by `make_parts`."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
     from torchtitan.models.common import attention
 
@@ -43,7 +43,8 @@ def make_masks_with(make: Callable[..., Any], make_parts: Callable[..., Any]) ->
 
 
 def keep_in_checkpointing(operator: Any) -> None:
-    """Have selective activation checkpointing save the results of `operator`, as it saves those of matrix products."""
+    """Have selective activation checkpointing save the results of `operator`, as it does for matrix products. A second
+    call for an operator does nothing."""
     from torchtitan.distributed import activation_checkpoint
 
     default = activation_checkpoint._get_default_save_ops
@@ -51,7 +52,7 @@ def keep_in_checkpointing(operator: Any) -> None:
         replace(activation_checkpoint, "_get_default_save_ops", lambda: {*default(), operator})
 
 
-def models() -> Mapping[str, Any] | frozenset[str]:
+def models() -> Collection[str]:
     """Return the names of torchtitan's models."""
     from torchtitan.models import _supported_models
 
@@ -69,5 +70,6 @@ def newest_checkpoint(manager: Any) -> int:
 
 
 def saves_after(manager: Any, step: int) -> bool:
-    """Return whether the manager writes a checkpoint after `step`, if it is not the last one."""
+    """Return whether the manager writes a checkpoint after `step` by its interval, or as the first step's. What it
+    writes at the end of training does not count."""
     return manager._should_save(step)
