@@ -57,7 +57,7 @@ def limited_threads(ranks: int) -> dict[str, str]:
     """Return environment variables that share this machine's cores among its `ranks` workers; {} if OMP_NUM_THREADS is
     set already. If thread pools outnumber the cores, ranks slow each other down tenfold. torchrun sets the variable
     too. A process that was forked after torch had been imported must call `follow_threads`."""
-    if os.environ.get("OMP_NUM_THREADS"):  # an empty value counts as unset
+    if os.environ.get("OMP_NUM_THREADS", "") not in ("", "0"):  # these two count as unset
         return {}
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
