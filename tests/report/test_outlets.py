@@ -11,8 +11,9 @@ from timeline import Timeline, page_of
 
 UNFIT = "rank 1 on host a refused slot 3 of step 2 2 times: layer 4 wq.y (moderate): take it out of service."
 NARROW = "Another group got the same: bounds are widened."
-COVERED = "12 of 12 parts checked, 1.5% of the time, each layer in 3.0% of the slots"
-JUDGED = "1 rank sent away as unfit, 1 slot accepted with findings, 1 slot not finite on any group asked"
+COVERED = "12 of 12 parts checked, overhead 1.5%, rate 3.0%"
+FOUND = "0 corrected, 1 recomputed, 1 refused"
+JUDGED = "slots accepted 1, not finite 1; ranks unfit 1"
 PROTECTED = "protected: step 1, 1 steps old, survives any 1 of hosts a b"
 
 
@@ -47,18 +48,16 @@ def test_report_and_page(run_dir):
     assert [figures[f"findings_{name}"] for name in ("corrected", "recomputed", "refused")] == [0, 1, 1]
     assert [figures[name] for name in ("ranks_unfit", "slots_accepted", "slots_not_finite")] == [1, 1, 1]
     assert (figures["attention_overhead"], figures["attention_rate"]) == (0.015, 0.03)
-    lines = summary(figures).splitlines()
-    assert f"attention {COVERED}" in lines
-    assert f"findings  0 corrected, 1 recomputed, 1 refused; {JUDGED}" in lines
-    assert f"memory    {PROTECTED}" in lines
+    lines = {f"attention {COVERED}", f"findings  {FOUND}", f"refused   {JUDGED}", f"memory    {PROTECTED}"}
+    assert lines <= {*summary(figures).splitlines()}
     page = page_of(run_dir).read_text()
-    for sentence in (UNFIT.rstrip("."), PROTECTED, COVERED, JUDGED, "1 refused"):
+    for sentence in (UNFIT.rstrip("."), PROTECTED, COVERED, JUDGED, FOUND):
         assert sentence in page
 
 
 def test_status_and_view(run_dir):
     said = status_of(run_dir).splitlines()
-    assert {f"checks  attention: {COVERED}; {JUDGED}", f"memory  {PROTECTED}"} <= {*said}
+    assert {f"attention {COVERED}", f"findings {FOUND}", f"refused {JUDGED}", f"memory  {PROTECTED}"} <= {*said}
     state = RunState()
     lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"

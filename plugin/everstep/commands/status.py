@@ -8,7 +8,7 @@ import tyro
 
 from everstep.launch.slurm import has_ended, job_file, jobs_of, states_of
 from everstep.launch.view import RunState
-from everstep.report.score import checks, coverage_text, refusals_text
+from everstep.report.score import checks, lines_of
 from everstep.report.troubles import shortage
 from everstep.run.address import published_address
 from everstep.run.beats import beats_of_groups
@@ -77,9 +77,7 @@ def status_of(run_dir: Path) -> str:
     lines += [f"WRONG   {sentence}" for sentence in state.troubles.sentences]
     if snapshots := state.protection.line():
         lines.append(f"memory  {snapshots}")
-    found = checks(state)
-    if told := "; ".join(filter(None, (coverage_text(found), refusals_text(found)))):
-        lines.append(f"checks  attention: {told}")
+    lines += [f"{word:<7} {text}" for word, text in lines_of(checks(state))]
     return "\n".join([*lines, *table, *([""] if state.recent else []), *state.recent])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from everstep.report.account import Account
 from everstep.report.lineage import Commit
-from everstep.report.score import checks, coverage_text, duration
+from everstep.report.score import checks, duration, lines_of
 from everstep.report.troubles import Fields, trouble
 from everstep.run.events import named
 
@@ -92,7 +92,7 @@ class RunState(Account):
             case "node_bad":
                 self.left_nodes[event["group"]].append(f"left node {event['node']}: {event['reason']}")
         if self.current.schedules and not had_schedules:
-            lines.append(f"attention: {coverage_text(checks(self))}")
+            lines.append(f"attention: {dict(lines_of(checks(self)))['attention']}")
         lines = lines or ([describe(event)] if trouble(event) is None else [])
         lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines if line]
         self.recent.extend(lines)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from string import Formatter
 from typing import Any
 
 from everstep.report.account import Account, read
@@ -19,6 +20,32 @@ LOSS_TOLERANCE = 1e-4
 below it, a missing or repeated batch does not."""
 ACTIONS = ("corrected", "recomputed", "refused")
 """What the attention check can do about a finding."""
+LINES = {
+    "run": "{status} after {wall_s:time}",
+    "reason": "{reason}",
+    "faults": "{faults}",
+    "steps": "{steps} of {steps_asked}",
+    "dropped": "{commits_dropped} committed steps, as the run went back to an older state",
+    "attempts": "{attempts}, {attempts_thrown_away} thrown away",
+    "samples": "{samples} trained, {samples_lost} lost, {samples_repeated} repeated",
+    "slots": "{slots_recomputed} computed again, {slots_skipped} skipped as poison",
+    "step": "{step_s_median:time} when healthy",
+    "groups": "{groups_mean:.2f} on average, {groups} asked for",
+    "delay": "median {delay_s_median:time}, longest {delay_s_max:time} (by how much a fault made the run later)",
+    "rejoin": "median {rejoin_s_median:time}, longest {rejoin_s_max:time}",
+    "ETTR": "{ettr:.2f} (share of the wall-clock time that the steps needed)",
+    "goodput": "{goodput:.2f} (share of the groups' time spent on steps of the final state)",
+    "badput": "{badput:.1%}",
+    "kept": "{throughput_kept:.2f} (step rate while training, over that of healthy steps)",
+    "tokens": "{tokens:,.0f}, {tokens_per_s:,.0f} a second",
+    "rounds": "of {inner_steps} inner steps; for each, {payload_share:.1%} of a synchronous step's gradients are sent",
+    "loss": "differs by at most {loss_delta_max:.3g}; steps compared: {loss_delta_steps}",
+    "attention": "{attention_coverage} parts checked, overhead {attention_overhead:.1%}, rate {attention_rate:.1%}",
+    "findings": "{findings_corrected} corrected, {findings_recomputed} recomputed, {findings_refused} refused",
+    "refused": "slots accepted {slots_accepted}, not finite {slots_not_finite}; ranks unfit {ranks_unfit}",
+    "memory": "{snapshots}",
+}
+"""Word -> what the terminal and the page say of the figures named in it."""
 KEPT = "Every step happened with its whole batch, exactly once."
 
 
@@ -195,28 +222,6 @@ def checks(account: Account) -> dict[str, Any]:
     }
 
 
-def coverage_text(figures: Mapping[str, Any]) -> str:
-    """Describe what the attention check covers and costs, from the fields of `checks`; "" if nothing is checked."""
-    if figures["attention_coverage"] is None:
-        return ""
-    words = [f"{figures['attention_coverage']} parts checked"]
-    if figures["attention_overhead"] is not None:
-        words.append(f"{figures['attention_overhead']:.1%} of the time")
-    if figures["attention_rate"] is not None:
-        words.append(f"each layer in {figures['attention_rate']:.1%} of the slots")
-    return ", ".join(words)
-
-
-def refusals_text(figures: Mapping[str, Any]) -> str:
-    """Describe what became of refused slots, from the fields of `checks`; "" if there were none."""
-    counts = (
-        ("ranks_unfit", "rank", "sent away as unfit"),
-        ("slots_accepted", "slot", "accepted with findings"),
-        ("slots_not_finite", "slot", "not finite on any group asked"),
-    )
-    return ", ".join(f"{counted(figures[name], noun)} {what}" for name, noun, what in counts if figures[name])
-
-
 def broken_promises(figures: dict[str, Any]) -> list[str]:
     """Return a sentence for each way in which a run with these figures of `score` broke the promise; [] if it kept it.
     A run that was stopped kept it in the steps that it made."""
@@ -246,83 +251,49 @@ def summary(figures: dict[str, Any]) -> str:
     return "\n".join([_table(lines_of(figures)), *(broken_promises(figures) or [KEPT])])
 
 
-def lines_of(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the figures as people read them on the terminal and on the page: pairs of a word and a sentence."""
-    f = figures
-    faults = ", ".join(f"{count} {name}" for name, count in sorted(f["faults"].items())) or "none"
-    asked = f" of {f['steps_asked']}" if f["steps_asked"] is not None else ""
-    skipped = f", {f['slots_skipped']} skipped as poison" if f["slots_skipped"] else ""
-    dropped = f["commits_dropped"]
-    given_up = f"; {counted(dropped, 'commit')} given up when the run went back to an older state" if dropped else ""
-    badput = ", ".join(f"{share:.1%} {cause}" for cause, share in f["badput"].items() if share and share >= 0.0005)
-    lines = [
-        *_ending(f),
-        ("faults", faults),
-        ("steps", f"{f['steps']}{asked}{given_up}"),
-        ("attempts", f"{f['attempts']}, {f['attempts_thrown_away']} thrown away"),
-        ("samples", f"{f['samples']} trained, {f['samples_lost']} lost, {f['samples_repeated']} repeated"),
-        ("slots", f"{f['slots_recomputed']} computed again{skipped}"),
-        ("step", f"{duration(f['step_s_median'])} when healthy"),
-        ("groups", f"{_number(f['groups_mean'])} on average, {_number(f['groups'], 'd')} asked for"),
-        ("delay", f"{_spread(f, 'delay_s')} (by how much a fault made the run later)"),
-        ("rejoin", _spread(f, "rejoin_s")),
-        ("ETTR", f"{_number(f['ettr'])} (share of the wall-clock time that the steps needed)"),
-        ("goodput", f"{_number(f['goodput'])} (share of the groups' time spent on steps of the final state)"),
-        ("badput", badput or "none"),
-        ("kept", f"{_number(f['throughput_kept'])} (step rate while training, over that of healthy steps)"),
-        ("tokens", f"{_number(f['tokens'], ',.0f')}, {_number(f['tokens_per_s'], ',.0f')} a second"),
-    ]
-    if f["inner_steps"]:
-        sent = f"{f['payload_share']:.1%} of a synchronous step's gradients are sent"
-        lines.append(("rounds", f"of {f['inner_steps']} inner steps; for each, {sent}"))
-    if f["loss_delta_steps"]:
-        largest = _number(f["loss_delta_max"], ".3g")
-        lines.append(("loss", f"differs by at most {largest} over {counted(f['loss_delta_steps'], 'step')}"))
-    if attention := coverage_text(f):
-        lines.append(("attention", attention))
-    if any(f[f"findings_{action}"] for action in ACTIONS) or refusals_text(f):
-        counts = ", ".join(f"{f[f'findings_{action}']} {action}" for action in ACTIONS)
-        lines.append(("findings", "; ".join(filter(None, (counts, refusals_text(f))))))
-    if f["snapshots"]:
-        lines.append(("memory", f["snapshots"]))
-    return lines
-
-
 def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
     """Format the summary of a run without fault tolerance. Only torchtitan's own log has its steps and losses."""
     log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance only torchtitan's log has them"
-    return _table([*_ending(figures), ("steps", log)])
+    known = {name: figures[name] for name in ("troubles", "status", "wall_s", "reason")}
+    return _table([*lines_of(known), ("steps", log)])
 
 
-def _ending(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return lines on how the run ended, and which troubles it had then."""
-    reason = f" ({figures['reason']})" if figures["reason"] else ""
-    ending = ("run", f"{figures['status']}{reason} after {duration(figures['wall_s'])}")
-    return [ending, *(("wrong", sentence) for sentence in figures["troubles"])]
+def lines_of(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return figures as people read them on the terminal and on the page: pairs of a word and a sentence, by LINES. A
+    line is left out if none of its figures is known, or all are 0 or empty."""
+    lines = [("wrong", sentence) for sentence in figures.get("troubles", ())]
+    for word, text in LINES.items():
+        names = [name for _, name, _, _ in _TEXT.parse(text) if name]
+        if any(figures.get(name) for name in names):
+            lines.append((word, _TEXT.vformat(text, (), {name: figures.get(name) for name in names})))
+    return lines
+
+
+class _Text(Formatter):
+    """Formats figures that may be unknown. Of a dict it shows the values with their names. The format `time` is that of
+    `duration`."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "unknown"
+        if isinstance(value, Mapping):
+            return ", ".join(f"{format(one, format_spec)} {name}" for name, one in value.items() if round(one, 3))
+        return duration(value) if format_spec == "time" else format(value, format_spec)
+
+
+_TEXT = _Text()
 
 
 def _table(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<9} {value}" for name, value in lines)
 
 
-def _spread(figures: dict[str, Any], name: str) -> str:
-    if figures[f"{name}_median"] is None:
-        return "not measured"
-    return f"median {duration(figures[f'{name}_median'])}, longest {duration(figures[f'{name}_max'])}"
-
-
-def duration(value: float | None) -> str:
+def duration(value: float) -> str:
     """Format seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
-    if value is None:
-        return "unknown"
     for size, unit in ((86400, "d"), (3600, "h")):
         if value >= 2 * size:
             return f"{value / size:.1f} {unit}"
     return f"{value / 60:.0f} min" if value >= 600 else f"{value:.2f} s"
-
-
-def _number(value: float | None, form: str = ".2f") -> str:
-    return "unknown" if value is None else format(value, form)
 
 
 def counted(count: int, noun: str) -> str:
