@@ -124,8 +124,8 @@ def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback_and_by_itself_if_the_l
 
 def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here):
     before = contents(here)
-    process = start("run", "good.toml", "--run-dir", "runs/mine", cwd=here)
-    until(lambda: list(here.glob("runs/mine/events/*")), "the supervisor to be there")
+    process = start("run", "good.toml", "--run-dir", "mine", cwd=here)
+    until(lambda: list(here.glob("mine/events/*")), "the supervisor to be there")
     process.send_signal(signal.SIGTERM)
     said = "".join(process.communicate(timeout=DEADLINE_S))
     assert process.returncode == 2, said

@@ -20,7 +20,6 @@ from everstep.run.directory import (
     default_run_dir,
     groups_file,
     make_run_dir,
-    removed_if_refused,
 )
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
@@ -139,11 +138,10 @@ def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: in
     if run_dir.is_dir():
         require_own(run_dir)
     slurm.alive_jobs(run_dir)  # raises if the run is submitted already
-    with removed_if_refused(run_dir):
-        make_run_dir(run_dir)
-        found = prepare_in_subprocess(replace(options, run_dir=str(run_dir)))
-        _print_findings(found, nodes_per_group, run_dir)
-        own_token(run_dir)
+    make_run_dir(run_dir)
+    found = prepare_in_subprocess(replace(options, run_dir=str(run_dir)))
+    _print_findings(found, nodes_per_group, run_dir)
+    own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)
     return found
 

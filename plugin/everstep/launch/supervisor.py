@@ -5,6 +5,7 @@ The state of the run is in the run directory, so that a launcher that was killed
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +30,6 @@ from everstep.run.directory import (
     lock_run_dir,
     number_of_groups,
     prepared_file,
-    removed_if_refused,
     stop_file,
 )
 from everstep.run.events import EventLog, EventTail
@@ -209,7 +209,12 @@ def run(
     """Run to the end and return the exit status. Raises LaunchError for errors that the user can fix. The arguments are
     those of `Supervisor`."""
     run_dir = Path(options.run_dir).resolve()
-    with removed_if_refused(run_dir, Refused):
-        lock_run_dir(run_dir)
-        own_token(run_dir)
+    is_new = not run_dir.exists()
+    lock_run_dir(run_dir)
+    own_token(run_dir)
+    try:
         return Supervisor(options, run_dir, on_events, page, chaos).run()
+    except Refused:
+        if is_new:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise

@@ -1,9 +1,7 @@
 """The run directory: its files, and the lock by which at most one supervisor uses it at a time."""
 
-import contextlib
 import errno
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,22 +20,6 @@ class LaunchError(Exception):
 def default_run_dir(config: Path) -> Path:
     """Return `runs/<config>-<timestamp>`, relative to the current folder."""
     return Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-@contextlib.contextmanager
-def removed_if_refused(path: Path, refusal: type[Exception] = LaunchError) -> Iterator[None]:
-    """Remove the folder `path` again if the body ends with `refusal` and the folder did not exist before. Parent
-    folders that were made for it are removed as well, if they are empty."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        yield
-    except refusal:
-        if made:
-            shutil.rmtree(path, ignore_errors=True)
-            for folder in made[1:]:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-        raise
 
 
 def make_run_dir(path: Path) -> None:
