@@ -1,14 +1,14 @@
 """How far a correct result may be from its checksum.
 
-Let y = a @ b be a product of inner length K, accumulated in a dtype of unit roundoff u. Its element (i, j) is off by at
-most `growth(K) · Σ_k |a_ik| |b_kj|`. The classical growth is K·u. But the rounding errors of the steps do not all have
-one sign, and λ√K·u with λ = 8 is exceeded with probability below 3e-14·K (Higham and Mary, SIAM J. Sci. Comput.
-41(5), 2019). `growth` is the smaller of the two, plus 64 u for the sums themselves.
+Let y = a @ b be a product of inner length K, accumulated in a dtype of unit roundoff u. The error of its element (i, j)
+is bounded by `growth` times Σ_k |a_ik| |b_kj|. The classical growth is K·u. But the rounding errors of the steps do not
+all have one sign, and λ√K·u with λ = 8 is exceeded with probability below 3e-14·K (Higham and Mary, SIAM J. Sci.
+Comput. 41(5), 2019). `growth` is the smaller of the two, plus 64 u for the checksum, a sum of 64 elements.
 
 Partial sums can reach Σ|a||b|, but usually do not. If the signs of their terms vary, they reach the root of the sum of
 squares of the terms. If the signs do not vary, they reach the result, and if terms repeat, the errors of a whole tile
-have one sign. `product.row_deviation` applies the growth to the sum of these two sizes. A bound from Σ|a||b| would be
-√K times as wide, and at K = 32k hide an error as large as the result.
+have one sign. `product.row_deviation` applies the growth to that root plus the tile's Σ|y_ij|. A bound from Σ|a||b|
+would be √K times as wide, and at K = 32k hide an error as large as the result.
 
 A result that is stored in a narrower dtype is off by a further u_store·|y_ij|. These errors need not average out: a
 constant row is rounded the same way everywhere. The bound for sums of such a result is therefore u_store·Σ|y_ij|, which
@@ -36,13 +36,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def growth(inner: int, dtype: torch.dtype) -> float:
-    """Return a likely bound on error / Σ|a||b| of a product of inner length `inner` in `accumulator(dtype)`."""
+    """Return the bound on error / Σ|a||b| of a product of inner length `inner`, summed in `accumulator(dtype)`."""
     return unit_roundoff(accumulator(dtype)) * (64 + min(inner, 8 * math.sqrt(inner)))
 
 
 def operand_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the relative error, beyond the accumulator's, with which the device multiplies. PyTorch may be set to read
-    fp32 as TF32 or bf16, and some CPUs sum fp16 in fp16. Otherwise it is 0."""
+    """Return the relative error, beyond the accumulator's, with which the device multiplies: that of both operands if
+    PyTorch is set to read fp32 as TF32 or bf16, that of partial sums of fp16 on CPUs, as some sum in fp16; else 0."""
     if dtype == torch.float32:
         # PyTorch raises if `allow_tf32` is read after `fp32_precision` was set.
         matmul = _settings(device) or getattr(torch.backends.mkldnn, "matmul", None)
