@@ -8,10 +8,9 @@ more: TensorBoard draws them over each other, and W&B leaves them out.
 import hashlib
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
-
-from everstep.report.notify import Outlet
 
 SCALARS = {
     "loss": "loss_metrics/global_avg_loss",
@@ -23,6 +22,8 @@ SCALARS = {
 """Fields of `commit` events -> torchtitan's names for them. What else torchtitan measures on the rank that emits the
 event is in its field `metrics`, under torchtitan's names."""
 FLUSH_S = 2
+CLOSE_S = 8.0
+"""Seconds for which `Curves.close` waits for the last points."""
 VALIDATION_LOSS = "validation_metrics/loss"
 
 
@@ -74,28 +75,36 @@ class WandB:
         self._run.finish()
 
 
-class Curves(Outlet):
+class Curves:
     """Writes the curves that torchtitan's `[metrics]` asks for, in a thread, as W&B's server may be away and a disk
-    full. `put` takes (step, wall time in seconds, tag -> value); writers are opened with the first."""
+    full. Writers are opened with the first point."""
 
     def __init__(self, run_dir: Path, metrics: Mapping[str, Any]) -> None:
         self._run_dir, self._folder = run_dir, run_dir / metrics.get("save_tb_folder", "tb")
         self._asked = [name for name in ("tensorboard", "wandb") if metrics.get(f"enable_{name}")]
         self._sinks: dict[str, TensorBoard | WandB] = {}
-        super().__init__()
+        self._thread = ThreadPoolExecutor(1)
 
-    def give(self, thing: tuple[int, float, dict[str, float]]) -> None:
+    def put(self, step: int, t: float, scalars: dict[str, float]) -> None:
+        """Write the points (tag -> value) of one step and wall time, in seconds, after those before them."""
+        self._thread.submit(self._write, step, t, scalars)
+
+    def close(self) -> None:
+        """Write what is left, for CLOSE_S at most."""
+        wait([self._thread.submit(self._close)], CLOSE_S)
+
+    def _write(self, step: int, t: float, scalars: dict[str, float]) -> None:
         for name in [*self._asked]:
             try:
                 if name not in self._sinks:
                     self._sinks[name] = TensorBoard(self._folder) if name == "tensorboard" else WandB(self._run_dir)
-                self._sinks[name].write(*thing)
+                self._sinks[name].write(step, t, scalars)
             except Exception as error:  # noqa: BLE001  packages and networks can raise anything
                 print(f"everstep: cannot write to {name}: {type(error).__name__}: {error}", flush=True)
                 if self._sinks.pop(name, None) is None:  # it could not be opened: do not try again
                     self._asked.remove(name)
 
-    def end(self) -> None:
+    def _close(self) -> None:
         for sink in self._sinks.values():
             sink.close()
 

@@ -10,6 +10,7 @@ serve this process nor wait for it.
 import contextlib
 import functools
 import json
+import os
 import select
 import socket
 import subprocess
@@ -65,7 +66,7 @@ class Teller:
             except OSError as error:
                 print(f"everstep: no metrics on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
         fds = {name: one.fileno() for name, one in self._sockets.items()}
-        self._asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds, "told": 0.0}
+        self._asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds}
         self._run_dir = run_dir
         self._process = self._start()
 
@@ -86,9 +87,7 @@ class Teller:
         """Restart the process if it has ended; checks at most every LOOK_S. Raises OSError if it cannot be started."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            if self._process.poll() is None:
-                self._asked["told"] = time.time() - LOOK_S
-            else:
+            if self._process.poll() is not None:
                 self._process = self._start()
 
     def close(self) -> None:
@@ -104,9 +103,7 @@ class Teller:
             one.close()
 
 
-def tell(
-    run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int], told: float = 0.0
-) -> None:
+def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Mapping[str, int]) -> None:
     """Show a run, as its config asks, until stdin ends.
 
     Events are read once. Curves begin with the run's newest start, as those of earlier starts are drawn already. On
@@ -114,7 +111,6 @@ def tell(
 
     Args:
         fds: "page" and "metrics" -> file descriptor of the listening socket, if it is wanted.
-        told: Wall time in seconds up to which the webhook has been told of new troubles.
     """
     from everstep.report.account import Account
     from everstep.report.curves import Curves, scalars_of
@@ -160,10 +156,8 @@ def tell(
             before = now.newest
             said += now.take(event)
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
-                curves.put((event["step"], event["t"], scalars_of(event)))
-        if first:  # the webhook gets no troubles that were over before this process began
-            said = [one.sentence for one in now.troubles.now.values() if one.event["t"] > told]
-        say(said)
+                curves.put(event["step"], event["t"], scalars_of(event))
+        say(now.troubles.sentences if first else said)  # not those that were over before this process began
         first = False
         if "metrics" in fds:
             served["metrics"] = prometheus_text(now, ft.min_groups)
@@ -172,11 +166,12 @@ def tell(
             write()
             pause_s = max(PAUSE_S, (time.process_time() - began) / SHARE)
             due = time.monotonic() + pause_s
+    write()
     for outlet in filter(None, (hook, curves)):
         outlet.close()
-    write()
 
 
 if __name__ == "__main__":
     asked = json.loads(sys.stdin.readline())
     tell(Path(sys.argv[1]), typed.parse(FaultTolerance, asked.pop("ft")), **asked)
+    os._exit(0)  # a thread that waits for a server may not end

@@ -1,54 +1,14 @@
 """Posts each trouble to a webhook when it begins, but not its end, as the JSON that Slack takes: {"text": …}."""
 
 import json
-import queue
-import threading
 import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 TIMEOUT_S = 5.0
 TRIES = 2
 CLOSE_S = 8.0
-"""Seconds for which `Outlet.close` waits for the rest of a queue."""
-
-
-class Outlet:
-    """Hands things one by one to a receiver that may be slow or away. It does so in its own thread, so that neither the
-    run nor its page waits."""
-
-    def __init__(self) -> None:
-        self._things: queue.Queue[Any] = queue.Queue()
-        self._giving: Any = None
-        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
-        self._thread.start()
-
-    def give(self, thing: Any) -> None:
-        """Hand over one thing. Must not raise, as that ends the thread."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Called in the thread after the last thing."""
-
-    def put(self, thing: object) -> None:
-        """Queue a thing."""
-        self._things.put(thing)
-
-    def lose(self, thing: Any, reason: str) -> None:
-        """Called for a thing that is not handed over, with the reason."""
-
-    def close(self) -> None:
-        """Hand over what is left in the queue, for CLOSE_S at most."""
-        self._things.put(None)
-        self._thread.join(CLOSE_S)
-        for thing in filter(None, (self._giving, *self._things.queue)):
-            self.lose(thing, "the run ended first")
-
-    def _run(self) -> None:
-        while (thing := self._things.get()) is not None:
-            self._giving = thing
-            self.give(thing)
-            self._giving = None
-        self.end()
+"""Seconds for which `Webhook.close` waits for the server."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -58,15 +18,28 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Webhook(Outlet):
-    """Posts texts to `address`."""
+class Webhook:
+    """Posts texts to `address` one by one, in a thread, so that neither the run nor its page waits."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        super().__init__()
+        self._thread = ThreadPoolExecutor(1)
+        self._posts: dict[Future[None], str] = {}
 
-    def give(self, thing: str) -> None:
-        data = json.dumps({"text": thing}).encode()
+    def put(self, text: str) -> None:
+        """Post a text after those before it."""
+        self._posts[self._thread.submit(self._post, text)] = text
+
+    def close(self) -> None:
+        """Post what is left, for CLOSE_S at most."""
+        late = wait(self._posts, CLOSE_S).not_done
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for post, text in self._posts.items():
+            if post in late:
+                self._lose(text, "the run ended first")
+
+    def _post(self, text: str) -> None:
+        data = json.dumps({"text": text}).encode()
         reason = ""
         for _ in range(TRIES):
             try:
@@ -75,7 +48,7 @@ class Webhook(Outlet):
                     return
             except Exception as error:  # noqa: BLE001  a bad address, a network: anything
                 reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
-        self.lose(thing, reason)
+        self._lose(text, reason)
 
-    def lose(self, thing: str, reason: str) -> None:
-        print(f"everstep: fault_tolerance.notify: not sent ({reason}): {thing}", flush=True)
+    def _lose(self, text: str, reason: str) -> None:
+        print(f"everstep: fault_tolerance.notify: not sent ({reason}): {text}", flush=True)
