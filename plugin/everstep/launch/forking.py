@@ -57,18 +57,18 @@ def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lam
 
 
 class _Output(io.FileIO):
-    """A stream that drops output that the system refuses, without an error."""
+    """A stream that drops output that the system refuses, or cannot take without blocking, without an error."""
 
     def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
+        written = None  # as `super().write` returns if it would block
+        with contextlib.suppress(OSError):
+            written = super().write(data)
+        return memoryview(data).nbytes if written is None else written
 
 
 def keep_on_without_output() -> None:
-    """Make failures of stdout and stderr harmless: output that they refuse (a full disk, a closed pipe) is dropped. If
-    stdin, stdout or stderr is closed, it is opened on /dev/null."""
+    """Make failures of stdout and stderr harmless: output that they refuse (a full disk, a closed pipe, or a full one
+    that somebody set not to block) is dropped. If stdin, stdout or stderr is closed, it is opened on /dev/null."""
     for fd in range(3):
         try:
             os.fstat(fd)
