@@ -19,7 +19,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     done = subprocess.run([*command, page], capture_output=True, text=True, timeout=120, check=True)
     assert ":CONSOLE" not in done.stderr
     text = done.stdout
-    assert text.count("<svg") == text.count("data-curve=") >= 4
+    assert [text.count(f'class="{who}" d="M') for who in ("mine", "other", "fault")] == [4, 4, 4]
     assert "0 thrown away" in text
     for outside in ('src="http', 'href="http', "@import", "<script src"):
         assert outside not in text, "it needs nothing but itself"

@@ -19,6 +19,8 @@ from everstep.run.files import write_whole
 
 MOST_POINTS = 1500
 """Largest number of points in a curve, few enough for a browser."""
+WIDE, HIGH = 1000, 200
+"""Size of a chart in units of its own."""
 Points = list[tuple[int, float | None]]
 """(step, value) pairs; the value is None if it is not finite."""
 
@@ -49,11 +51,11 @@ def report_of(
     other = account_of(against) if against is not None else None
     figures = figures_of(account, other)
     rows = fault_rows(account.faults.found, figures["step_s_median"])
-    drawn = {
-        "curves": curves(account.lineage.final(), account.validations),
-        "other": curves(other.lineage.final(), other.validations) if other is not None else {},
-        "faults": sorted({row["step"] for row in rows if row["step"] is not None}),
-    }
+    mine = curves(account.lineage.final(), account.validations)
+    theirs = curves(other.lineage.final(), other.validations) if other is not None else {}
+    struck = sorted({row["step"] for row in rows if row["step"] is not None})
+    steps = [step for points in (*mine.values(), *theirs.values()) for step, _ in points]
+    first, last = min(steps, default=0), max(steps, default=0)
     text = _template().render(
         name=run_dir.resolve().name,
         lines=lines_of(figures),
@@ -63,8 +65,12 @@ def report_of(
         figures=figures,
         broken=broken_promises(figures),
         kept=KEPT,
-        drawn=json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        curves=drawn["curves"],
+        charts={name: chart(name, {"other": theirs.get(name, []), "mine": mine[name]}, first, last) for name in mine},
+        marks="".join(f"M{x(step, first, last)} {HIGH}v-14" for step in struck),
+        wide=WIDE,
+        high=HIGH,
+        first=first,
+        last=last,
         rows=rows,
         compared=against.resolve().name if against is not None else "",
     )
@@ -98,6 +104,28 @@ def curves(final: Sequence[Commit], validations: Mapping[int, float]) -> dict[st
         name: {step: value for step, value in points.items() if value is not None} for name, points in known.items()
     }
     return {name: thinned(points) for name, points in found.items() if points}
+
+
+def chart(name: str, lines: Mapping[str, Points], first: int, last: int) -> dict[str, Any]:
+    """Return what draws curves over each other, from step `first` to `last`: `range`, the values at its bottom and top
+    as text, and `paths`, the SVG path of each line. It has a gap where a value is not finite."""
+    finite = [value for points in lines.values() for _, value in points if value is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = low if name == "loss" else min(low, 0.0)
+    paths = {}
+    for who, points in lines.items():
+        path, pen = "", "M"
+        for step, value in points:
+            if value is not None:
+                path += f"{pen}{x(step, first, last)} {HIGH - HIGH * (value - low) / (high - low or 1.0):.1f}"
+            pen = "M" if value is None else "L"
+        paths[who] = path
+    return {"range": f"{low:g} to {high:g}", "paths": paths}
+
+
+def x(step: int, first: int, last: int) -> str:
+    """Return where a step is drawn."""
+    return f"{WIDE * (step - first) / max(1, last - first):.1f}"
 
 
 def thinned(points: Mapping[int, float]) -> Points:
