@@ -83,9 +83,6 @@ class Account:
                 self.counts[f"findings_{event['action']}"] += 1
             case "attention_schedule":
                 session.schedules[event["group"], event.get("rank") or 0] = event
-            case "heal":
-                # The healed group computes for the first time in the step after.
-                self.attempts.disturbed |= {event["step"], event["step"] + 1}
             case "validation":
                 self.validations[event["step"]] = event["loss"]
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):

@@ -41,10 +41,6 @@ class Attempts:
     attempt is computed again: its first holder died, or a checkpoint took the run back. A slot that the dead group had
     been given but had not begun counts too, as the events cannot tell.
     """
-    disturbed: set[int] = field(default_factory=set)
-    """Steps that had more than one attempt, or a heal during the step or just before it."""
-    _tried: int = 0
-    """The highest step that any attempt was for."""
     _at: dict[int, list[Attempt]] = field(default_factory=dict)
     """Step -> the attempts at it in order, of the KEPT steps that were tried last."""
 
@@ -68,9 +64,6 @@ class Attempts:
         known = self._at.setdefault(step, [])
         attempt = next((one for one in reversed(known) if one.quorum_id == quorum_id), None)
         if attempt is None or event["group"] in attempt.members or began > attempt.ended:
-            if step <= self._tried:
-                self.disturbed.add(step)
-            self._tried = max(self._tried, step)
             self.count += 1
             attempt = Attempt(quorum_id, event["t"])
             known.append(attempt)

@@ -1,7 +1,7 @@
 """What each fault cost: how long the run stalled, and how long the groups that it hit were away."""
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -28,13 +28,10 @@ class Fault:
     """The last commit of its session before it."""
     after: list[Commit] = field(default_factory=list)
     """The first FOLLOWING commits of its session after it."""
-    back: dict[int, float] = field(default_factory=dict)
-    """Killed group -> wall time of the first commit in which it took part again, in the same session."""
-
-    @property
-    def kills(self) -> bool:
-        """Whether it ends processes that the group then has to start again."""
-        return self.name == UNPROVOKED or self.name.startswith("kill")
+    away: set[int] = field(default_factory=set)
+    """Groups that it killed, and that have not taken part in a commit of the same session again."""
+    rejoin_s: float | None = None
+    """Seconds until the last of the groups that it killed had taken part in a commit again."""
 
     def costs_s(self, normal_s: float | None) -> tuple[float | None, float | None]:
         """Return its stall and its delay in seconds; `normal_s` is the duration of a healthy step.
@@ -95,62 +92,58 @@ class Faults:
 
     def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
         fault = Fault(t, name, groups, session.commits[-1] if session.commits else None)
+        if name == UNPROVOKED or name.startswith("kill"):
+            fault.away |= {*groups}
         self.found.append(fault)
-        self.kills += fault.kills and name != UNPROVOKED
+        self.kills += name.startswith("kill")
         self._open.append(fault)
 
     def committed(self, commit: Commit, session: Session) -> None:
         """Process a new commit of a session."""
         for fault in [one for one in self._open if one.t >= session.begin]:
             if len(fault.after) < FOLLOWING:
-                commit.struck = commit.struck or not fault.after
                 fault.after.append(commit)
-            for group in commit.taking_part.intersection(fault.groups) if fault.kills else ():
-                if group in session.groups and session.groups[group].ready_t > fault.t:
-                    fault.back.setdefault(group, commit.t)
-        self._open = [one for one in self._open if len(one.after) < FOLLOWING or len(one.back) < len(one.groups)]
+            back = fault.away & commit.taking_part & session.groups.keys()
+            fault.away -= {group for group in back if session.groups[group].ready_t > fault.t}
+            if back and not fault.away:
+                fault.rejoin_s = commit.t - fault.t
+        self._open = [one for one in self._open if len(one.after) < FOLLOWING or one.away]
 
 
-def normal_step_s(commits: Sequence[Commit], disturbed: Set[int]) -> float | None:
-    """Return the median duration in seconds of the healthy steps: those built on the commit before, with no fault in
-    between, not disturbed, and with as many groups as the largest of these. If none is healthy, return the median of
-    the durations that groups report; None if there is no step.
-
-    disturbed: Steps with more than one attempt, or with a heal during the step or just before it.
-    """
+def normal_step_s(commits: Sequence[Commit]) -> float | None:
+    """Return the median duration in seconds of the healthy steps: those made by the groups that made the step before,
+    as many as the largest of these. If none is healthy, return the median of the durations that groups report; None if
+    there is no step."""
     took_s: dict[int, list[float]] = defaultdict(list)
     for commit in commits:
-        if commit.gap_s is not None and not commit.struck and commit.step not in disturbed:
+        if commit.parent is not None and commit.parent.groups == commit.groups and commit.gap_s is not None:
             took_s[len(commit.groups)].append(commit.gap_s)
     said = [commit.took_s for commit in commits if commit.took_s is not None]
     return median(took_s[max(took_s)] if took_s else said) if took_s or said else None
 
 
 def fault_rows(faults: Sequence[Fault], step_s: float | None) -> list[dict[str, Any]]:
-    """Return one row per fault and group that it hit, in order of time.
+    """Return one row per fault, in order of time.
 
-    t (wall time, s), fault, group (None: it hit no group), step (of the next commit; None: there is none), stall_s,
-    delay_s (None: cannot be measured), rejoin_s (None: the group was not killed, or is not back yet).
+    t (wall time, s), fault, groups (those that it hit), step (of the next commit; None: there is none), stall_s,
+    delay_s (None: cannot be measured), rejoin_s (None: it killed no group, or one is not back yet).
     """
     rows = []
     for fault in faults:
-        row = {"t": fault.t, "fault": fault.name, "step": fault.after[0].step if fault.after else None}
-        row["stall_s"], row["delay_s"] = fault.costs_s(step_s)
-        for group in fault.groups or (None,):
-            back = fault.back.get(group) if group is not None else None
-            rows.append(row | {"group": group, "rejoin_s": back - fault.t if back is not None else None})
+        stall_s, delay_s = fault.costs_s(step_s)
+        row = {"t": fault.t, "fault": fault.name, "groups": fault.groups, "rejoin_s": fault.rejoin_s}
+        step = fault.after[0].step if fault.after else None
+        rows.append(row | {"step": step, "stall_s": stall_s, "delay_s": delay_s})
     return rows
 
 
 def cost_of_faults(faults: Sequence[Fault], step_s: float | None) -> dict[str, Any]:
-    """Return medians and maxima: of stalls and delays with one per fault, of rejoins with one per killed group."""
-    stalls, delays = zip(*(fault.costs_s(step_s) for fault in faults), strict=True) if faults else ((), ())
-    rejoins = [fault.back[group] - fault.t for fault in faults for group in fault.back]
-    cost: dict[str, Any] = {}
-    for name, values in (("stall_s", stalls), ("delay_s", delays), ("rejoin_s", rejoins)):
-        known = [value for value in values if value is not None]
+    """Return medians and maxima over the faults."""
+    rows, cost = fault_rows(faults, step_s), dict[str, Any]()
+    for name in ("stall_s", "delay_s", "rejoin_s"):
+        known = [row[name] for row in rows if row[name] is not None]
         cost[f"{name}_median"] = median(known) if known else None
         cost[f"{name}_max"] = max(known, default=None)
-    cost["stalls_unmeasured"] = stalls.count(None)
-    cost["rejoins_open"] = sum(len(fault.groups) - len(fault.back) for fault in faults if fault.kills)
+    cost["stalls_unmeasured"] = sum(row["stall_s"] is None for row in rows)
+    cost["rejoins_open"] = sum(bool(fault.away) for fault in faults)
     return cost

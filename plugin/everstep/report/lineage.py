@@ -35,8 +35,6 @@ class Commit:
     """Whether one of its groups had committed the step before, and not loaded or healed since."""
     parent: "Commit | None" = None
     """Set by `Lineage.final`."""
-    struck: bool = False
-    """Whether a fault came between the commit before and this one."""
     lost: set[int] = field(default_factory=set)
     """Slots that are missing from the step of at least one group."""
     repeated: set[int] = field(default_factory=set)

@@ -67,7 +67,7 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
     """Compute report.json from an account. Its losses are compared with those of `other`."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    step_s = normal_step_s(commits, account.attempts.disturbed)
+    step_s = normal_step_s(commits)
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
     return {
