@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from everstep.run import beats
+from everstep.run import beats, fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holds
@@ -20,22 +20,20 @@ def never():
     return False
 
 
-def beat_elsewhere(path, phase, step=0):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beats, "this_boot", lambda: b"another machine.")
-        file = BeatFile(path)
-        file.beat(phase, step)
-        file.close()
-
-
 @pytest.mark.parametrize(("later", "earlier"), [
     (Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))])  # fmt: skip
-def test_claims_go_upwards_only(tmp_path, later, earlier):
+def test_claims_go_upwards_only(tmp_path, monkeypatch, later, earlier):
     claim_group(tmp_path, 0, later, never)
+    before = os.listdir("/proc/self/fd")
+    claim_group(tmp_path, 0, later, never)
+    assert len(os.listdir("/proc/self/fd")) == len(before), "each try during a shortage would keep one more open"
     with pytest.raises(Fenced, match=f"{later.job}.{later.restart}"):
         claim_group(tmp_path, 0, earlier, never)
     assert holds(tmp_path, 0, later)
     assert not holds(tmp_path, 0, earlier)
+    monkeypatch.setattr(fence, "lock_for_life", lambda path: False)
+    with pytest.raises(Fenced, match="group 1 is run by another process already"):  # somebody removed its claim
+        claim_group(tmp_path, 1, later, never)
 
 
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
@@ -70,7 +68,9 @@ def test_no_wall_clock_says_how_old_a_beat_is(tmp_path, monkeypatch, host, skew_
         BeatFile(path).beat("compute", 7)
         os.utime(path, (then := path.stat().st_mtime + skew_s, then))
     else:
-        beat_elsewhere(path, "compute", 7)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(beats, "this_boot", lambda: b"another machine.")
+            BeatFile(path).beat("compute", 7)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + skew_s)
     ((group, seen, age_s),) = beats.beats_of_groups(tmp_path)

@@ -21,6 +21,7 @@ LEASE_S = 10.0
 """Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
 POLL_S = 0.2
 ENVIRONMENT = "EVERSTEP_FENCE"
+"""Environment variable: the claim of a worker's start of its group, as text."""
 
 
 class Fenced(Exception):
@@ -55,13 +56,13 @@ def fence_file(run_dir: Path, group: int) -> Path:
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:
-    """Return whether no other start of the group has a higher claim."""
+    """Return whether no other start of the group has a higher claim. True if the fence file cannot be read now."""
     return (other := read_typed(Claim, fence_file(run_dir, group))) is None or other <= claim
 
 
 def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], bool]) -> None:
     """Write `claim` to the group's fence file, hold it for as long as this process lives, and wait until the earlier
-    start has ended or `stopping()` is true.
+    start is gone or `stopping()` is true. Until then this start must not beat, as both write to the same file.
 
     Raises:
         Fenced: the file has a higher claim, or the same claim of another process that lives.
@@ -74,11 +75,11 @@ def claim_group(run_dir: Path, group: int, claim: Claim, stopping: Callable[[], 
                 f"group {group} was started again as {before} on {before.host}; if that start has ended for good, "
                 f"for instance on another cluster, remove {path}"
             )
-        alone = lock_for_life(path.with_name(f"group-{group}.{claim}.alive"))
-        if not alone and before:
+        if not lock_for_life(path.with_name(f"group-{group}.{claim}.alive")):
+            by = f"process {before.pid} on {before.host}" if before else "another process"
             raise Fenced(
-                f"group {group} is run by process {before.pid} on {before.host} already; to replace that one, start "
-                f"it here with --restart {claim.restart + 1} or higher"
+                f"group {group} is run by {by} already; to replace that one, start it here with --restart "
+                f"{claim.restart + 1} or higher"
             )
         write_json(path, asdict(replace(claim, host=socket.gethostname(), pid=os.getpid())))
     while before and before != claim and not stopping() and not _is_gone(run_dir, group):

@@ -128,16 +128,23 @@ def file_system_now(folder: Path) -> float:
         os.close(fd)
 
 
+_held: set[tuple[int, Path]] = set()
+"""Pid and path of each lock that `lock_for_life` took, also before a fork."""
+
+
 def lock_for_life(path: Path) -> bool:
-    """Lock a file for this process. Return True if the lock was taken, or if the file system has no locks; False if
-    another live process holds it. The lock ends with this process, or once it closes any descriptor of this file, so do
-    not open the file again. A process that this one forks does not hold the lock."""
+    """Lock a file for this process. Return True if this process holds the lock now, or if the file system has no locks;
+    False if another live process holds it. The lock ends with this process, or once it closes any descriptor of this
+    file, so do not open the file again. A process that this one forks does not hold the lock."""
+    if (os.getpid(), path) in _held:  # each try after a shortage would keep one more descriptor
+        return True
     fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         return error.errno not in (errno.EAGAIN, errno.EACCES)  # these two: it is held
+    _held.add((os.getpid(), path))
     return True
 
 
