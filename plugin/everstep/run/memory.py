@@ -16,7 +16,7 @@ from everstep.run.files import is_own_directory, locked
 CLAIMS = Path(f"/dev/shm/everstep-{os.geteuid()}.claims")
 """Folder with one file for each claim. The file is as long as the claim, and locked as long as its process lives."""
 FACTOR = 1.5
-"""Free memory that a copy needs, as a multiple of its size."""
+"""Free memory that a copy needs beside the claims of others, as a multiple of its size."""
 TURN_S = 2.0
 """Seconds to wait for another process that counts the claims."""
 PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -59,9 +59,9 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, cache: str, shared:
 
 @contextlib.contextmanager
 def room_for(nbytes: int) -> Iterator[bool]:
-    """Claim memory for a copy of `nbytes`, and yield whether this host has enough beside the claims of other processes.
-    Make the copy in the body: at its end the claim is dropped, and the copy itself lowers the free memory. Yields False
-    if another process keeps the lock on the claims for TURN_S."""
+    """Claim memory for a copy of `nbytes`, and yield whether this host has room for it (FACTOR); if not, nothing is
+    claimed. Make the copy in the body: at its end the claim is dropped, and the copy itself lowers the free memory.
+    Yields False if another process keeps the lock on the claims for TURN_S."""
     with contextlib.ExitStack() as claim:
         try:
             has_room = claim.enter_context(_claim(nbytes))
