@@ -11,15 +11,10 @@ KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One pass of quorum, compute, reduce and vote, joined from the `attempt` events of the groups that took part.
-
-    Events of several groups belong to one attempt if they name the same step and quorum, and no group began after the
-    first one had ended. The quorum alone does not suffice: a restarted lighthouse counts its quorums anew.
-    """
+    """One pass of quorum, compute, reduce and vote, joined from the `attempt` events of the groups that took part: each
+    has one event that names the step and the quorum."""
 
     quorum_id: Any
-    ended: float
-    """Wall time in seconds of the event that came first."""
     members: set[int] = field(default_factory=set)
     computed: set[int] = field(default_factory=set)
     threw_away: bool = False
@@ -47,7 +42,7 @@ class Attempts:
     def add(self, event: dict[str, Any], group: Group) -> None:
         """Count one group's `attempt` event."""
         step, slots = event["step"], event.get("computed") or []
-        attempt = self._attempt_of(event, max(event["t"] - (event.get("took_s") or 0.0), group.ready_t))
+        attempt = self._attempt_of(event)
         attempt.members.add(event["group"])
         if group.step != step:
             group.step, group.computed = step, set()
@@ -59,13 +54,13 @@ class Attempts:
         self.slots_recomputed += len(attempt.computed.intersection(slots) if first is attempt else slots)
         attempt.computed.update(slots)
 
-    def _attempt_of(self, event: dict[str, Any], began: float) -> Attempt:
+    def _attempt_of(self, event: dict[str, Any]) -> Attempt:
         step, quorum_id = event["step"], event.get("quorum_id")
         known = self._at.setdefault(step, [])
         attempt = next((one for one in reversed(known) if one.quorum_id == quorum_id), None)
-        if attempt is None or event["group"] in attempt.members or began > attempt.ended:
+        if attempt is None or event["group"] in attempt.members:
             self.count += 1
-            attempt = Attempt(quorum_id, event["t"])
+            attempt = Attempt(quorum_id)
             known.append(attempt)
             if len(self._at) > KEPT:
                 del self._at[next(iter(self._at))]

@@ -61,8 +61,9 @@ class Faults:
         """All faults in order of time."""
         self._open: list[Fault] = []
         """Faults whose cost is not known yet."""
-        self._hit: dict[int | None, float] = {}
-        self._up_since: dict[int, float] = {}
+        self._hit: set[int] = set()
+        """Groups that a fault has hit since their workers were started."""
+        self._started: set[int] = set()
         self._dead: set[int] = set()
         self.kills = 0
         """Number of injected faults that ended processes."""
@@ -78,16 +79,15 @@ class Faults:
                 target = event.get("target_group")
                 groups = (target,) if isinstance(target, int) else tuple(target or ())
                 self._struck(t, event["fault"], groups, session)
-                self._hit.update(dict.fromkeys(groups or (None,), t))
+                self._hit |= {*groups} or self._started
             case "workers_started":
-                self._up_since[group] = t
+                self._started.add(group)
+                self._hit.discard(group)
                 self._dead.discard(group)
             case "workers_died" if group not in self._dead:  # each node of a group reports the same death
                 self.deaths += 1
                 self._dead.add(group)
-                struck = max(self._hit.get(group, float("-inf")), self._hit.get(None, float("-inf")))
-                explained = struck > float("-inf") and struck >= self._up_since.get(group, float("-inf"))
-                if not explained and (any(event["exitcodes"].values()) or not event["exitcodes"]):
+                if group not in self._hit and (any(event["exitcodes"].values()) or not event["exitcodes"]):
                     self._struck(t, UNPROVOKED, (group,), session)
 
     def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
