@@ -1,19 +1,18 @@
 """A small HTTP server for the page of a run and for its figures.
 
-It takes MOST_CONNECTIONS at once, and ends each after CONNECTION_S. It answers only requests whose Host header names
-this machine, so a web page that points its own domain at this address (DNS rebinding) can read nothing.
+It takes MOST_CONNECTIONS at once, and ends one that is silent for SILENT_S. It answers only requests whose Host
+header names this machine, so a web page that points its own domain at this address (DNS rebinding) can read nothing.
 """
 
 import ipaddress
 import socket
 import threading
-import time
 from collections.abc import Callable, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MOST_CONNECTIONS = 16
-CONNECTION_S = 10.0
+SILENT_S = 10.0
 
 
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
@@ -22,7 +21,7 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
     host = listening.getsockname()[0]
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = CONNECTION_S
+        timeout = SILENT_S
 
         def do_GET(self) -> None:
             if not is_ours(self.headers.get("Host", "")):
@@ -57,13 +56,12 @@ def is_ours(host: str) -> bool:
 
 
 class Bounded(ThreadingHTTPServer):
-    """A server with a bounded number of connections, each of bounded duration."""
+    """A server with a bounded number of connections."""
 
     daemon_threads = True
 
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
-        self._open: dict[Any, float] = {}
-        """Connection -> when it has to end, in seconds of the monotonic clock."""
+        self._open: set[Any] = set()
         super().__init__(listening.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
@@ -71,20 +69,11 @@ class Bounded(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         if len(self._open) >= MOST_CONNECTIONS:
             return False
-        self._open[request] = time.monotonic() + CONNECTION_S
+        self._open.add(request)
         return True
 
-    def service_actions(self) -> None:
-        """End the connections that are over their time, even those that still send slowly."""
-        for request, until in list(self._open.items()):
-            if time.monotonic() > until:
-                try:
-                    request.shutdown(socket.SHUT_RDWR)
-                except OSError:  # it has just ended
-                    continue
-
     def shutdown_request(self, request: Any) -> None:
-        self._open.pop(request, None)
+        self._open.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
