@@ -1,4 +1,4 @@
-"""Opens what a rank has in the run directory, before torchtitan builds anything."""
+"""Checks where a rank runs and opens what it has in the run directory, before torchtitan builds anything."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from everstep.quorum.communicator import why_not
 from everstep.quorum.interface import InterfaceError, use_interface
 from everstep.run.beats import STARTUP
-from everstep.run.directory import number_of_groups
+from everstep.run.directory import is_surplus, number_of_groups
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.token import run_token
@@ -19,33 +19,38 @@ from everstep.titan.snapshots import Snapshots
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Attributes:
-    run_dir: the run directory.
-    host: address that this rank's servers listen on and advertise.
-    token: the run's token.
-    events, files: this rank's event log, and its other files in the run directory.
-    snapshots: takes and restores snapshots of this rank's state; None without `[snapshot]`.
-    """
+    """What a rank uses of its machine and of the run directory."""
 
     run_dir: Path
     host: str
+    """Address that this rank's servers listen on and advertise."""
     token: bytes
+    """The run's token."""
     events: EventLog
     files: RankFiles
+    """This rank's other files in the run directory."""
     snapshots: Snapshots | None
+    """Takes and restores snapshots of this rank's state; None without `[snapshot]`."""
 
 
 def open_run_context(config: Any) -> RunContext:
     """Return this rank's `RunContext`. Changes those settings of an `EverstepTrainer.Config`, in place, that groups
-    must not share. Writes the first beat, so that a start that takes too long is noticed. Raises TrainerEnds if this
-    machine lacks the backend `process_group` or the address `bind_host`, or if the run has no group of this id."""
+    must not share. Has Gloo and NCCL use the interface of `bind_host`. Writes the first beat, so that a start that
+    takes too long is noticed.
+
+    Raises:
+        TrainerEnds: this machine lacks the backend `process_group` or the address `bind_host`, or the run has no group
+            of this id. A group that `everstep scale` has removed is let in.
+        UnsafeError, OSError: other users can write to the run directory, or this rank cannot.
+    """
     ft, rank, run_dir = config.fault_tolerance, int(os.environ["RANK"]), Path(config.dump_folder)
     if reason := why_not(ft.process_group):
         # Checked here too: the file may have been checked on another machine, or not at all.
         raise TrainerEnds(
             USAGE_EXIT, f'[fault_tolerance] process_group = "{ft.process_group}" {reason}: set it to "gloo"'
         )
-    if ft.group_id >= (groups := number_of_groups(run_dir) or ft.groups):
+    groups = number_of_groups(run_dir) or ft.groups
+    if ft.group_id >= groups and not is_surplus(run_dir, ft.group_id):  # a surplus group is ended by its agent
         raise TrainerEnds(
             USAGE_EXIT,
             f"[fault_tolerance] group_id = {ft.group_id} is none of this run's groups, 0 to {groups - 1}",
