@@ -111,12 +111,14 @@ class Faults:
 
 
 def normal_step_s(commits: Sequence[Commit]) -> float | None:
-    """Return the median duration in seconds of the healthy steps: those made by the groups that made the step before,
-    as many as the largest of these. If none is healthy, return the median of the durations that groups report; None if
-    there is no step."""
+    """Return the median duration in seconds of the healthy steps: those made by the groups that made the two steps
+    before, as many as the largest of these. If none is healthy, return the median of the durations that groups report;
+    None if there is no step."""
     took_s: dict[int, list[float]] = defaultdict(list)
     for commit in commits:
-        if commit.parent is not None and commit.parent.groups == commit.groups and commit.gap_s is not None:
+        one = commit.parent
+        is_healthy = one is not None and one.parent is not None and one.parent.groups == one.groups == commit.groups
+        if is_healthy and commit.gap_s is not None:
             took_s[len(commit.groups)].append(commit.gap_s)
     said = [commit.took_s for commit in commits if commit.took_s is not None]
     return median(took_s[max(took_s)] if took_s else said) if took_s or said else None

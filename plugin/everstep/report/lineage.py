@@ -26,9 +26,6 @@ class Commit:
     took_s: float | None
     tokens: float
     grad_norm: float | None
-    lr: float | None
-    mfu: float | None
-    """Model FLOPs utilization in percent, from the first event; None if torchtitan did not measure it."""
     parent_history: str
     """History that it names as its parent's."""
     continued: bool = False
@@ -103,7 +100,7 @@ class Lineage:
             commit = self.by_history[history] = Commit(
                 step, history, event["t"], tuple(event["groups"]),
                 owners, event["loss"], event.get("took_s"), event["tokens"],
-                event.get("grad_norm"), event.get("lr"), event.get("metrics", {}).get("mfu(%)"), parent_history=parent,
+                event.get("grad_norm"), parent_history=parent,
             )  # fmt: skip
             self.commits.append(commit)
             self.tokens += commit.tokens

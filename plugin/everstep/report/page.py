@@ -91,17 +91,12 @@ def clock(t: float) -> str:
 def curves(final: Sequence[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
     """Return name -> points of each curve of a run's final state that has points. Seconds a step and tokens per second
     are measured from one commit to the next, so a step has none if the run was down or went back before it."""
-    known: dict[str, Mapping[int, float | None]] = {
+    found: dict[str, Mapping[int, float]] = {
         "loss": {one.step: one.loss for one in final},
-        "tokens per second": {one.step: one.tokens / one.gap_s if one.gap_s else None for one in final},
-        "MFU, %": {one.step: one.mfu for one in final},
-        "seconds a step": {one.step: one.gap_s for one in final},
-        "gradient norm": {one.step: one.grad_norm for one in final},
-        "learning rate": {one.step: one.lr for one in final},
+        "tokens per second": {one.step: one.tokens / one.gap_s for one in final if one.gap_s},
+        "seconds a step": {one.step: one.gap_s for one in final if one.gap_s},
+        "gradient norm": {one.step: one.grad_norm for one in final if one.grad_norm is not None},
         "validation loss": validations,
-    }
-    found = {
-        name: {step: value for step, value in points.items() if value is not None} for name, points in known.items()
     }
     return {name: thinned(points) for name, points in found.items() if points}
 
