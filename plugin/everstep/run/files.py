@@ -128,23 +128,26 @@ def file_system_now(folder: Path) -> float:
         os.close(fd)
 
 
-_held: set[tuple[int, Path]] = set()
-"""Pid and path of each lock that `lock_for_life` took, also before a fork."""
+_held: set[tuple[int, int, int]] = set()
+"""Pid, device and inode of each lock that `lock_for_life` took, also before a fork."""
 
 
 def lock_for_life(path: Path) -> bool:
     """Lock a file for this process. Return True if this process holds the lock now, or if the file system has no locks;
     False if another live process holds it. The lock ends with this process, or once it closes any descriptor of this
     file, so do not open the file again. A process that this one forks does not hold the lock."""
-    if (os.getpid(), path) in _held:  # each try after a shortage would keep one more descriptor
-        return True
+    with contextlib.suppress(FileNotFoundError):
+        there = os.lstat(path)
+        if (os.getpid(), there.st_dev, there.st_ino) in _held:  # each call would keep one more descriptor
+            return True
     fd = open_own(path)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
         return error.errno not in (errno.EAGAIN, errno.EACCES)  # these two: it is held
-    _held.add((os.getpid(), path))
+    locked_file = os.fstat(fd)
+    _held.add((os.getpid(), locked_file.st_dev, locked_file.st_ino))
     return True
 
 
