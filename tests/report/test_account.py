@@ -3,7 +3,6 @@
 import pytest
 
 from everstep.report.account import read
-from everstep.report.faults import fault_rows
 from everstep.report.groups import STATES
 from everstep.report.score import figures_of, loss_by_step
 from timeline import Timeline
@@ -83,7 +82,7 @@ def test_the_figures_are_those_of_the_story(story):
     assert [*loss_by_step(account.lineage.final()).items()] == [*enumerate(losses, 1)]
     counts = ("commits_dropped", "attempts_thrown_away", "slots_recomputed", "samples_lost", "samples_repeated")
     expected = {"rejoins": []} | dict.fromkeys(counts, 0) | expected
-    rows = fault_rows(account.faults.found, figures["step_s_median"])
+    rows = [fault.row(figures["step_s_median"]) for fault in account.faults.found]
     assert [row["rejoin_s"] for row in rows] == pytest.approx(expected.pop("rejoins"))
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     for row in rows:

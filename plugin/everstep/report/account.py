@@ -141,7 +141,6 @@ class Account:
             self.protection.step, self.protection.committed = 0, commit.step
         session.ends.clear()
         session.done = None
-        self.faults.committed(commit, session)
         insort(session.commits, commit, key=lambda one: one.t)
         self.taking_part = set(commit.groups)
 

@@ -1,8 +1,10 @@
 """What each fault cost: how long the run stalled, and how long the groups that it hit were away."""
 
+import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,29 +26,45 @@ class Fault:
     name: str
     groups: tuple[int, ...]
     """The groups that it hit; empty if it hit something else (lighthouse, network, disk)."""
-    before: Commit | None
-    """The last commit of its session before it."""
-    after: list[Commit] = field(default_factory=list)
-    """The first FOLLOWING commits of its session after it."""
-    away: set[int] = field(default_factory=set)
-    """Groups that it killed, and that have not taken part in a commit of the same session again."""
-    rejoin_s: float | None = None
-    """Seconds until the last of the groups that it killed had taken part in a commit again."""
+    session: Session
 
-    def costs_s(self, normal_s: float | None) -> tuple[float | None, float | None]:
-        """Return its stall and its delay in seconds; `normal_s` is the duration of a healthy step.
+    @property
+    def kills(self) -> bool:
+        """Whether it ends processes of groups, which these then have to start again."""
+        return bool(self.groups) and (self.name == UNPROVOKED or self.name.startswith("kill"))
+
+    def row(self, normal_s: float | None) -> dict[str, Any]:
+        """Return what it cost; `normal_s` is the duration of a healthy step.
+
+        t (wall time, s), fault, groups, step (of the next commit of its session; None: there is none), stall_s and
+        delay_s (None: nothing was committed before it, so that nothing could stall, or nothing after it), rejoin_s
+        (until the last of the groups that it killed took part in a commit; None: it killed none, or one is not back).
 
         Stall: from the fault to the next commit, less a step. Delay: by how much the fault made the run later, as a
         stall looks small if the fault falls late in a step or if only the next step notices it. It is the largest of
         the stall, of the time from the commit before the fault to the first one after it less one step, and of the time
-        to the second one after it less two steps. Both are None if nothing was committed before the fault, so that
-        nothing could stall, or nothing after it.
+        to the second one after it less two steps.
         """
-        if normal_s is None or self.before is None or not self.after:
-            return None, None
-        stall_s = max(0.0, self.after[0].t - self.t - normal_s)
-        later = (one.t - self.before.t - count * normal_s for count, one in enumerate(self.after, start=1))
-        return stall_s, max(stall_s, *later)
+        commits = self.session.commits
+        at = bisect_right(commits, self.t, key=lambda commit: commit.t)
+        after = commits[at : at + FOLLOWING]
+        step, stall_s, delay_s = after[0].step if after else None, None, None
+        if normal_s is not None and at and after:
+            stall_s = max(0.0, after[0].t - self.t - normal_s)
+            later = (one.t - commits[at - 1].t - count * normal_s for count, one in enumerate(after, start=1))
+            delay_s = max(stall_s, *later)
+        row = {"t": self.t, "fault": self.name, "groups": self.groups, "step": step}
+        return row | {"stall_s": stall_s, "delay_s": delay_s, "rejoin_s": self._rejoin_s(at)}
+
+    def _rejoin_s(self, at: int) -> float | None:
+        """`at`: index of the first commit after it."""
+        away = {*self.groups} if self.kills else set()
+        for commit in itertools.islice(self.session.commits, at, None) if away else ():
+            back = away & commit.taking_part & self.session.groups.keys()
+            away -= {one for one in back if any(self.t < t < commit.t for t in self.session.groups[one].ready)}
+            if not away:
+                return commit.t - self.t
+        return None
 
 
 class Faults:
@@ -59,8 +77,6 @@ class Faults:
     def __init__(self) -> None:
         self.found: list[Fault] = []
         """All faults in order of time."""
-        self._open: list[Fault] = []
-        """Faults whose cost is not known yet."""
         self._hit: set[int] = set()
         """Groups that a fault has hit since their workers were started."""
         self._started: set[int] = set()
@@ -91,23 +107,8 @@ class Faults:
                     self._struck(t, UNPROVOKED, (group,), session)
 
     def _struck(self, t: float, name: str, groups: tuple[int, ...], session: Session) -> None:
-        fault = Fault(t, name, groups, session.commits[-1] if session.commits else None)
-        if name == UNPROVOKED or name.startswith("kill"):
-            fault.away |= {*groups}
-        self.found.append(fault)
+        self.found.append(Fault(t, name, groups, session))
         self.kills += name.startswith("kill")
-        self._open.append(fault)
-
-    def committed(self, commit: Commit, session: Session) -> None:
-        """Process a new commit of a session."""
-        for fault in [one for one in self._open if one.t >= session.begin]:
-            if len(fault.after) < FOLLOWING:
-                fault.after.append(commit)
-            back = fault.away & commit.taking_part & session.groups.keys()
-            fault.away -= {group for group in back if session.groups[group].ready_t > fault.t}
-            if back and not fault.away:
-                fault.rejoin_s = commit.t - fault.t
-        self._open = [one for one in self._open if len(one.after) < FOLLOWING or one.away]
 
 
 def normal_step_s(commits: Sequence[Commit]) -> float | None:
@@ -124,28 +125,13 @@ def normal_step_s(commits: Sequence[Commit]) -> float | None:
     return median(took_s[max(took_s)] if took_s else said) if took_s or said else None
 
 
-def fault_rows(faults: Sequence[Fault], step_s: float | None) -> list[dict[str, Any]]:
-    """Return one row per fault, in order of time.
-
-    t (wall time, s), fault, groups (those that it hit), step (of the next commit; None: there is none), stall_s,
-    delay_s (None: cannot be measured), rejoin_s (None: it killed no group, or one is not back yet).
-    """
-    rows = []
-    for fault in faults:
-        stall_s, delay_s = fault.costs_s(step_s)
-        row = {"t": fault.t, "fault": fault.name, "groups": fault.groups, "rejoin_s": fault.rejoin_s}
-        step = fault.after[0].step if fault.after else None
-        rows.append(row | {"step": step, "stall_s": stall_s, "delay_s": delay_s})
-    return rows
-
-
 def cost_of_faults(faults: Sequence[Fault], step_s: float | None) -> dict[str, Any]:
     """Return medians and maxima over the faults."""
-    rows, cost = fault_rows(faults, step_s), dict[str, Any]()
+    rows, cost = [fault.row(step_s) for fault in faults], dict[str, Any]()
     for name in ("stall_s", "delay_s", "rejoin_s"):
         known = [row[name] for row in rows if row[name] is not None]
         cost[f"{name}_median"] = median(known) if known else None
         cost[f"{name}_max"] = max(known, default=None)
     cost["stalls_unmeasured"] = sum(row["stall_s"] is None for row in rows)
-    cost["rejoins_open"] = sum(bool(fault.away) for fault in faults)
+    cost["rejoins_open"] = sum(fault.kills and row["rejoin_s"] is None for fault, row in zip(faults, rows, strict=True))
     return cost

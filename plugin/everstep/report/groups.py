@@ -33,8 +33,8 @@ class Group:
     ended: bool = False
     away: str = "start-up"
     """The state that its time counts as while none of its processes trains."""
-    ready_t: float = 0.0
-    """Wall time in seconds at which its newest process was ready."""
+    ready: list[float] = field(default_factory=list)
+    """Wall times in seconds at which its processes were ready."""
     step: int = 0
     computed: set[int] = field(default_factory=set)
     """Slots of `step` that its newest process computed."""
@@ -54,7 +54,8 @@ class Group:
                 self._until(t, self.away)
                 self.alive, self.away = True, "restarting"
                 self.ended, self.given_up = False, None
-                self.ready_t, self.computed = t, set()
+                self.computed = set()
+                self.ready.append(t)
                 self.history, self.committed = None, False
             case "workers_died" | "workers_started":
                 self._until(t, "stalled" if self.alive else self.away)
@@ -92,7 +93,7 @@ class Group:
     def lose(self, t: float, before: float) -> None:
         """Mark the group as gone, because the others committed at `t` without it, after a commit at `before` with it:
         if its host is gone, no event says so. A group that was started again since `before` is not gone."""
-        if self.alive and self.ready_t < before:
+        if self.alive and (self.ready or [0.0])[-1] < before:
             self._until(t, "stalled")
             self.alive = False
 
