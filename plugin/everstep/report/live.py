@@ -118,7 +118,6 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     from everstep.report.notify import Webhook
     from everstep.report.page import report_of, write_pages
     from everstep.report.troubles import shortage
-    from everstep.run.directory import LaunchError, require_events
     from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
@@ -130,14 +129,11 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
                 hook.put(f"{run_dir.resolve().name}: {sentence}")
 
     def write() -> None:
-        """Write the page, if it is wanted."""
+        """Write the page, if it is wanted and the run directory was not removed."""
         try:
-            if "page" in fds and now.counts:
+            if "page" in fds and now.counts and (run_dir / "events").exists():
                 served["page"], figures = report_of(run_dir, account=now)
-                require_events(run_dir)
                 write_pages(run_dir, served["page"], figures)
-        except LaunchError as error:  # the run directory was removed
-            print(f"everstep: cannot write the page: {error}", flush=True)
         except OSError as error:  # a full disk, to which no event can be written either
             sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)
