@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from everstep.run import beats, fence
+from everstep.run import beats, fence, files
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holds
@@ -34,6 +34,12 @@ def test_claims_go_upwards_only(tmp_path, monkeypatch, later, earlier):
     monkeypatch.setattr(fence, "lock_for_life", lambda path: False)
     with pytest.raises(Fenced, match="group 1 is run by another process already"):  # somebody removed its claim
         claim_group(tmp_path, 1, later, never)
+
+
+def test_a_lock_goes_with_its_file(tmp_path):
+    for _ in range(2):
+        assert files.lock_for_life(tmp_path / "lock")
+        (tmp_path / "lock").unlink()
 
 
 def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_only_then(agent):
