@@ -16,27 +16,11 @@ from pathlib import Path
 from everstep.launch.machine import LOOK_ONLY
 from everstep.run.directory import LaunchError
 from everstep.run.stops import STOPS, die_with_parent
-from everstep.titan.imports import import_all
+from everstep.titan.imports import TORCHTITAN, import_all
 
-PRELOAD = (
-    "torchft",
-    "torch.distributed.elastic.multiprocessing.errors",
-    "torchtitan.train",
-    "everstep.config_registry",
-    "everstep.semi.worker_store",
-    "everstep.titan.load",
-    "everstep.titan.data.byte_tokenizer",
-    "everstep.titan.data.rows",
-    "everstep.titan.data.streams",
-    "everstep.titan.rounds",
-    "everstep.titan.trainer",
-    "everstep.launch.worker",
-    "everstep.quorum.lighthouse",
-)
-"""All modules that workers and a lighthouse use. A module that a worker had to import would delay each restart, and its
-file might be newer than what the group began with."""
-
-
+PRELOAD = (*TORCHTITAN, "torchft", "everstep.config_registry", "everstep.quorum.lighthouse")
+"""With what they import, all modules that workers and a lighthouse use. A module that a worker had to import would
+delay each restart, and its file might be newer than what the group began with."""
 Main = Callable[[], int | None]
 """What a forked process does. It returns the exit status; None stands for 0."""
 

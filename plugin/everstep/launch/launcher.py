@@ -9,6 +9,7 @@ A shortage (a full or read-only disk; no process, descriptor or memory to spare)
 The launcher reports it and retries after a pause. A start that it cuts short is made again from its first rank.
 """
 
+import functools
 import signal
 import time
 from collections.abc import Callable
@@ -29,8 +30,8 @@ from everstep.run.stops import STOPS, adopt_orphans, collect_stops
 
 TICK_S = 0.05
 """Seconds between two turns of the loop. The death of a child begins a turn at once."""
-ROOM_EVERY_S = 1.0
-"""Seconds between two looks at the run directory's disk."""
+JOBS_EVERY_S = 0.5
+"""Seconds between two turns of the jobs."""
 STARTS_WITHOUT_A_STEP = 3
 """Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
 SHORTAGE_S = 5.0
@@ -60,14 +61,15 @@ class Launcher:
         """Times of the requests to stop so far (`collect_stops`)."""
         self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
-        self.jobs: dict[str, Job] = {"run directory": self._look_for_room}
-        """Name -> function that each turn of the loop calls."""
+        self.jobs: dict[str, Job] = {"run directory": functools.partial(check_room, run_dir)}
+        """Name -> function that the loop calls twice a second. The first one reports a disk that is full or read-only:
+        then no process can say so in an event."""
         self.page = ""
         """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
         self._shortages: dict[str, tuple[int, float]] = {}
         """Name of a job or group -> number of shortages in a row, and the monotonic time of the next try."""
-        self._room_looked_mono = 0.0
+        self._next_jobs_mono = 0.0
         self._teller: Teller | None = None
 
     def __enter__(self) -> "Launcher":
@@ -108,8 +110,10 @@ class Launcher:
         """Run the loop until `over()`. Raises LaunchError, or an OSError that is no shortage, if it cannot go on."""
         while not over():
             self.children.wait(TICK_S)
-            for name, job in list(self.jobs.items()):
-                self._try(name, job, self.events, f"{name}: ")
+            if time.monotonic() >= self._next_jobs_mono:
+                self._next_jobs_mono = time.monotonic() + JOBS_EVERY_S
+                for name, job in list(self.jobs.items()):
+                    self._try(name, job, self.events, f"{name}: ")
             for group in [group for group in self.groups if group.end is None]:
                 self._try(f"group {group.settings.group}", group.tick, group.events)
             self._give_up_together()
@@ -135,12 +139,6 @@ class Launcher:
             event = log.emit("resource_shortage", reason=f"{whose}{error}", again_s=again_s)
             if name == "events":  # this job would have shown the event
                 self._show([event])
-
-    def _look_for_room(self) -> None:
-        """Raise OSError if the run directory's disk is full or read-only: then no process can say so in an event."""
-        if time.monotonic() >= self._room_looked_mono + ROOM_EVERY_S:
-            check_room(self._run_dir)
-            self._room_looked_mono = time.monotonic()  # only now: a failure is followed by its backoff
 
     def _give_up_together(self) -> None:
         """Give up all groups here if each of them has failed by itself, STARTS_WITHOUT_A_STEP times in sum, since any

@@ -5,7 +5,6 @@ Its process beats, because the port and connections of a hung process stay open 
 """
 
 import functools
-import math
 import signal
 import time
 from pathlib import Path
@@ -18,8 +17,6 @@ from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.directory import LaunchError, starts_file
 from everstep.run.events import EventLog
 
-PAUSE_S = 0.2
-"""Least seconds between two starts."""
 ATTEMPTS = 5
 """Number of ports to try, one after the other, as long as no address is published."""
 SILENCE_S = 12.0
@@ -45,7 +42,7 @@ class Lighthouse:
         self._child: Child | None = None
         self._serves = self._hung = False
         self._port = self._attempts = 0
-        self._started_mono = -math.inf
+        self._started_mono = 0.0
 
     @property
     def address(self) -> str:
@@ -59,13 +56,9 @@ class Lighthouse:
     def keep(self) -> None:
         """Start it if it does not run, publish its address once it serves, and kill it if it hangs. Raises LaunchError
         if it cannot be started, and OSError for a shortage."""
-        if (child := self._child) is None:
-            if time.monotonic() - self._started_mono > PAUSE_S:
-                self._start()
-            return
-        if not child.alive:
-            self._ended(child)
-            return
+        if self._child is not None and not self._child.alive:
+            self._ended(self._child)
+        child = self._child = self._child or self._start()
         beat = read_beat(self._beats)
         serves = beat is not None and beat.pid == child.pid
         if serves and not self._serves:
@@ -78,15 +71,15 @@ class Lighthouse:
             self._hung = True
             child.signal(signal.SIGKILL)
 
-    def _start(self) -> None:
+    def _start(self) -> Child:
         from everstep.quorum.lighthouse import serve
 
         self._port = self._port or free_port(self._host)
         BeatFile(self._beats).close()  # no room for the file: retried here, but the process would end
         bind, waits = f"{self._host}:{self._port}", (self._ft.join_timeout_s, self._ft.heartbeat_timeout_s)
         main = functools.partial(serve, bind, self._run_dir, self._ft.min_groups, *waits)
-        self._child = self._children.start(main, self._run_dir / "logs" / "lighthouse.log")
         self._started_mono, self._serves, self._hung = time.monotonic(), False, False
+        return self._children.start(main, self._run_dir / "logs" / "lighthouse.log")
 
     def _ended(self, child: Child) -> None:
         reason = "did not answer" if self._hung else "ended"

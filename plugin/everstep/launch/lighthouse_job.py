@@ -3,7 +3,6 @@ cluster up until the run is over. If a run has two lighthouses, the older one en
 """
 
 import socket
-import time
 from pathlib import Path
 
 from everstep.launch.forking import preload
@@ -14,7 +13,6 @@ from everstep.run.beats import beats_of_groups
 from everstep.run.directory import ends_of_groups, stop_file
 
 PRELOAD = ("everstep.quorum.lighthouse",)
-LOOK_S = 1.0
 LINGER_S = 60.0
 """Seconds after the last beat of any group until the groups of a stopped or finished run count as gone (`is_over`)."""
 
@@ -34,18 +32,16 @@ def keep_up(run_dir: Path, host: str, config: Prepared, page: bool) -> int:
             where = f"{launcher.page} on {socket.gethostname()}"
             print(f"the run's page: {where} (forward the port from your machine with ssh -L)", flush=True)
         preload(PRELOAD, launcher.is_stopping)
-        next_look = 0.0
+        over: list[str] = []
 
-        def ends() -> bool:
-            nonlocal next_look
-            if launcher.stops or time.monotonic() < next_look:  # look rarely: the whole cluster shares the file system
-                return bool(launcher.stops)  # the stop file does not count: groups still have to finish their step
-            next_look = time.monotonic() + LOOK_S
-            return lighthouse.superseded or is_over(run_dir)
+        def look() -> None:
+            if lighthouse.superseded or is_over(run_dir):
+                over.append("a newer one serves" if lighthouse.superseded else "the run is over")
 
-        launcher.run(ends)
-        over = "a newer one serves" if lighthouse.superseded else "the run is over"
-        why = "asked to stop" if launcher.stops else over
+        launcher.jobs["end of the run"] = look
+        # The stop file does not count: groups still have to finish their step.
+        launcher.run(lambda: bool(launcher.stops or over))
+        why = "asked to stop" if launcher.stops else over[0]
         stopped = f"; {stop_file(run_dir)} exists" if stop_file(run_dir).exists() else ""
         print(f"the lighthouse ends: {why}{stopped}", flush=True)
     return 0
