@@ -131,9 +131,10 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     def write() -> None:
         """Write the page, if it is wanted and the run directory was not removed."""
         try:
-            if "page" in fds and now.counts and (run_dir / "events").exists():
+            if "page" in fds and now.counts:
                 served["page"], figures = report_of(run_dir, account=now)
-                write_pages(run_dir, served["page"], figures)
+                if (run_dir / "events").exists():
+                    write_pages(run_dir, served["page"], figures)
         except OSError as error:  # a full disk, to which no event can be written either
             sentences = now.take(shortage(run_dir, str(error.strerror), pause_s))
             print(*(f"everstep: {sentence}\n" for sentence in sentences), sep="", end="", flush=True)
