@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,12 +208,8 @@ def _toml_value(value: Any) -> str:
         # JSON's escapes are valid in TOML except surrogate pairs, which ensure_ascii=False avoids. TOML requires an
         # escape for DEL, which JSON does not write.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return repr(value)
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, int):
-        return str(value)
+    if isinstance(value, int | float):
+        return repr(value)  # TOML spells them as Python does, also nan and inf
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     pairs = ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
