@@ -82,7 +82,7 @@ class Prepared:
     warnings: list[str] = field(default_factory=list)
     """Sentences that the user should read."""
     lines: list[Check] = field(default_factory=list)
-    """Checks of the timeouts, the model and its attention, if `PrepareOptions.model` asked for them."""
+    """Checks of the model and its attention, if `PrepareOptions.model` asked for them."""
 
 
 def prepare(options: PrepareOptions) -> Prepared:
@@ -120,7 +120,7 @@ def prepare(options: PrepareOptions) -> Prepared:
         metrics={key: value for key, value in asdict(config.metrics).items() if isinstance(value, str | bool)},
         devices=devices,
         warnings=warnings,
-        lines=[*_check_timeouts(config, ranks), *_check_model(config)] if options.model else [],
+        lines=list(_check_model(config)) if options.model else [],
     )
 
 
@@ -191,19 +191,6 @@ def _refuse_folder(run_dir: Path, folder: str) -> None:
     with contextlib.suppress(OSError):
         if "://" not in folder and (why := why_not_writable(run_dir / folder)):
             raise ConfigError(f'[checkpoint] folder = "{folder}" cannot be written to: {why}. Give another folder.')
-
-
-def _check_timeouts(config: Any, ranks: int) -> Iterator[Check]:
-    """Yield a warning if torchtitan's timeout for collectives within a group of `ranks` is not longer than a rank may
-    wait for other groups. (Everstep's own timeouts, if they contradict each other, are refused elsewhere.)"""
-    ft, train_timeout_s = config.fault_tolerance, config.comm.train_timeout_seconds
-    longest_s, name = max((ft.quorum_timeout_s, "quorum_timeout_s"), (ft.reduce_timeout_s, "reduce_timeout_s"))
-    if ft.enable and ranks > 1 and train_timeout_s <= longest_s:
-        found = (
-            f"[comm] train_timeout_seconds = {train_timeout_s:g} is no longer than [fault_tolerance] {name} = "
-            f"{longest_s:g}: a rank that waits for another group would end its own group"
-        )
-        yield Check("timeouts", "warning", found, f"set train_timeout_seconds above {longest_s:g}")
 
 
 def _check_model(config: Any) -> Iterator[Check]:
