@@ -290,6 +290,18 @@ def test_a_gate_that_stood_still_until_groups_closed_their_connections_waits_for
     assert all_ask([make.member(group, at) for group in range(2)], 2, JOIN_S / 2) == [[0, 1]] * 2
 
 
+def test_a_group_that_waits_for_a_quorum_is_in_it_though_its_heartbeats_connect_anew(make):
+    at = [make.gate(2)]
+    beats, waits, member = connect(at[0].address), connect(at[0].address), make.member(1, at)
+    beats.ask({"replica": name_of(0, LIFE)})
+    time.sleep(BEATS_S)
+    waits.send_frame(quorum(0))
+    beats.ask({"replica": name_of(0, LIFE)})
+    beats.close()
+    time.sleep(BEATS_S)
+    assert ask(member, 1, 1) == [0, 1]
+
+
 def test_a_request_that_came_too_late_for_a_quorum_leaves_nobody_out_of_the_next(make, monkeypatch):
     """It waits at the lighthouse until then, longer than the join timeout."""
     late = slow_client(monkeypatch, 0.0)
@@ -343,19 +355,22 @@ def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at
     beating.join()
 
 
-def test_groups_that_make_steps_apart_hear_of_each_other(make):
-    """Each of two groups is alone in a quorum, as after a network split. Then both send heartbeats to the same gate."""
+@pytest.mark.parametrize("is_new", [False, True])
+def test_groups_that_make_steps_apart_hear_of_each_other(make, is_new):
+    """Each of two groups is alone in a quorum, as after a network split. Then both send heartbeats to the same gate,
+    and the one that missed the newest steps waits for the other one."""
     places = [[make.gate(1)], [make.gate(1)]]
     members = [make.member(group, at) for group, at in enumerate(places)]
     for group, member in enumerate(members):
-        assert ask(member, group, 1, State(1, 1)) == [group]
+        assert ask(member, group, 1, State(9 + group, 1)) == [group]
     places[0][0].close()
-    places[0][0] = places[1][0]
+    places[0][0] = places[1][0] = make.gate(3) if is_new else places[1][0]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [True, True]
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ask, members[0], 0, 2, State(1, 1))
-        time.sleep(JOIN_S)
-        assert ask(members[1], 1, 2, State(1, 1)) == waits.result() == [0, 1]
+    with ThreadPoolExecutor(2) as pool:
+        wait = [pool.submit(ask, members[0], 0, 2, State(9, 1))]
+        wait.append(pool.submit(ask, make.member(2, places[0]), 2, 1, NOTHING))
+        time.sleep(3 * JOIN_S)
+        assert [ask(members[1], 1, 2, State(10, 1)), *(one.result() for one in wait)] == [[0, 1, 2]] * 3
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [False, False]

@@ -5,17 +5,12 @@ import socket
 import subprocess
 import sys
 
-import psutil
 import pytest
+from psutil import net_if_addrs
 
 from everstep.quorum.interface import interface_of
 
-CARDS = {
-    found.address: name
-    for name, addresses in psutil.net_if_addrs().items()
-    for found in addresses
-    if found.family == socket.AF_INET
-}
+CARDS = {one.address: name for name, found in net_if_addrs().items() for one in found if one.family == socket.AF_INET}
 
 
 @pytest.mark.parametrize(("address", "name"), CARDS.items())

@@ -39,8 +39,6 @@ def why_not(backend: str) -> str:
         return ""
     if not torch.cuda.is_available():
         return "needs a GPU, and there is none here"
-    if not hasattr(c10d, "ProcessGroupNCCL2"):
-        return "needs a torch with NCCL"
     if torch.cuda.nccl.version() < NCCL_NEEDED:
         found, needed = (".".join(map(str, version)) for version in (torch.cuda.nccl.version(), NCCL_NEEDED))
         return f"needs NCCL {needed} or later, and this is {found}"
@@ -150,8 +148,7 @@ def _own_sockets() -> Iterator[socket.socket]:
 
 def _listening() -> set[Address]:
     """Return the addresses on which this process listens."""
-    listens = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-    return {copy.getsockname()[:2] for copy in _own_sockets() if copy.getsockopt(*listens)}
+    return {one.getsockname()[:2] for one in _own_sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
 def _shut_down(listens: Address, peers: Collection[Address]) -> None:

@@ -8,7 +8,7 @@ more. So the lighthouse listens on loopback, and the gate listens where the grou
     {"replica": ID, "said": TEXT, "timeout_s": …}        {"quorum_id": …, "members": [TEXT, …]}
 
 ID is the group's name, TEXT its request, and WORD the quorum in which it makes steps (`everstep.quorum.request`:
-`name_of`, `encode`, `Quorum.makers_hash`). If no quorum forms, the answer is {"failed": why} and the connection stays.
+`name_of`, `encode`, `Quorum.makers_word`). If no quorum forms, the answer is {"failed": why} and the connection stays.
 The gate keeps the TEXTs to itself: the lighthouse lists all members in each answer, so it would copy each TEXT once for
 each pair of members. The gate keeps the heartbeats too. It tells the lighthouse which groups are alive only while a
 group asks, and leaves out a group whose connections have closed, so a death costs no timeout.
@@ -41,7 +41,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
 from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, GateMessage
-from everstep.quorum.request import Request, decode, differing_settings, encode, group_of, read_quorum
+from everstep.quorum.request import STEP_DIGITS, Request, decode, differing_settings, encode, group_of, read_quorum
 from everstep.run import typed
 
 HEARING = 1.5
@@ -50,8 +50,8 @@ a timeout of silence, in which they reconnect. So no group gets a quorum by itse
 BEATS_S, BEAT_S = 0.2, 0.001
 """Seconds between two heartbeats that the gate sends the lighthouse for each living group while a quorum is asked for:
 BEATS_S, or BEAT_S per group of the run if that is more, as one heartbeat takes 0.25 ms. After three times that without
-one, the lighthouse takes a group for dead. A group without a heartbeat connection counts for twice that after its last
-message. If the gate sends no heartbeats for twice that, it rejects quorums that form soon afterwards."""
+one, the lighthouse takes a group for dead. A group without a connection counts for twice that after its last message.
+If the gate sends no heartbeats for twice that, it rejects quorums that form soon afterwards."""
 HEAD_START_S = 0.02
 """Seconds by which requests that waited for their turn are passed on before the request that gave them the turn."""
 LOOPBACK, QUORUM_TICK_MS = "127.0.0.1", 50
@@ -129,7 +129,7 @@ class Gate:
         self._heard: dict[str, float] = {}
         """Replica → when it last sent a heartbeat or request, in the order in which they were first heard."""
         self._makes: dict[str, str] = {}
-        """Replica → the quorum in which it makes steps (`Quorum.makers_hash`), empty for none, by its heartbeats."""
+        """Replica → the quorum in which it makes steps (`Quorum.makers_word`), empty for none, by its heartbeats."""
         self._waits: dict[str, _Waiting] = {}
         """Replica → its request, until that is answered."""
         self._unmet: dict[str, float] = {}
@@ -137,8 +137,8 @@ class Gate:
         self._split = False
         """Whether groups make steps in different quorums."""
         self._makers = ""
-        """`Quorum.makers_hash` of the newest quorum; empty while none was formed here. The others wait for the groups
-        that make its steps. A group that made steps in an earlier quorum waits too, as it missed the newer ones."""
+        """The hash in `Quorum.makers_word` of the newest quorum, for whose groups the others wait; empty while none was
+        formed here. A group that made steps in an earlier quorum waits too, as it missed the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
         """Replica → the connection on which it sends heartbeats."""
         self._queued = 0
@@ -228,8 +228,11 @@ class Gate:
             return self._split or any(other != beat.replica and self._is_heard(other) for other in self._unmet)
 
     def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if replica in self._beating else 2 * self._every_s
+        patience_s = self._timeout_s if self._is_connected(replica) else 2 * self._every_s
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
+
+    def _is_connected(self, replica: str) -> bool:
+        return replica in self._beating or (replica in self._waits and not self._waits[replica].channel.hung_up())
 
     def _counting(self) -> dict[str, str]:
         """Return group id → the replica that counts: of several starts of a group that are heard, the one that appeared
@@ -241,16 +244,16 @@ class Gate:
         return time.monotonic() - self._beaten > 2 * self._every_s
 
     def _keep_beating(self) -> None:
-        """Send the lighthouse heartbeats of living groups that have a heartbeat connection, while a quorum is asked for
-        or about to be. While none is, the lighthouse takes all groups for dead, and later waits for none of them."""
+        """Send the lighthouse heartbeats of living groups that have a connection, while a quorum is asked for or about
+        to be. While none is, the lighthouse takes all groups for dead, and later waits for none of them."""
         begun = time.monotonic()
         while not self._closed.is_set():
             with self._changed:
                 left_s = max(0.0, begun + self._every_s - time.monotonic())
                 self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)
                 begun, counting = time.monotonic(), set(self._counting().values())
-                alive = sorted(counting.intersection(self._beating))
-                self._split = len({self._makes.get(replica, "") for replica in counting} - {""}) > 1
+                alive = sorted(filter(self._is_connected, counting))
+                self._split = len({self._makes.get(replica, "")[STEP_DIGITS:] for replica in counting} - {""}) > 1
                 if not self._waits and not self._passed:
                     self._beaten = -math.inf
                     continue
@@ -315,15 +318,15 @@ class Gate:
         return f"groups {', '.join(sorted(living))} are alive, and fault_tolerance.min_groups is {self._min_groups}"
 
     def _wait_for_turn(self, waiting: _Waiting, until: float) -> bool:
-        """Wait until a request may be passed to the lighthouse; return whether that was before `until`, a time of
-        `time.monotonic()`."""
+        """Wait until a request may be passed to the lighthouse, as one of the groups that quorums wait for has asked.
+        Return whether that was before `until`, a time of `time.monotonic()`."""
         with self._changed:
-            lets_others_pass = self._queued > 0 and self._may_pass()
+            lets_others_pass = self._queued > 0 and not self._needed().isdisjoint(self._waits)
             if not self._queued or (lets_others_pass and not self._stood_still()):
                 self._changed.notify_all()  # not for every request, or each of hundreds would wake all before it
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
-                if now >= self._asks_from and not self._stood_still() and self._may_pass():
+                if now >= self._asks_from and not self._stood_still() and not self._needed().isdisjoint(self._waits):
                     self._passed.add(waiting.request.name)
                     break
                 self._changed.wait(until - now)  # heartbeats wake it too: the makers may have died
@@ -332,15 +335,13 @@ class Gate:
             time.sleep(HEAD_START_S)
         return time.monotonic() < until
 
-    def _may_pass(self) -> bool:
-        """Whether requests of groups that make no steps may be passed on: one that quorums wait for has asked."""
-        return not self._needed().isdisjoint(self._waits)
-
     def _needed(self) -> set[str]:
-        """Return the heard groups that make steps, or all that are heard if none of these does. No quorum is without
+        """Return the heard groups that make the newest steps, or all that are heard if none does. No quorum is without
         one of them until one has waited for the join timeout."""
-        making = (name for name, makes in self._makes.items() if makes and makes == (self._makers or makes))
-        return set(filter(self._is_heard, making)) or set(self._counting().values())
+        making = {name: makes for name, makes in self._makes.items() if makes and self._is_heard(name)}
+        newest = self._makers or max(making.values(), default="")[:STEP_DIGITS]
+        needed = {name for name, makes in making.items() if newest in (makes[:STEP_DIGITS], makes[STEP_DIGITS:])}
+        return needed or set(self._counting().values())
 
     def _form(self, quorum_id: int, replicas: Collection[str]) -> dict[str, Any] | bytes:
         """Return the answer to all members of a new quorum."""
@@ -355,7 +356,7 @@ class Gate:
             return {"failed": f"{left} of {len(replicas)} members do not wait for the quorum any more"}
         needed = self._needed()
         asked_from = min((since for name, since in self._unmet.items() if name in needed), default=math.inf)
-        missing = needed.intersection(self._beating, self._counting().values()) - found.keys()
+        missing = set(filter(self._is_connected, needed.intersection(self._counting().values()))) - found.keys()
         if missing and now < asked_from + self._join_s:
             return {"failed": f"groups {', '.join(sorted(map(group_of, missing)))} are alive and had not asked"}
         requests = [waiting.request for waiting in found.values()]
@@ -369,8 +370,9 @@ class Gate:
             return {"failed": f"fewer than {self._min_groups} groups reach each other: {why}"}
         self._heard |= dict.fromkeys(found, now)  # each waits on an open connection
         self._groups = max(self._groups, len(read.groups))  # the run may have been scaled up
-        self._makers, able = read.makers_hash(), set(read.able)
-        self._makes |= {name: self._makers if one.request.group in able else "" for name, one in found.items()}
+        word, able = read.makers_word(), set(read.able)
+        self._makers = word[STEP_DIGITS:]
+        self._makes |= {name: word if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         self._unmet = {name: since for name, since in self._unmet.items() if name in self._waits}
         return to_json({"quorum_id": quorum_id, "members": [encode(request) for request in requests]})

@@ -31,7 +31,7 @@ SPARE = 0.05
 
 @dataclass(frozen=True)
 class GateMessage:
-    """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers_hash` of the quorum in which
+    """A message to the gate. Without `said` it is a heartbeat; `makes` is `Quorum.makers_word` of the quorum in which
     the group makes steps, empty for none. With `said`, the encoded `Request`, it asks for the next quorum."""
 
     replica: str
@@ -148,7 +148,7 @@ class Membership:
         if self._published() != address:
             # The other groups ask the new one. This quorum consists of groups that have not noticed that yet.
             raise QuorumUnavailable("the lighthouse has moved to another address")
-        self.wanted, self._makes = False, quorum.makers_hash() if request.group in quorum.able else ""
+        self.wanted, self._makes = False, quorum.makers_word() if request.group in quorum.able else ""
         return found
 
     def _keep_beating(self) -> None:

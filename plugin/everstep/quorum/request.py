@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from everstep.run import typed
 
-NO_STATE = -1
+NO_STATE, STEP_DIGITS = -1, 19
 LENDERS = 4
 """Groups that a joiner fetches the state from, if there are as many. Each keeps a copy of it in its hosts' memory
 meanwhile. On equal links, one or two saturate the joiner's; the others replace those that are busy, slow or dead."""
@@ -142,12 +142,13 @@ class Quorum:
         that step and have its state; all other members follow."""
         return replace(self, state=state, able=able, sources={})
 
-    def makers_hash(self) -> str:
-        """Return a hash of the groups that make its steps, equal in every quorum in which the same ones do; empty if no
-        group has a state."""
+    def makers_word(self) -> str:
+        """Return its first state's step in STEP_DIGITS digits, and a hash of the groups that make its steps, equal in
+        every quorum in which the same ones do; empty if no group has a state."""
         able = set(self.able)
         names = "/".join(member.name for member in self.members if member.group in able)
-        return hashlib.blake2b(names.encode(), digest_size=8).hexdigest() if names else ""
+        makers = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+        return f"{self.state.step:0{STEP_DIGITS}}{makers}" if names else ""
 
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:

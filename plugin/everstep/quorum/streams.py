@@ -9,9 +9,6 @@ import torch
 
 log = logging.getLogger("everstep.streams")
 
-WITH_ATTENTION_KERNELS = ("cuda", "xpu")
-"""Device types on which PyTorch's FlexAttention and varlen attention have kernels for training."""
-
 
 class Event(Protocol):
     """A point in a stream's work."""

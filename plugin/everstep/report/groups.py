@@ -30,8 +30,7 @@ class Group:
     """Whether one of its processes trains."""
     given_up: str | None = None
     """Why it was given up; None if it was not."""
-    end: str | None = None
-    """How it ended: `done`, `stopped`, `failed`, or in a way after which it is started again; None if it has not."""
+    ended: bool = False
     away: str = "start-up"
     """The state that its time counts as while none of its processes trains."""
     ready: list[float] = field(default_factory=list)
@@ -54,7 +53,7 @@ class Group:
             case "worker_ready":
                 self._until(t, self.away)
                 self.alive, self.away = True, "restarting"
-                self.end = self.given_up = None
+                self.ended, self.given_up = False, None
                 self.computed = set()
                 self.ready.append(t)
                 self.history, self.committed = None, False
@@ -86,10 +85,9 @@ class Group:
             case "commit":
                 self._until(t, "productive")
             case "left" | "training_done" | "agent_ended":
-                if self.end is None:
+                if not self.ended:
                     self._until(t, self._usual)
-                self.alive = False
-                self.end = event.get("status") or ("stopped" if event["kind"] == "left" else "done")
+                self.alive, self.ended = False, True
                 self.given_up = event.get("reason", "") if event.get("status") == "failed" else None
 
     def lose(self, t: float, before: float) -> None:
@@ -101,7 +99,7 @@ class Group:
 
     def close(self, end: float) -> None:
         """Account for the time until `end` if the group is down and has not ended for good."""
-        if not self.alive and self.end is None:
+        if not self.alive and not self.ended:
             self._until(end, self.away)
 
     def _have(self, history: str | None) -> None:
@@ -135,6 +133,8 @@ class Session:
     trains: float | None = None
     """Wall time in seconds of the first `training_started`; None if training never began."""
     done: float | None = None
+    ends: dict[int, str] = field(default_factory=dict)
+    """Group id -> how it ended (one of ENDS), if that was after the newest commit."""
     commits: list[Commit] = field(default_factory=list)
     """Commits in order of time."""
     groups: dict[int, Group] = field(default_factory=dict)
