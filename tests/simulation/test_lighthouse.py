@@ -146,6 +146,6 @@ def compare(seed: int) -> int | None:
 def test_the_port_and_torchft_answer_alike() -> None:
     with ThreadPoolExecutor(6) as pool:
         answered = [count for count in pool.map(compare, range(6)) if count is not None]
-    if not answered:
+    if len(answered) < 3:
         pytest.skip("this machine is too busy for the schedules' times to mean anything")
     assert sum(answered) > 3 * len(answered), "most schedules have quorums"
