@@ -37,15 +37,15 @@ def test_a_run_that_survived_a_kill_keeps_the_promise():
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"attempts_thrown_away": 1}, "In 1 attempt work of a surviving group was thrown away."),
-    ({"samples_lost": 8}, "8 samples of the committed steps did not enter the model."),
-    ({"samples_repeated": 4}, "4 samples entered the model more than once."),
-    ({"replicas_diverged": 2}, "Audits found 2 groups whose parameters differ (counted once in each audit)."),
+    ({"attempts_thrown_away": 1}, "Attempts that threw work of a survivor away: 1."),
+    ({"samples_lost": 8}, "Samples of committed steps that did not enter the model: 8."),
+    ({"samples_repeated": 4}, "Samples that entered the model more than once: 4."),
+    ({"replicas_diverged": 2}, "Groups that audits found to differ, once per audit: 2."),
     ({"status": "failed", "reason": "no group left"}, "The run is not done: failed, no group left."),
     ({"last_step": 7}, "The run ended at step 7 of 8."),
-    ({"steps_unseen": 3}, "The log lacks the commits of 3 steps, so these cannot be checked."),
+    ({"steps_unseen": 3}, "Steps that cannot be checked, as the log lacks their commits: 3."),
     ({"loss_delta_steps": 0}, "No step is in both runs, so no loss was compared."),
-    ({"loss_delta_undefined": 1}, "In 1 step the losses differ, and at least one is not finite."),
+    ({"loss_delta_undefined": 1}, "Steps whose non-finite losses differ: 1."),
 ])  # fmt: skip
 def test_the_verdict_names_what_broke_the_promise(changes, sentence):
     assert broken_promises(figures_of(read(finished_run().events)) | changes) == [sentence]

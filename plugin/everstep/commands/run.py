@@ -39,7 +39,7 @@ def run(
     from everstep.launch import supervisor, view
     from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
     from everstep.report.page import write_report
-    from everstep.report.score import plain_summary, summary
+    from everstep.report.score import summary
 
     for name, value in (("--groups", groups), ("--ranks-per-group", ranks_per_group)):
         if value is not None and value < 1:
@@ -67,7 +67,7 @@ def run(
         return status
     found = read_answer(run_dir)
     if isinstance(found, Prepared) and not found.fault_tolerance.enable:
-        print(plain_summary(figures, run_dir))
+        print(f"Without fault tolerance only torchtitan's log has the steps: {run_dir}/logs/group-0/rank-0.log")
     else:
         print(summary(figures))
         print(f"page      {run_dir / 'report.html'}")

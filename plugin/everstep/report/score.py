@@ -225,37 +225,30 @@ def checks(account: Account) -> dict[str, Any]:
 def broken_promises(figures: dict[str, Any]) -> list[str]:
     """Return a sentence for each way in which a run with these figures of `score` broke the promise; [] if it kept it.
     A run that was stopped kept it in the steps that it made."""
-    f, diverged = figures, figures["replicas_diverged"]
+    f, delta = figures, figures["loss_delta_max"] or 0.0
     ending = f"{f['status']}{', ' + f['reason'] if f['reason'] else ''}".rstrip(".")
-    done, asked, reached = f["status"] == "done", f["steps_asked"], f["last_step"] or 0
-    unseen, delta, undefined = f["steps_unseen"], f["loss_delta_max"] or 0.0, f["loss_delta_undefined"]
-    thrown, lost, repeated = f["attempts_thrown_away"], f["samples_lost"], f["samples_repeated"]
+    asked, reached = f["steps_asked"], f["last_step"] or 0
+    ended_early = f["status"] == "done" and asked is not None and reached < asked
     broken = {
         f"The run is not done: {ending}.": f["status"] not in ("done", "stopped"),
         "No step was committed.": f["steps"] == 0,
-        f"The run ended at step {reached} of {asked}.": done and asked is not None and reached < asked,
-        f"The log lacks the commits of {counted(unseen, 'step')}, so these cannot be checked.": unseen,
-        f"In {counted(thrown, 'attempt')} work of a surviving group was thrown away.": thrown,
-        f"{counted(lost, 'sample')} of the committed steps did not enter the model.": lost,
-        f"{counted(repeated, 'sample')} entered the model more than once.": repeated,
-        f"Audits found {counted(diverged, 'group')} whose parameters differ (counted once in each audit).": diverged,
+        f"The run ended at step {reached} of {asked}.": ended_early,
+        f"Steps that cannot be checked, as the log lacks their commits: {f['steps_unseen']}.": f["steps_unseen"],
+        f"Attempts that threw work of a survivor away: {f['attempts_thrown_away']}.": f["attempts_thrown_away"],
+        f"Samples of committed steps that did not enter the model: {f['samples_lost']}.": f["samples_lost"],
+        f"Samples that entered the model more than once: {f['samples_repeated']}.": f["samples_repeated"],
+        f"Groups that audits found to differ, once per audit: {f['replicas_diverged']}.": f["replicas_diverged"],
         "No step is in both runs, so no loss was compared.": f["loss_delta_steps"] == 0,
         f"The loss differs by up to {delta:.3g} from the other run's.": delta > LOSS_TOLERANCE,
-        f"In {counted(undefined, 'step')} the losses differ, and at least one is not finite.": undefined,
+        f"Steps whose non-finite losses differ: {f['loss_delta_undefined']}.": f["loss_delta_undefined"],
     }
     return [sentence for sentence, holds in broken.items() if holds]
 
 
 def summary(figures: dict[str, Any]) -> str:
     """Format the figures of `score` for a terminal: a table in plain text, then `broken_promises`, or KEPT."""
-    return "\n".join([_table(lines_of(figures)), *(broken_promises(figures) or [KEPT])])
-
-
-def plain_summary(figures: dict[str, Any], run_dir: Path) -> str:
-    """Format the summary of a run without fault tolerance. Only torchtitan's own log has its steps and losses."""
-    log = f"see {run_dir}/logs/group-0/rank-0.log: without fault tolerance only torchtitan's log has them"
-    known = {name: figures[name] for name in ("troubles", "status", "wall_s", "reason")}
-    return _table([*lines_of(known), ("steps", log)])
+    table = [f"{word:<9} {text}" for word, text in lines_of(figures)]
+    return "\n".join([*table, *(broken_promises(figures) or [KEPT])])
 
 
 def lines_of(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -284,18 +277,9 @@ class _Text(Formatter):
 _TEXT = _Text()
 
 
-def _table(lines: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<9} {value}" for name, value in lines)
-
-
 def duration(value: float) -> str:
     """Format seconds for a reader: 1.42 s, 29 min, 3.4 h, 12.0 d."""
     for size, unit in ((86400, "d"), (3600, "h")):
         if value >= 2 * size:
             return f"{value / size:.1f} {unit}"
     return f"{value / 60:.0f} min" if value >= 600 else f"{value:.2f} s"
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: 1 step, 2 steps."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
