@@ -1,7 +1,6 @@
 """Listens for connections and admits processes that hold the run's token; connects to such listeners."""
 
 import contextlib
-import errno
 import functools
 import hashlib
 import hmac
@@ -30,7 +29,6 @@ HANDSHAKE_TIMEOUT = timedelta(seconds=5)
 STRANGERS = 128
 """Largest number of connections that are not authenticated yet. If there are more, the oldest is closed. It is hardly a
 member's, because a member's handshake takes a millisecond."""
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PAUSE_S = 0.05
 
 
@@ -177,13 +175,10 @@ class Door:
     def _accept(self) -> None:
         try:
             sock, place = self._listener.accept()
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                if self._strangers:
-                    self._dismiss(next(iter(self._strangers)))
-                else:  # the connection stays in the kernel's queue, so the listener stays ready
-                    time.sleep(_PAUSE_S)
-            return  # any other error: the client has closed the connection already
+        except OSError:
+            if not self._closed:  # without descriptors or memory the connection stays in the kernel's queue
+                time.sleep(_PAUSE_S)
+            return
         hello = MAGIC + os.urandom(NONCE_BYTES)
         try:
             sock.setblocking(False)
@@ -195,15 +190,12 @@ class Door:
         until = time.monotonic() + HANDSHAKE_TIMEOUT.total_seconds()
         self._strangers[sock] = _Stranger(format_address(*place[:2]), hello, until)
         if len(self._strangers) > STRANGERS:
-            self._dismiss(next(iter(self._strangers)))
-
-    def _dismiss(self, sock: socket.socket) -> _Stranger:
-        self._selector.unregister(sock)
-        sock.close()
-        return self._strangers.pop(sock)
+            self._refuse(next(iter(self._strangers)))
 
     def _refuse(self, sock: socket.socket) -> None:
-        stranger = self._dismiss(sock)
+        self._selector.unregister(sock)
+        sock.close()
+        stranger = self._strangers.pop(sock)
         if stranger.said:  # a peer that sends nothing may only check whether the port is open
             with contextlib.suppress(OSError):
                 self._on_stranger(f"{stranger.peer} does not know the run's token, or is of another version")
