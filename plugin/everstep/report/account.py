@@ -137,6 +137,8 @@ class Account:
         for number, group in session.groups.items():
             if before is not None and number in before.groups and number not in commit.groups:
                 group.lose(commit.t, before.t)
+        for number in commit.taking_part & session.groups.keys():
+            session.groups[number].take_part(commit.t)
         if commit.step <= self.protection.step:  # the run went back behind it, so that snapshot is lost
             self.protection.step, self.protection.committed = 0, commit.step
         session.ends.clear()

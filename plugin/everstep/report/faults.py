@@ -1,6 +1,5 @@
 """What each fault cost: how long the run stalled, and how long the groups that it hit were away."""
 
-import itertools
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -54,17 +53,17 @@ class Fault:
             later = (one.t - commits[at - 1].t - count * normal_s for count, one in enumerate(after, start=1))
             delay_s = max(stall_s, *later)
         row = {"t": self.t, "fault": self.name, "groups": self.groups, "step": step}
-        return row | {"stall_s": stall_s, "delay_s": delay_s, "rejoin_s": self._rejoin_s(at)}
+        return row | {"stall_s": stall_s, "delay_s": delay_s, "rejoin_s": self._rejoin_s()}
 
-    def _rejoin_s(self, at: int) -> float | None:
-        """`at`: index of the first commit after it."""
-        away = {*self.groups} if self.kills else set()
-        for commit in itertools.islice(self.session.commits, at, None) if away else ():
-            back = away & commit.taking_part & self.session.groups.keys()
-            away -= {one for one in back if any(self.t < t < commit.t for t in self.session.groups[one].ready)}
-            if not away:
-                return commit.t - self.t
-        return None
+    def _rejoin_s(self) -> float | None:
+        known, back = self.session.groups, list[float]()
+        for group in self.groups if self.kills else ():
+            returns = known[group].returns if group in known else []
+            at = bisect_right(returns, self.t, key=lambda one: one[0])
+            if at == len(returns):
+                return None
+            back.append(returns[at][1] - self.t)
+        return max(back, default=None)
 
 
 class Faults:

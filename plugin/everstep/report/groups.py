@@ -33,8 +33,10 @@ class Group:
     ended: bool = False
     away: str = "start-up"
     """The state that its time counts as while none of its processes trains."""
-    ready: list[float] = field(default_factory=list)
-    """Wall times in seconds at which its processes were ready."""
+    ready_t: float = 0.0
+    """Wall time in seconds at which its newest process was ready."""
+    returns: list[tuple[float, float]] = field(default_factory=list)
+    """Wall times in seconds at which each process was ready, and first took part in a commit. Of those that did."""
     step: int = 0
     computed: set[int] = field(default_factory=set)
     """Slots of `step` that its newest process computed."""
@@ -55,7 +57,7 @@ class Group:
                 self.alive, self.away = True, "restarting"
                 self.ended, self.given_up = False, None
                 self.computed = set()
-                self.ready.append(t)
+                self.ready_t = t
                 self.history, self.committed = None, False
             case "workers_died" | "workers_started":
                 self._until(t, "stalled" if self.alive else self.away)
@@ -90,10 +92,15 @@ class Group:
                 self.alive, self.ended = False, True
                 self.given_up = event.get("reason", "") if event.get("status") == "failed" else None
 
+    def take_part(self, t: float) -> None:
+        """Note that it took part in the commit at `t`."""
+        if not self.returns or self.returns[-1][0] != self.ready_t:
+            self.returns.append((self.ready_t, t))
+
     def lose(self, t: float, before: float) -> None:
         """Mark the group as gone, because the others committed at `t` without it, after a commit at `before` with it:
         if its host is gone, no event says so. A group that was started again since `before` is not gone."""
-        if self.alive and (self.ready or [0.0])[-1] < before:
+        if self.alive and self.ready_t < before:
             self._until(t, "stalled")
             self.alive = False
 
