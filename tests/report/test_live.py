@@ -154,7 +154,7 @@ def test_a_page_that_cannot_be_written_is_served_and_told_of_once(told, hook, ca
 def test_no_page_is_written_into_a_run_directory_that_was_removed(told, capfd):
     run_dir, _, tell = told
     teller = tell()
-    until(lambda: "being made" not in answer(teller.address), "a page")
+    until((run_dir / "report.html").exists, "a page")
     run_dir.rename(run_dir.with_name("gone"))  # by one rename, as a page may be written just now
     teller.close()
     said = capfd.readouterr()

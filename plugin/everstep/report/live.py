@@ -31,7 +31,6 @@ CLOSE_S = 20.0
 PAUSE_S, POLL_S = 2.0, 0.5
 SHARE = 0.5
 """Largest share of one core that rewriting the page may take."""
-NO_PAGE_YET = b'<!doctype html><meta http-equiv="refresh" content="1"><p>The page is being made.'
 TYPES = {"page": "text/html; charset=utf-8", "metrics": "text/plain; version=0.0.4; charset=utf-8"}
 
 
@@ -121,7 +120,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     from everstep.run.events import EventTail, event_path, last_event
 
     now, curves, hook = Account(), Curves(run_dir, metrics), Webhook(ft.notify) if ft.notify else None
-    served = {"page": NO_PAGE_YET, "metrics": b""}
+    served = {"page": report_of(run_dir, account=now)[0], "metrics": b""}
 
     def say(sentences: Iterable[str]) -> None:
         if hook is not None:
@@ -131,7 +130,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     def write() -> None:
         """Write the page, if it is wanted and the run directory was not removed."""
         try:
-            if "page" in fds and now.counts:
+            if "page" in fds:
                 served["page"], figures = report_of(run_dir, account=now)
                 if (run_dir / "events").exists():
                     write_pages(run_dir, served["page"], figures)
