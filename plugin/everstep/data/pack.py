@@ -112,7 +112,7 @@ class _Draft:
             vocab_size=vocab_size, max_id=0, source=source, chunks=[], starts_sha256="",
         )  # fmt: skip
         try:
-            self.footer = typed.parse(Footer, typed.loads(self._footer.read_bytes(), token_format.FOOTER_LIMIT))
+            self.footer = typed.parse(Footer, typed.loads(self._footer.read_bytes()))
         except FileNotFoundError:
             pass  # no chunk is complete yet
         except typed.UnfitError:

@@ -17,8 +17,6 @@ from everstep.run.typed import Count, UnfitError
 _MAGIC = b"evrstrm4"
 _OLDER = (b"evrstrm1", b"evrstrm2", b"evrstrm3")
 """Magic bytes of older formats, which are not read any more."""
-LARGEST = 1 << 32
-"""Most bytes of encoded states."""
 LONGEST_INT = 4000
 """Most bits of an integer. Python converts a decimal number of at most 4300 digits."""
 _DTYPES = {
@@ -52,7 +50,7 @@ def decode_states(data: bytes) -> dict[int, StreamState]:
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("the data are not stream states")
     try:
-        found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :], LARGEST))
+        found = typed.parse(list[tuple[Count, Count, Any]], typed.loads(data[len(_MAGIC) :]))
     except UnfitError as error:
         raise ValueError(f"the stream states are damaged: {error}") from error
     return {stream: StreamState(position, state) for stream, position, state in found}

@@ -90,7 +90,7 @@ def read_footer(path: Path) -> tuple[Footer, str]:
     if hashlib.sha256(text).digest() != digest:
         raise DataError(f"{path} is damaged: the checksum of its footer differs. Copy it again or pack it again.")
     try:
-        footer = typed.parse(Footer, typed.loads(text, FOOTER_LIMIT))
+        footer = typed.parse(Footer, typed.loads(text))
     except UnfitError as error:
         raise DataError(f"{path} has a footer that no version of `everstep pack` writes: {error}") from None
     if footer.starts_at + 8 * (footer.documents + 1) + length + _TAIL.size != size:

@@ -33,11 +33,9 @@ class UnfitError(ValueError):
     """The input does not fit its type; the text is one sentence about the first such place."""
 
 
-def loads(text: str | bytes, limit: int = 64 << 20) -> Any:
-    """Parse standard JSON. Raises UnfitError for text that is no JSON, NaN, Infinity, nesting deeper than 200, and text
-    longer than `limit`. A number beyond the range of floats becomes infinite, which `parse` refuses."""
-    if len(text) > limit:
-        raise UnfitError(f"it is too long: {len(text)} bytes, at most {limit} are allowed")
+def loads(text: str | bytes) -> Any:
+    """Parse standard JSON. Raises UnfitError for text that is no JSON, NaN, Infinity, and nesting deeper than 200. A
+    number beyond the range of floats becomes infinite, which `parse` refuses. Who receives the text limits its size."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
