@@ -110,16 +110,9 @@ class Account:
         match event["kind"]:
             case "workers_died":
                 self.taking_part.discard(number)
-            case "training_done" | "left":
-                session.ends[number] = "done" if event["kind"] == "training_done" else "stopped"
-            case "agent_ended" if event["status"] in ENDS:
-                session.ends[number] = event["status"]
-                # A start of a run that is over trains nothing.
-                trained = session.trains is not None
-                if event["status"] == "done" and trained and self.protection.committed < (self.steps or 0):
+            case "agent_ended" if event["status"] == "done" and session.trains is not None:  # else the run was over
+                if self.protection.committed < (self.steps or 0):
                     return {"kind": "data_ended", "step": self.protection.committed, "steps_asked": self.steps}
-            case "worker_ready":
-                session.ends.pop(number, None)
             case "attempt":
                 self.attempts.add(event, group)
             case "commit":
@@ -141,7 +134,6 @@ class Account:
             session.groups[number].take_part(commit.t)
         if commit.step <= self.protection.step:  # the run went back behind it, so that snapshot is lost
             self.protection.step, self.protection.committed = 0, commit.step
-        session.ends.clear()
         session.done = None
         insort(session.commits, commit, key=lambda one: one.t)
         self.taking_part = set(commit.groups)
@@ -151,10 +143,12 @@ class Account:
         """One of ENDS, or `running`. If a supervisor wrote `run_started`, its `run_ended` has the status; if it was
         killed before that, the run stays `running`. Without a supervisor the run is over when a group is done, or when
         all groups of the newest commit (before the first commit: all known groups) have ended."""
-        session, said = self.current, {*self.current.ends.values()}
+        session = self.current
         if session.ending is not None or self.counts["run_started"]:
             return session.ending["status"] if session.ending else "running"
-        over = "done" in said or session.ends.keys() >= {*(session.commits or [session])[-1].groups}
+        trained = session.commits[-1].groups if session.commits else session.groups.keys()
+        said = {session.groups[group].end for group in trained if group in session.groups}
+        over = "done" in said or said <= {*ENDS}
         return next((end for end in ENDS if over and end in said), "running")
 
     @property

@@ -30,7 +30,8 @@ class Group:
     """Whether one of its processes trains."""
     given_up: str | None = None
     """Why it was given up; None if it was not."""
-    ended: bool = False
+    end: str | None = None
+    """How it ended: `done`, `stopped`, `failed`, or in a way after which it is started again; None if it has not."""
     away: str = "start-up"
     """The state that its time counts as while none of its processes trains."""
     ready_t: float = 0.0
@@ -55,7 +56,7 @@ class Group:
             case "worker_ready":
                 self._until(t, self.away)
                 self.alive, self.away = True, "restarting"
-                self.ended, self.given_up = False, None
+                self.end = self.given_up = None
                 self.computed = set()
                 self.ready_t = t
                 self.history, self.committed = None, False
@@ -87,9 +88,10 @@ class Group:
             case "commit":
                 self._until(t, "productive")
             case "left" | "training_done" | "agent_ended":
-                if not self.ended:
+                if self.end is None:
                     self._until(t, self._usual)
-                self.alive, self.ended = False, True
+                self.alive = False
+                self.end = event.get("status") or ("stopped" if event["kind"] == "left" else "done")
                 self.given_up = event.get("reason", "") if event.get("status") == "failed" else None
 
     def take_part(self, t: float) -> None:
@@ -106,7 +108,7 @@ class Group:
 
     def close(self, end: float) -> None:
         """Account for the time until `end` if the group is down and has not ended for good."""
-        if not self.alive and not self.ended:
+        if not self.alive and self.end is None:
             self._until(end, self.away)
 
     def _have(self, history: str | None) -> None:
@@ -140,8 +142,6 @@ class Session:
     trains: float | None = None
     """Wall time in seconds of the first `training_started`; None if training never began."""
     done: float | None = None
-    ends: dict[int, str] = field(default_factory=dict)
-    """Group id -> how it ended (one of ENDS), if that was after the newest commit."""
     commits: list[Commit] = field(default_factory=list)
     """Commits in order of time."""
     groups: dict[int, Group] = field(default_factory=dict)
