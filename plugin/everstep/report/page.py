@@ -125,11 +125,7 @@ def x(step: int, first: int, last: int) -> str:
 def thinned(points: Mapping[int, float]) -> Points:
     """Return at most MOST_POINTS points in order: of each stretch of steps, its lowest and its highest."""
     steps = sorted(points)
-    if len(steps) > MOST_POINTS:
-        size = -(-2 * len(steps) // MOST_POINTS)
-        kept: list[int] = []
-        for first in range(0, len(steps), size):
-            part = steps[first : first + size]
-            kept += sorted({min(part, key=points.__getitem__), max(part, key=points.__getitem__)})
-        steps = kept
-    return [(step, float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None) for step in steps]
+    size = -(-2 * len(steps) // MOST_POINTS)
+    stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
+    kept = {pick(part, key=points.__getitem__) for part in stretches for pick in (min, max)}
+    return [(step, float(f"{points[step]:.6g}") if math.isfinite(points[step]) else None) for step in sorted(kept)]
