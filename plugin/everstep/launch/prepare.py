@@ -176,14 +176,11 @@ def _refuse_another(config: Any, run_dir: Path) -> list[str]:
     old, new = before.checkpoint.folder, config.checkpoint.folder
     if config.checkpoint.enable and old == new:
         return []
-    why, unless = "no checkpoint of it is read ([checkpoint] enable is false)", list[str]()
+    why = "no checkpoint of it is read ([checkpoint] enable is false)"
     if config.checkpoint.enable:
         why = f'its checkpoints are in "{old}", not in [checkpoint] folder = "{new}"'
-        unless.append("there are some in the new folder")
-    if config.snapshot.enable:
-        unless.append("its snapshots are still in memory")
-    unless_any = f"unless {' or '.join(unless)}, " if unless else ""
-    return [f"{run_dir} holds an earlier part of this run, and {why}: {unless_any}it begins at step 1 again"]
+    again = "without other checkpoints and snapshots of it, it begins at step 1 again"
+    return [f"{run_dir} holds an earlier part of this run, and {why}: {again}"]
 
 
 def _refuse_folder(run_dir: Path, folder: str) -> None:
