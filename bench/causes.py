@@ -413,7 +413,7 @@ def unsaved(words: str, act: Act, *flags: str) -> Cause:
 
 def again(order: str, words: str) -> Cause:
     """Return a cause that ends group 1 each time that it starts."""
-    failed = f"Group 1 has failed .* in a row.*{words}"
+    failed = f"group 1 has failed .* in a row.*{words}"
     return Cause("group", failed, orders(order, "group-1.always"), waits=RESTARTS)
 
 

@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
     ),
     "group_failing": Row(
         "group",
-        "{Cause}. It restarts in {again_s:g} s. See logs/group-{group}/rank-0.log.",
+        "{cause}. It restarts in {again_s:g} s. See logs/group-{group}/rank-0.log.",
         ends=("commit", "agent_ended"),
         who="{group}",
     ),
@@ -149,7 +149,7 @@ ROWS: dict[str, Row] = {
     ),
     "agent_ended": Row(
         "group",
-        "{Cause}. Other groups, if any are left, go on without it. See logs/group-{group}/.",
+        "{cause}. Other groups, if any are left, go on without it. See logs/group-{group}/.",
         ends=("commit",),
         who="{group}",
         when=lambda event: event.get("status") == "failed",
@@ -164,7 +164,8 @@ ROWS: dict[str, Row] = {
     ),
     "resource_shortage": Row(
         "machine",
-        "{Whole}. This is retried in {again_s:g} s. Free what is short: memory, processes, descriptors or disk space.",
+        "{whose}{cause}. This is retried in {again_s:g} s. Free what is short: memory, processes, descriptors or disk "
+        "space.",
         ends=("workers_started",),
         who="{group}",
         once=True,
@@ -263,15 +264,13 @@ def _fields(event: Mapping[str, Any]) -> Fields:
     """Return the fields of an event, and the phrases that sentences build from them."""
     cause = str(event.get("reason") or "no reason was given").rstrip(". ")
     group, coded = event.get("group"), event.get("coded_step")
-    whose = "" if group is None else f"group {group}: "
     skips = "The slot is skipped, so its tokens are missing from the result"
     cuts = ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ())
     network = "Check the network between their hosts, and fault_tolerance.bind_host"
     stops = 'The run ends. Check the data of this slot, or set [fault_tolerance] on_poison = "skip" to leave it out'
     said = {
         "cause": cause,
-        "Cause": _capital(cause),
-        "Whole": _capital(whose + cause),
+        "whose": "" if group is None else f"group {group}: ",
         "why": event.get("error") or cause,
         "coded": "the last coded snapshot" if coded is None else f"step {coded}",
         "names": named(event.get("groups") or ()),
@@ -362,7 +361,3 @@ def shortage(run_dir: Path, why: str, again_s: float = 2.0) -> dict[str, Any]:
     """Return a `resource_shortage` event for a run directory in which no event can be written any more."""
     head = {"t": time.time(), "kind": "resource_shortage", "group": None, "rank": None, "step": None}
     return head | {"reason": f"{run_dir}: {why}", "again_s": again_s}
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
