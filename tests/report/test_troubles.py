@@ -49,10 +49,9 @@ CAUSES = {
     "snapshots skipped": ("snapshots", skipped(SKIPPED), "none of the last 10 snapshots: the last one is not", CODED),
     "a host less": (
         "hosts", [CODED, ALONE], "It is shared by group 0 only: bring back the groups that are gone, and kill", CODED),
-    "a worker's state on a full disk": ("workers", [("workers_unprotected", {"reason": "the disk is full",
-                                                                           "risk": "group 1 dies"})],
-                                        "If group 1 dies now, the run ends: the disk is full. Make room",
-                                        ("workers_protected", {})),
+    "a worker's state on a full disk": (
+        "workers", [("workers_unprotected", {"reason": "the disk is full", "risk": "group 1 dies"})],
+        "If group 1 dies now, the run ends: the disk is full. Make room", ("workers_protected", {})),
     "a full checkpoint folder": (
         "checkpoint", [("checkpoint_failed", {"reason": "/ckpt is full"})],
         "checkpoint of step 4 is missing: /ckpt is full. The run goes on and tries again later. Make room there",
@@ -82,8 +81,7 @@ CAUSES = {
     "no processes": ("machine", [("resource_shortage", {"reason": "Resource temporarily unavailable", "again_s": 2.0})],
                      "group 1: Resource temporarily unavailable. This is retried in 2 s. Free what is short", STARTED),
     "a full disk for the launcher": (
-        "machine", [("resource_shortage", {"group": None, "reason": "events: No space left on device",
-        "again_s": 0.5})],
+        "machine", [("resource_shortage", {"group": None, "reason": "events: No space left on device", "again_s": 5})],
         "events: No space left on device. This is retried", ("later", {})),
     "a killed lighthouse": ("lighthouse", [("lighthouse_died", {"exitcode": -9, "reason": "ended"})],
                             "The lighthouse died (exit code -9): no group can join",
@@ -92,8 +90,7 @@ CAUSES = {
         "lighthouse", [("quorum_failed", {"waited_s": 60.0, "reason": "the lighthouse does not answer"})],
         "Group 1 got no quorum in 60 s: the lighthouse does not answer. Check that", COMMIT),
     "a sick device of another rank": (
-        "arithmetic", [("unfit", {"rank": 3, "reason": "rank 3 on host a refused a slot"})],
-                                      "rank 3 on host a", None),
+        "arithmetic", [("unfit", {"rank": 3, "reason": "rank 3 on host a refused a slot"})], "rank 3 on host a", None),
     "other bits": ("arithmetic", [("slot_wrong", {"slot": 3, "groups": [1]})],
                    "Slot 3 of step 4: group 1 computed other bits than two other groups", None),
     "other parameters of two": (
@@ -101,8 +98,7 @@ CAUSES = {
         "The parameters of groups 1, 2 differ from those of the other groups at step 4. A group that differs restarts",
         ("audit", {"agreed": True, "differing": []})),
     "NaN in a slot, told by another rank": (
-        "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can compute it"})],
-        "Slot 3 of step 4", COMMIT),
+        "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can do it"})], "Slot 3 of step 4", COMMIT),
     "a NaN loss": ("finite", [("diverged", {"loss": float("nan")})],
                    "Training diverged at step 4: the loss is nan. Lower [optimizer] lr or", COMMIT),
     "a NaN gradient": ("finite", [("diverged", {"reason": "a gradient is not finite"})],
@@ -121,8 +117,7 @@ CAUSES = {
     "a slow host whose workers start again": (
         "pace", [("straggler", {"pace": 1.5})], "so it gets fewer slots. Look for other load", STARTED),
     "a clock that is ahead": (
-        "clock", commits(2, later_s=3600.0), "The clocks of groups 0 and 1 differ by 3600 s. Training is "
-                              "not affected, but times", ("commits", {})),
+        "clock", commits(2, later_s=3600.0), "The clocks of groups 0 and 1 differ by 3600 s", ("commits", {})),
     "a clock that is behind": (
         "clock", commits(2, later_s=-90.0), "The clocks of groups 1 and 0 differ by 90 s", ("commits", {})),
     "every group given up": ("run", [failed("every group was given up; group 1 is given up")],
