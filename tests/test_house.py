@@ -59,8 +59,8 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(imports).prepare()
 
 
-CUDA = {"quorum/streams.py", "launch/machine.py", "quorum/communicator.py"}
-"""Files that name CUDA: the seam, what the environment says, NCCL. torchtitan's `disable_cuda_graphs` is not meant."""
+CUDA = {"titan/cpu.py", "launch/machine.py", "quorum/communicator.py"}
+"""Files that name CUDA: attention kernels, the environment, NCCL. torchtitan's `disable_cuda_graphs` is not meant."""
 
 
 def test_devices_are_asked_for_by_pytorchs_general_names():
