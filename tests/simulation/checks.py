@@ -1,7 +1,8 @@
-"""The errors that a group computes, and which of them its checks see. All ranks of a group see the same."""
+"""The errors that a group computes, and which of them its checks see. Only one of its ranks errs and sees it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,12 @@ class Checks:
     def __init__(self, world: World, life: Life) -> None:
         self._world, self._life = world, life
         self._wrong: dict[int, bool] = {}
-        self.erred: set[tuple[int, int]] = set()
-        """Steps and slots that this start computed wrongly at least once."""
+        self.erred: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        """Step and slot -> the numbers of the computations in which this start erred. It has those with an error."""
+
+    def errs(self, rank: int, slot: int) -> bool:
+        """Return whether errors in a slot are on this rank."""
+        return rank == slot % self._life.size
 
     def is_wrong(self, number: int, step: int, slot: int) -> bool:
         """Return whether computation `number` of this life is finite but wrong, which checks see. All ranks get one
@@ -37,7 +42,7 @@ class Checks:
             once = self._life.spoiled(("refused", number), self._world.refusing)
             self._wrong[number] = once or (sick is not None and sick.finite and slot in sick.slots)
             if self._wrong[number]:
-                self.erred.add((step, slot))
+                self.erred[step, slot].add(number)
         return self._wrong[number]
 
     def is_not_finite(self, number: int, step: int, slot: int) -> bool:
@@ -46,5 +51,5 @@ class Checks:
         once = self._life.spoiled(("not finite", number), self._world.spoiling)
         found = once or (sick is not None and not sick.finite and slot in sick.slots)
         if found:
-            self.erred.add((step, slot))
+            self.erred[step, slot].add(number)
         return found

@@ -294,9 +294,15 @@ def _narrow(world: World, life: Life, rank: Rank, size: float) -> None:
     world.narrow.add((begun + 1, int(size * world.plan.slots)))
 
 
+def _disk_full(world: World, life: Life, rank: Rank, size: float) -> None:
+    """No group can write the last checkpoint, the first one or two times that it tries."""
+    world.full.update(dict.fromkeys(world.groups, 1 + int(2 * size)))
+
+
 def _not_finite(world: World, life: Life, rank: Rank, size: float) -> None:
+    """A group's next gradient is not finite, or its next two if it is the only group."""
     _only_if(not world.spoiling)
-    world.spoiling[life.group.id] = 1
+    world.spoiling[life.group.id] = 1 + (len(world.groups) == 1 and size > 0.5)
 
 
 def _stray(world: World, life: Life, rank: Rank, size: float) -> None:
@@ -437,6 +443,7 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "vote": _kill_at_vote,
     "join-vote": _join_at_vote,
     "join-odd": _join_odd,
+    "full": _disk_full,
 }
 DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
 """Faults that end a group. They do not hit the last one with a state."""
@@ -444,7 +451,7 @@ CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "fl
 """Faults that silence nobody: all processes that die close their connections."""
 REFUSALS = ("refuse", "sick", "narrow")
 AT_VOTE = ("vote", "join-vote")
-KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", *AT_VOTE))
+KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", "full", *AT_VOTE))
 """The kinds that are drawn by default."""
 WEIGHTS = {
     "flip": 2.0,

@@ -25,7 +25,7 @@ from simulation.ranks import Collectives, GroupRanks
 from simulation.scheduler import Process
 from simulation.services import Communicator, StoreServer
 from simulation.system import monotonic, sleep
-from simulation.trainer import SimWork
+from simulation.trainer import DiskFull, SimWork
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -113,6 +113,10 @@ class Life:
         """The states that its ranks restored when no group had a state."""
         self.thrown: dict[tuple[int, int, int], str] = {}
         self.checks = Checks(world, self)
+        self.refused: set[tuple[int, int]] = set()
+        """Steps and slots that its checks refused."""
+        self.at_fault = 0
+        """Number of commits that show that it computes wrongly."""
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
         self.store = StoreServer(world.network, self.ranks[0].process).address
@@ -229,7 +233,9 @@ class Rank:
                 host=host,
             )
             end = Driver(protocol, self.work, host, timedelta(seconds=3600)).run()
-        except GroupBroken as broken:
+        except (GroupBroken, DiskFull) as broken:
+            if isinstance(broken, DiskFull) and world.is_calm() and world.with_state() == [life]:
+                world.judge.violate("last state lost", f"{self.name} ends, and no other group has a state")
             world.note(self.name, "group broken", None, {"reason": str(broken)})
             if "is not at decision" in str(broken):
                 world.judge.violate("collectives paired", f"{self.name}: {broken}")

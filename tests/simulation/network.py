@@ -66,6 +66,8 @@ class Network:
         """Hosts that lost power: they close no connection and refuse none."""
         self.breaks_off = False
         """Whether the connection over which the next state is sent breaks off."""
+        self.silence_s = 0.0
+        """Seconds for which a host may be silent before others take it for lost."""
         self.ports = 1000
         self.carried = self.connected = 0
         """Number of messages sent, and of connections asked for."""
@@ -317,6 +319,8 @@ class Socket(_Readable):
             if len(self._keepalive) == len(KEEPALIVE):
                 every_s = self._keepalive[real_socket.TCP_KEEPINTVL] * self._keepalive[real_socket.TCP_KEEPCNT]
                 self.keepalive_s = float(self._keepalive[real_socket.TCP_KEEPIDLE] + every_s)
+                if self.keepalive_s < self.network.silence_s:
+                    HERE.judge.violate("lost too early", f"{self.host} waits {self.keepalive_s} s for a silent host")
         elif (level, option) == (real_socket.SOL_SOCKET, real_socket.SO_RCVTIMEO):
             seconds, micros = struct.unpack("@ll", value)
             self._receive_s = seconds + micros / 1e6

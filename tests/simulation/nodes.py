@@ -53,7 +53,7 @@ class Voice:
     """A group's membership, which reports its quorums to the judge."""
 
     def __init__(self, world: World, rank: Rank, fenced: Callable[[], bool]) -> None:
-        self._world, self._life = world, rank.life
+        self._world, self._rank, self._life = world, rank, rank.life
         self._membership = real.membership.Membership(
             group=rank.life.group.id,
             life=rank.life.name,
@@ -70,6 +70,7 @@ class Voice:
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         life, world = self._life, self._world
+        world.judge_silence(self._rank)
         if life.asks_at_vote:
             life.asks_at_vote, votes = False, world.votes
             world.scheduler.wait(world.voted, lambda: world.votes > votes, VOTE_S)

@@ -27,6 +27,10 @@ STATE_WORDS = 2048
 """Words of a state in transfer: enough for the network to treat its pieces as those of a state."""
 
 
+class DiskFull(OSError):
+    """The last checkpoint cannot be written."""
+
+
 def tokens_of(step: int, slot: int) -> float:
     return 10.0 + slot + step % 3
 
@@ -91,7 +95,7 @@ class SimWork:
         self.gradient: Counter[tuple[int, int]] = Counter()
         self.done: set[int] = set()
         self.reducer = SimReducer(self)
-        self._computed = 0
+        self._computed = self._last_saves = 0
         self._bits = 0
         self.refuses: set[int] = set()
         self._given_up: set[tuple[int, int, int]] = set()
@@ -120,13 +124,14 @@ class SimWork:
             self._recomputed(step, slot)
         self._forward_and_backward(step, slot)
         self.gradient[step, slot] += 1
-        wrong = life.checks.is_wrong(self._computed, step, slot)
-        if wrong:
+        wrong, errs = life.checks.is_wrong(self._computed, step, slot), life.checks.errs(self.rank.number, slot)
+        if wrong and errs:
             self.gradient[step, WRONG] += 1
         self._bits = self._bits_of(step, slot, wrong)
-        if (wrong and not plan.audit_slots) or (step, slot) in world.narrow:
+        if (wrong and errs and not plan.audit_slots) or (step, slot) in world.narrow:
             self.refuses.add(slot)
-        if life.checks.is_not_finite(self._computed, step, slot) and (step, slot) not in self._given_nothing:
+        not_finite = life.checks.is_not_finite(self._computed, step, slot)
+        if errs and not_finite and (step, slot) not in self._given_nothing:
             self.gradient[step, GARBAGE] += 1
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
@@ -310,4 +315,7 @@ class SimWork:
         return self.state.step < self._world.plan.steps
 
     def save_last(self) -> None:
+        self._last_saves += 1
+        if self.rank.life.spoiled(("not saved", self._last_saves), self._world.full):
+            raise DiskFull("No space left on device")
         self._save()

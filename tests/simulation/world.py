@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from everstep.quorum.errors import GroupBroken
 from everstep.quorum.request import Request, name_of, read_quorum
 from everstep.step.attempt import Outcome
+from everstep.step.holding import FINDINGS
 from everstep.step.interfaces import Commit, Timeouts
 from simulation import system
 from simulation.checks import Sick
@@ -40,6 +41,10 @@ STAYS, AUDITS, HEALS, FAILED_HEALS, MISSES, IN_VAIN = 3, 3, 4, 2, 3, 2
 CALM_S, HEARD_S = 5.0, 1.0
 """Seconds after a fault in which groups may ask without need: by then answers to heartbeats have told them the news.
 Seconds after which a group that asks is in the next quorum."""
+UNHEARD = 3
+"""Connect timeouts for which a host may be silent before others take it for lost."""
+ASKED = 3
+"""Groups that may refuse a slot: then its numbers or the bound of a check are to blame, and the next one accepts it."""
 AGAIN = 1.5
 """Repeated commits of a step that are allowed for each fault."""
 MOST_EVENTS = 2_000_000
@@ -63,11 +68,14 @@ class Settings:
 DEFAULT, SEEDS = "default", range(2000)
 """The seeds that `scripts/simulate` tries by default, with Settings()."""
 VARIANTS = {
-    "errors": (range(120), Settings(faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
-    "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan"))),
+    "errors": (range(120), Settings((2, 5), faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
+    "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan", "full"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
-    "votes": (range(7000, 7060), Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part"))),
+    "votes": (
+        range(7000, 7060),
+        Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part", "full")),
+    ),
 }
 """Name -> seeds and settings that `scripts/simulate` tries beside the default ones."""
 
@@ -138,7 +146,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         slot_s=min(max(slot_s, 0.8 * busy_s / steps * min(groups, slots) / slots), 0.09 * STALL_S),
         on_loss=chance.choice(["redistribute"] * 5 + ["shrink"]),
         data_ends=(chance.randint(5, steps), chance.randrange(slots)) if chance.random() < 0.15 else (10**9, 0),
-        may_refuse=chance.random() < 0.5,
+        may_refuse=chance.random() < 0.5 or "sick" in kinds,
         audit_every=chance.choice([0, 1, 3]),
         save_every=chance.choice([5, 11]),
         save_s=chance.choice([0.3, 4.0, 25.0]),
@@ -197,6 +205,7 @@ class World:
         here, chance = system.HERE, self.scheduler.random
         heals = lambda: chance.uniform(*plan.heal_s), lambda: chance.random() < plan.heal_fails
         self.network = Network(self.scheduler, *heals)
+        self.network.silence_s = UNHEARD * plan.connect_s
         here.scheduler, here.network, here.judge = self.scheduler, self.network, self.judge
         here.room, here.wall_s, here.tail_s = self.room, self.wall_s, lambda: chance.choice(plan.tail_s)
         self.groups: dict[int, Group] = {}
@@ -219,6 +228,8 @@ class World:
         self.unfit: set[str] = set()
         """Names of the starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
+        self.full: dict[int, int] = {}
+        """Group -> how often it cannot write the last checkpoint."""
         self.slow: dict[int, float] = {}
         self.fell: Counter[str] = Counter()
         self.last_event = self.last_fault = 0.0
@@ -276,10 +287,13 @@ class World:
             self._waits_for_state = True
         if kind == "heal_failed":
             self._judge_failed_heal(who, fields["reason"])
+        if kind == "slot_refused" and fields["reason"] == FINDINGS and who.endswith("/0"):
+            self._judge_refusal(self.groups[int(who.partition(".")[0])].life, (step or 0, fields["slot"]))
         if kind == "quorum_failed":
             self._judge_failed_quorum(who, fields["reason"])
         if kind == "attempt" and not fields["committed"] and who.endswith("/0"):
             self.failed[who.partition(".")[0]] += 1
+            self.costs["failed_s"] += fields["took_s"]
         if kind == "audit":
             self.audited(who, fields["differing"])
         if self._tracing:
@@ -326,10 +340,11 @@ class World:
         """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
         life, sick = rank.life, self.sick.get(rank.life.group.id)
         spoils = sick is not None and not sick.finite  # a sum that is not finite does not tell which slot is wrong
-        if not spoils and not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
+        if not spoils and not any((commit.step, slot) in life.checks.erred for slot in commit.unfit):
             self.judge.violate("named in vain", f"{life.name} made no error in {commit.unfit} of step {commit.step}")
         self.unfit.add(life.name)
         self.sick.pop(life.group.id, None)
+        self.disturbed()  # it ends at once, and some of the others may not have the commit yet
         raise GroupBroken(f"unfit: slots {commit.unfit}")
 
     def disturbed(self, until: float | None = None) -> None:
@@ -342,6 +357,7 @@ class World:
             self._judge_audit(rank, commit)
             if rank.life.group.id in commit.able:  # a group that catches up applies old commits
                 self._judge_members(commit)
+                self._judge_errors(rank.life, commit)
             self.applied_count += 1
             self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
@@ -395,6 +411,18 @@ class World:
                 text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
 
+    def _judge_errors(self, life: Life, commit: Commit) -> None:
+        """Judge that a group goes after a commit which shows that it computes wrongly: it erred twice in a slot, which
+        is from another group, and no other group erred there. Audits need two others."""
+        others = [other for n in commit.able if n != life.group.id and (other := self.groups[n].life) is not None]
+        twice = [where for where, times in life.checks.erred.items() if where[0] == commit.step and len(times) > 1]
+        enough = len(others) > (self.plan.audit_slots > 0)
+        erred = self.narrow.union(*(other.checks.erred for other in others))
+        sound = [where for where in twice if where not in erred and commit.owners[where[1]] not in (-1, life.group.id)]
+        life.at_fault += bool(enough and sound)
+        if life.at_fault > 1:
+            self.judge.violate("errs and stays", f"{life.name} erred in {sound}, and in a slot of an earlier step")
+
     def is_calm(self) -> bool:
         return self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
 
@@ -428,6 +456,20 @@ class World:
         life.met_at = self.scheduler.now
         if life.in_vain > IN_VAIN:
             self.judge.violate("asks in vain", f"{life.name}, step {request.state.step}: still {sorted(alive)}")
+
+    def _judge_refusal(self, life: Life, where: tuple[int, int]) -> None:
+        """Judge that no more than ASKED groups refuse a slot of a step."""
+        life.refused.add(where)
+        refused = [n for n in life.able if (other := self.groups[n].life) is not None and where in other.refused]
+        if len(refused) > ASKED:
+            self.judge.violate("refused by too many", f"groups {refused} refused step and slot {where}")
+
+    def judge_silence(self, rank: Rank) -> None:
+        """Judge that a group which begins to ask for a quorum has told its watchdog that it is alive, as soon as all of
+        its ranks had started."""
+        silent_s = self.scheduler.now - rank.beaten
+        if self.is_calm() and silent_s > self.plan.startup_s[1] + HEARD_S:
+            self.judge.violate("no beat", f"{rank.name} asks for a quorum, and has not beaten for {silent_s:.1f} s")
 
     def _judge_failed_quorum(self, who: str, reason: str) -> None:
         """Judge that, while nothing breaks, a gate tells a group in time why there is no quorum."""
@@ -489,10 +531,10 @@ class World:
         """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
         life, state = work.rank.life, work.state
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
-        if not held or life.accused or work.refuses or any(slot < 0 for _, slot in work.gradient):
+        if not held or life.accused or held & (life.checks.erred.keys() | self.narrow):
             return
         lives = [rival for other in self.groups.values() for rival in other.lives]
-        if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
+        if self.plan.audit_slots and any(held & rival.checks.erred.keys() for rival in lives):
             return  # the owner or the auditor erred, and a third group has to decide
         for other in self.groups.values():
             for rival in other.lives:

@@ -1,16 +1,14 @@
 """Decisions and the driver: ranks take each decision together, and attempts that fail at once make no busy loop."""
 
-import contextlib
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from everstep.quorum.errors import GroupBroken
 from everstep.step.attempt import Host, Outcome
 from everstep.step.decisions import Decisions
-from everstep.step.driver import LONGEST_PAUSE_S, SAVE_AGAIN_S, Driver
+from everstep.step.driver import LONGEST_PAUSE_S, Driver
 
 
 def test_a_rank_at_another_decision_ends_the_group():
@@ -34,17 +32,3 @@ def test_attempts_that_fail_at_once_are_not_repeated_in_a_busy_loop():
     assert slept[29] == LONGEST_PAUSE_S
     assert sum(slept[:5]) < 0.1, "the few retries after the loss of a group cost little"
     assert slept[30:] == slept[:4]
-
-
-@pytest.mark.parametrize(("able", "tried"), [((0,), 3), ((0, 1), 1)])
-def test_only_the_last_group_that_has_the_final_state_tries_its_checkpoint_again(able, tried):
-    slept, files, events = [], Mock(), Mock()
-    work = Mock(goes_on=lambda: False, save_last=Mock(side_effect=[OSError("full"), OSError("full"), None]))
-    files.finished_step = lambda: 3 * files.mark_finished.call_count
-    protocol = Mock(group=0, leaving=False, state=SimpleNamespace(step=3), ask_quorum=lambda **_: Mock(able=able))
-    protocol.decisions.all_true = lambda _, true: true
-    clock = SimpleNamespace(now=lambda: sum(slept), sleep=slept.append)
-    with pytest.raises(OSError, match="full") if len(able) > 1 else contextlib.nullcontext():
-        Driver(protocol, work, Host(clock, files, events), timedelta(seconds=SAVE_AGAIN_S / 2)).run()
-    assert work.save_last.call_count == tried
-    assert events.emit.call_count == len(slept) == tried - 1

@@ -97,6 +97,7 @@ def test_a_spare_computes_nothing_until_another_group_is_lost_or_slow(took_us, a
 def test_a_group_of_a_run_that_was_scaled_up_sums_with_the_others_unless_spares_stand_by(spares):
     some, more = (Rules(12, ledger.Dealing(groups=groups, spares=spares), None).settings for groups in (3, 4))
     assert (some == more) == (spares == 0)
+    assert Rules(13, ledger.Dealing(groups=3, spares=spares), None).settings != some
 
 
 def test_shrink_leaves_lost_slots_out_but_begins_with_all_of_them():

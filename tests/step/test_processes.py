@@ -95,18 +95,6 @@ def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heal
     assert run.events("heal")[-1]["group"] == 1
 
 
-def test_a_group_that_was_started_with_another_setting_is_left_out_and_named(run):
-    """And it breaks no sums of the others, as it would if it had healed and took part."""
-    groups = together(run, 2, 1)
-    run.ranks(2, 1, **SHORT | {"slots": 4})
-    deadline = time.monotonic() + 30
-    while not run.events("left_out") and time.monotonic() < deadline:
-        assert_goes_on(groups)
-    assert [event["reason"] for event in run.events("left_out")] == ["group 2 has slots = 4 and most have slots = 3"]
-    assert_goes_on(groups)
-    assert not [event for event in run.events("attempt") if not event["committed"]]
-
-
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
     [asked] = run.ranks(0, 1, quorum_timeout_s=2)
     [alone] = run.ranks(1, 1, quorum_timeout_s=2, startup_timeout_s=0.75)
