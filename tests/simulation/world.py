@@ -608,14 +608,16 @@ class World:
     def bound_s(self) -> float:
         """Return the longest time without a commit, in seconds, that any single fault may cause after it is over. It is
         made of a sum that fails, the next quorum, which waits for a group that hangs, the start of a group, and two
-        attempts of the slowest group. A group that may have the only state is waited for until its watchdog ends it."""
+        attempts of the slowest group, or four if a group errs that may be the only one with the state. A group that may
+        have the only state is waited for until its watchdog ends it."""
         plan = self.plan
         step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
         if plan.audit_slots:  # every slot is computed twice, and a third time if the two differ
             step_s *= 3
         found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * HEARTBEAT_S
         again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
-        return found_s + again_s + plan.save_s + 2 * step_s + (plan.stall_s if self._waits_for_state else 0.0)
+        steps_s = (4 if self.sick else 2) * step_s
+        return found_s + again_s + plan.save_s + steps_s + (plan.stall_s if self._waits_for_state else 0.0)
 
     def _judge_pause(self, pause_s: float) -> None:
         """Judge the time between a commit and the later of the commit before it and the end of the last fault."""
