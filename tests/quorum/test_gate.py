@@ -355,22 +355,22 @@ def test_a_request_is_answered_if_an_earlier_one_of_its_group_holds_its_place_at
     beating.join()
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_groups_that_make_steps_apart_hear_of_each_other(make, is_new):
+@pytest.mark.parametrize(("is_new", "steps"), [(False, 1), (True, 1), (True, 0)])
+def test_groups_that_make_steps_apart_hear_of_each_other(make, is_new, steps):
     """Each of two groups is alone in a quorum, as after a network split. Then both send heartbeats to the same gate,
-    and the one that missed the newest steps waits for the other one."""
+    and the one that missed the newest steps, or only the newest quorum, waits for the other one."""
     places = [[make.gate(1)], [make.gate(1)]]
     members = [make.member(group, at) for group, at in enumerate(places)]
     for group, member in enumerate(members):
-        assert ask(member, group, 1, State(9 + group, 1)) == [group]
+        assert ask(member, group, 1 + group, State(9 + steps * group, 1)) == [group]
     places[0][0].close()
-    places[0][0] = places[1][0] = make.gate(3) if is_new else places[1][0]
+    places[0][0] = places[1][0] = make.gate(2) if is_new else places[1][0]
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [True, True]
     with ThreadPoolExecutor(2) as pool:
         wait = [pool.submit(ask, members[0], 0, 2, State(9, 1))]
         wait.append(pool.submit(ask, make.member(2, places[0]), 2, 1, NOTHING))
         time.sleep(3 * JOIN_S)
-        assert [ask(members[1], 1, 2, State(10, 1)), *(one.result() for one in wait)] == [[0, 1, 2]] * 3
+        assert [ask(members[1], 1, 3, State(9 + steps, 1)), *(one.result() for one in wait)] == [[0, 1, 2]] * 3
     time.sleep(2 * BEATS_S)
     assert [member.wanted for member in members] == [False, False]

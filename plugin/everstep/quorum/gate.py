@@ -41,7 +41,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 
 from everstep import wire
 from everstep.quorum.membership import HEARTBEAT_S, PURPOSE, GateMessage
-from everstep.quorum.request import STEP_DIGITS, Request, decode, differing_settings, encode, group_of, read_quorum
+from everstep.quorum.request import DIGITS, Request, decode, differing_settings, encode, group_of, read_quorum
 from everstep.run import typed
 
 HEARING = 1.5
@@ -136,9 +136,6 @@ class Gate:
         """Replica → when it first asked. It is kept until a quorum has it, or forms while it does not wait for one."""
         self._split = False
         """Whether groups make steps in different quorums."""
-        self._makers = ""
-        """The hash in `Quorum.makers_word` of the newest quorum, for whose groups the others wait; empty while none was
-        formed here. A group that made steps in an earlier quorum waits too, as it missed the newer ones."""
         self._beating: dict[str, wire.Channel] = {}
         """Replica → the connection on which it sends heartbeats."""
         self._queued = 0
@@ -253,7 +250,7 @@ class Gate:
                 self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)
                 begun, counting = time.monotonic(), set(self._counting().values())
                 alive = sorted(filter(self._is_connected, counting))
-                self._split = len({self._makes.get(replica, "")[STEP_DIGITS:] for replica in counting} - {""}) > 1
+                self._split = len({self._makes.get(replica, "")[2 * DIGITS :] for replica in counting} - {""}) > 1
                 if not self._waits and not self._passed:
                     self._beaten = -math.inf
                     continue
@@ -337,11 +334,11 @@ class Gate:
 
     def _needed(self) -> set[str]:
         """Return the heard groups that make the newest steps, or all that are heard if none does. No quorum is without
-        one of them until one has waited for the join timeout."""
+        one of them until one has waited for the join timeout. A group that makes steps in an earlier quorum waits for
+        them too, as it missed the newer ones."""
         making = {name: makes for name, makes in self._makes.items() if makes and self._is_heard(name)}
-        newest = self._makers or max(making.values(), default="")[:STEP_DIGITS]
-        needed = {name for name, makes in making.items() if newest in (makes[:STEP_DIGITS], makes[STEP_DIGITS:])}
-        return needed or set(self._counting().values())
+        newest = max(making.values(), default="")[: 2 * DIGITS]
+        return {name for name in making if making[name].startswith(newest)} or set(self._counting().values())
 
     def _form(self, quorum_id: int, replicas: Collection[str]) -> dict[str, Any] | bytes:
         """Return the answer to all members of a new quorum."""
@@ -371,7 +368,6 @@ class Gate:
         self._heard |= dict.fromkeys(found, now)  # each waits on an open connection
         self._groups = max(self._groups, len(read.groups))  # the run may have been scaled up
         word, able = read.makers_word(), set(read.able)
-        self._makers = word[STEP_DIGITS:]
         self._makes |= {name: word if one.request.group in able else "" for name, one in found.items()}
         self._waits = {name: one for name, one in self._waits.items() if one is not found.get(name)}
         self._unmet = {name: since for name, since in self._unmet.items() if name in self._waits}

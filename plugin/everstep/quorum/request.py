@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from everstep.run import typed
 
-NO_STATE, STEP_DIGITS = -1, 19
+NO_STATE, DIGITS = -1, 19
 LENDERS = 4
 """Groups that a joiner fetches the state from, if there are as many. Each keeps a copy of it in its hosts' memory
 meanwhile. On equal links, one or two saturate the joiner's; the others replace those that are busy, slow or dead."""
@@ -51,7 +51,8 @@ class Request:
     Attributes:
         group: its group id.
         life: name of this start of the group; another one after every restart.
-        number: number of this request among those of this life, from 1. A quorum counts only for the newest request.
+        number: above the numbers of this life's earlier requests, and of all requests in its last quorum. A quorum
+            counts only for the newest request.
         state: the newest state that it has.
         follows: the state that it will have once its heal is complete: it is fetching an earlier state, and keeps the
             summed gradients of every step since. While the members go on from `follows`, it needs no other source.
@@ -143,12 +144,14 @@ class Quorum:
         return replace(self, state=state, able=able, sources={})
 
     def makers_word(self) -> str:
-        """Return its first state's step in STEP_DIGITS digits, and a hash of the groups that make its steps, equal in
-        every quorum in which the same ones do; empty if no group has a state."""
+        """Return its first state's step and its highest request's number, in DIGITS digits each, by which newer quorums
+        are greater; and a hash of the groups that make its steps, equal in every quorum in which the same ones do.
+        Empty if no group has a state."""
         able = set(self.able)
         names = "/".join(member.name for member in self.members if member.group in able)
         makers = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-        return f"{self.state.step:0{STEP_DIGITS}}{makers}" if names else ""
+        newest = max(member.number for member in self.members)
+        return f"{self.state.step:0{DIGITS}}{newest:0{DIGITS}}{makers}" if names else ""
 
 
 def together(groups: Sequence[int], cut: Collection[tuple[int, int]], able: Collection[int]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Asker:
     def ask(self, state: State, follows: State, *, finishing: bool, connected: str) -> Quorum | Outcome | None:
         """Return the next quorum, the same on all ranks of the group; None if there is none now; FENCED or TOO_LATE if
         this start of the group must not go on. Takes decisions of the group. For the arguments, see `Request`."""
-        self._asked += 1
+        self._asked = 1 + max(self._asked, *(member.number for member in self._met), 0)
         begun, group, missing = self._host.clock.now(), self._group, self._group.sums.reachability.unreachable()
         unreached = [member.name for member in self._met if not missing.isdisjoint(member.watches)]
         died = group.sums.watch.died
