@@ -21,24 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 FIRST = (
-    "run/test_exact.py",
-    "slurm/test_runs.py",
-    "simulation/test_simulation.py",
-    "run/test_faults.py",
-    "step/test_processes.py",
-    "run/test_torchrun.py",
-    "run/test_shapes.py",
-    "semi/test_runs.py",
-    "semi/test_storage.py",
-    "run/test_sick.py",
-    "device/test_runs.py",
-    "device/test_late.py",
-    "recipes/test_recipes.py",
-    "snapshot/test_losses.py",
-    "launch/test_processes.py",
-    "launch/test_wheel.py",
+    "run/test_exact.py", "slurm/test_runs.py", "simulation/test_simulation.py", "run/test_faults.py",
+    "step/test_processes.py", "run/test_torchrun.py", "run/test_shapes.py", "semi/test_runs.py",
+    "semi/test_storage.py", "run/test_sick.py", "device/test_runs.py", "device/test_late.py",
+    "recipes/test_recipes.py", "snapshot/test_losses.py", "launch/test_processes.py", "launch/test_wheel.py",
     "attention/test_override.py",
-)
+)  # fmt: skip
 """The files that take longest. If several processes share the files, none has one of these left at the end; and those
 that wait most go with those that compute most."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,8 @@ class Checks:
     def __init__(self, world: World, life: Life) -> None:
         self._world, self._life = world, life
         self._wrong: dict[int, bool] = {}
-        self.erred: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-        """Step and slot -> the numbers of the computations in which this start erred. It has those with an error."""
+        self.erred: set[tuple[int, int]] = set()
+        """Steps and slots that this start computed wrongly at least once."""
 
     def errs(self, rank: int, slot: int) -> bool:
         """Return whether errors in a slot are on this rank."""
@@ -42,7 +41,7 @@ class Checks:
             once = self._life.spoiled(("refused", number), self._world.refusing)
             self._wrong[number] = once or (sick is not None and sick.finite and slot in sick.slots)
             if self._wrong[number]:
-                self.erred[step, slot].add(number)
+                self.erred.add((step, slot))
         return self._wrong[number]
 
     def is_not_finite(self, number: int, step: int, slot: int) -> bool:
@@ -51,5 +50,5 @@ class Checks:
         once = self._life.spoiled(("not finite", number), self._world.spoiling)
         found = once or (sick is not None and not sick.finite and slot in sick.slots)
         if found:
-            self.erred[step, slot].add(number)
+            self.erred.add((step, slot))
         return found

@@ -404,47 +404,21 @@ def _lag(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
-    "kill": _kill,
-    "await": _kill_at_await,
-    "group": _kill_group,
-    "all": _kill_all,
-    "stop": _stop,
-    "stop-group": _stop_group,
-    "hang": _hang,
-    "lose": _last_message,
-    "cut": _cut,
-    "heal": _heal_fails,
-    "lh-out": _lighthouse_out,
-    "lh-freeze": _lighthouse_frozen,
-    "lh-move": _lighthouse_moved,
-    "lh-double": _lighthouse_double,
-    "beats": _late_beats,
-    "leave": _leave,
-    "join": _join,
-    "stop-all": _stop_all,
-    "flip": _flip,
-    "refuse": _refuse,
-    "nan": _not_finite,
-    "stray": _stray,
-    "twin": _twin,
-    "slow": _slow,
+    "kill": _kill, "await": _kill_at_await, "group": _kill_group, "all": _kill_all, "stop": _stop,
+    "stop-group": _stop_group, "hang": _hang, "lose": _last_message, "cut": _cut, "heal": _heal_fails,
+    "lh-out": _lighthouse_out, "lh-freeze": _lighthouse_frozen, "lh-move": _lighthouse_moved,
+    "lh-double": _lighthouse_double, "beats": _late_beats, "leave": _leave, "join": _join,
+    "stop-all": _stop_all, "flip": _flip, "refuse": _refuse, "nan": _not_finite, "stray": _stray,
+    "twin": _twin, "slow": _slow,
     "part": _lose(lambda world, life: _around(life, [_another(world, life).host])),
     "one-way": _lose(lambda world, life: [(life.host, _another(world, life).host)]),
     # "unreached": cut off from all other groups but not from the lighthouse. "gone": cut off from both.
     "unreached": _lose(lambda world, life: _around(life, _hosts(world))),
     "gone": _lose(lambda world, life: _around(life, [*_hosts(world), world.lighthouses[world.published].host])),
-    "closed": _closed,
-    "slow-link": _slow_link,
-    "dark": _dark,
-    "lh-dark": _lighthouse_dark,
-    "fs-lag": _lag,
-    "sick": _sick,
-    "narrow": _narrow,
-    "vote": _kill_at_vote,
-    "join-vote": _join_at_vote,
-    "join-odd": _join_odd,
-    "full": _disk_full,
-}
+    "closed": _closed, "slow-link": _slow_link, "dark": _dark, "lh-dark": _lighthouse_dark, "fs-lag": _lag,
+    "sick": _sick, "narrow": _narrow, "vote": _kill_at_vote, "join-vote": _join_at_vote,
+    "join-odd": _join_odd, "full": _disk_full,
+}  # fmt: skip
 DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
 """Faults that end a group. They do not hit the last one with a state."""
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
@@ -454,14 +428,6 @@ AT_VOTE = ("vote", "join-vote")
 KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", "full", *AT_VOTE))
 """The kinds that are drawn by default."""
 WEIGHTS = {
-    "flip": 2.0,
-    "kill": 3.0,
-    "await": 5.0,
-    "stop": 2.0,
-    "lose": 3.0,
-    "cut": 2.0,
-    "lh-out": 2.0,
-    "all": 0.7,
-    "hang": 0.3,
-    "stop-all": 0.5,
-}
+    "flip": 2.0, "kill": 3.0, "await": 5.0, "stop": 2.0, "lose": 3.0, "cut": 2.0, "lh-out": 2.0, "all": 0.7,
+    "hang": 0.3, "stop-all": 0.5,
+}  # fmt: skip

@@ -115,8 +115,6 @@ class Life:
         self.checks = Checks(world, self)
         self.refused: set[tuple[int, int]] = set()
         """Steps and slots that its checks refused."""
-        self.at_fault = 0
-        """Number of commits that show that it computes wrongly."""
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
         self.store = StoreServer(world.network, self.ranks[0].process).address

@@ -340,7 +340,7 @@ class World:
         """End a group that is at fault, and judge that it is. Its next start is on a sound machine."""
         life, sick = rank.life, self.sick.get(rank.life.group.id)
         spoils = sick is not None and not sick.finite  # a sum that is not finite does not tell which slot is wrong
-        if not spoils and not any((commit.step, slot) in life.checks.erred for slot in commit.unfit):
+        if not spoils and not life.checks.erred.intersection((commit.step, slot) for slot in commit.unfit):
             self.judge.violate("named in vain", f"{life.name} made no error in {commit.unfit} of step {commit.step}")
         self.unfit.add(life.name)
         self.sick.pop(life.group.id, None)
@@ -357,7 +357,6 @@ class World:
             self._judge_audit(rank, commit)
             if rank.life.group.id in commit.able:  # a group that catches up applies old commits
                 self._judge_members(commit)
-                self._judge_errors(rank.life, commit)
             self.applied_count += 1
             self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
@@ -410,18 +409,6 @@ class World:
             if self._is_missed(commit, life, life.passed_by, life.asks_since > self.scheduler.now, CALM_S):
                 text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
-
-    def _judge_errors(self, life: Life, commit: Commit) -> None:
-        """Judge that a group goes after a commit which shows that it computes wrongly: it erred twice in a slot, which
-        is from another group, and no other group erred there. Audits need two others."""
-        others = [other for n in commit.able if n != life.group.id and (other := self.groups[n].life) is not None]
-        twice = [where for where, times in life.checks.erred.items() if where[0] == commit.step and len(times) > 1]
-        enough = len(others) > (self.plan.audit_slots > 0)
-        erred = self.narrow.union(*(other.checks.erred for other in others))
-        sound = [where for where in twice if where not in erred and commit.owners[where[1]] not in (-1, life.group.id)]
-        life.at_fault += bool(enough and sound)
-        if life.at_fault > 1:
-            self.judge.violate("errs and stays", f"{life.name} erred in {sound}, and in a slot of an earlier step")
 
     def is_calm(self) -> bool:
         return self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
@@ -531,10 +518,10 @@ class World:
         """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
         life, state = work.rank.life, work.state
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
-        if not held or life.accused or held & (life.checks.erred.keys() | self.narrow):
+        if not held or life.accused or held & (life.checks.erred | self.narrow):
             return
         lives = [rival for other in self.groups.values() for rival in other.lives]
-        if self.plan.audit_slots and any(held & rival.checks.erred.keys() for rival in lives):
+        if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
             return  # the owner or the auditor erred, and a third group has to decide
         for other in self.groups.values():
             for rival in other.lives:
