@@ -302,6 +302,22 @@ def test_a_group_that_waits_for_a_quorum_is_in_it_though_its_heartbeats_connect_
     assert ask(member, 1, 1) == [0, 1]
 
 
+def test_a_group_that_makes_the_newest_steps_is_waited_for_while_its_heartbeats_connect_anew(make):
+    """Another group, which missed these steps, asks meanwhile."""
+    at = [make.gate(1)]
+    member = make.member(0, at)
+    assert ask(member, 0, 1, State(9, 1)) == [0]
+    beats, waits = connect(at[0].address), connect(at[0].address)
+    beats.ask({"replica": name_of(1, LIFE), "makes": 40 * "9"})
+    beats.close()
+    time.sleep(0.5)
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(ask, member, 0, 2, State(9, 1))
+        time.sleep(0.2)
+        waits.send_frame(quorum(1))
+        assert asks.result() == [0, 1]
+
+
 def test_a_request_that_came_too_late_for_a_quorum_leaves_nobody_out_of_the_next(make, monkeypatch):
     """It waits at the lighthouse until then, longer than the join timeout."""
     late = slow_client(monkeypatch, 0.0)

@@ -224,8 +224,9 @@ class Gate:
         with self._changed:
             return self._split or any(other != beat.replica and self._is_heard(other) for other in self._unmet)
 
-    def _is_heard(self, replica: str) -> bool:
-        patience_s = self._timeout_s if self._is_connected(replica) else 2 * self._every_s
+    def _is_heard(self, replica: str, away_s: float = 0.0) -> bool:
+        """Whether a group is alive, if one without a connection has `away_s` more to connect again."""
+        patience_s = self._timeout_s if self._is_connected(replica) else 2 * self._every_s + away_s
         return time.monotonic() - self._heard.get(replica, -math.inf) < patience_s
 
     def _is_connected(self, replica: str) -> bool:
@@ -335,8 +336,8 @@ class Gate:
     def _needed(self) -> set[str]:
         """Return the heard groups that make the newest steps, or all that are heard if none does. No quorum is without
         one of them until one has waited for the join timeout. A group that makes steps in an earlier quorum waits for
-        them too, as it missed the newer ones."""
-        making = {name: makes for name, makes in self._makes.items() if makes and self._is_heard(name)}
+        them too, as it missed the newer ones, and also while their heartbeats connect anew."""
+        making = {name: makes for name, makes in self._makes.items() if makes and self._is_heard(name, 2 * HEARTBEAT_S)}
         newest = max(making.values(), default="")[: 2 * DIGITS]
         return {name for name in making if making[name].startswith(newest)} or set(self._counting().values())
 
