@@ -30,7 +30,7 @@ from everstep.run.stops import STOPS, adopt_orphans, collect_stops
 
 TICK_S = 0.05
 """Seconds between two turns of the loop. The death of a child begins a turn at once."""
-JOBS_EVERY_S = 0.5
+JOBS_EVERY_S = 0.2
 """Seconds between two turns of the jobs."""
 STARTS_WITHOUT_A_STEP = 3
 """Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
@@ -62,8 +62,8 @@ class Launcher:
         self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
         self.jobs: dict[str, Job] = {"run directory": functools.partial(check_room, run_dir)}
-        """Name -> function that the loop calls twice a second. The first one reports a disk that is full or read-only:
-        then no process can say so in an event."""
+        """Name -> function that the loop calls every JOBS_EVERY_S. The first one reports a disk that is full or
+        read-only: then no process can say so in an event."""
         self.page = ""
         """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
