@@ -319,12 +319,12 @@ class Gate:
         """Wait until a request may be passed to the lighthouse, as one of the groups that quorums wait for has asked.
         Return whether that was before `until`, a time of `time.monotonic()`."""
         with self._changed:
-            lets_others_pass = self._queued > 0 and not self._needed().isdisjoint(self._waits)
+            lets_others_pass = self._queued > 0 and self._may_pass()
             if not self._queued or (lets_others_pass and not self._stood_still()):
                 self._changed.notify_all()  # not for every request, or each of hundreds would wake all before it
             self._queued += 1
             while (now := time.monotonic()) < until and self._waits.get(waiting.request.name) is waiting:
-                if now >= self._asks_from and not self._stood_still() and not self._needed().isdisjoint(self._waits):
+                if now >= self._asks_from and not self._stood_still() and self._may_pass():
                     self._passed.add(waiting.request.name)
                     break
                 self._changed.wait(until - now)  # heartbeats wake it too: the makers may have died
@@ -332,6 +332,9 @@ class Gate:
         if lets_others_pass:
             time.sleep(HEAD_START_S)
         return time.monotonic() < until
+
+    def _may_pass(self) -> bool:
+        return not self._needed().isdisjoint(self._waits)
 
     def _needed(self) -> set[str]:
         """Return the heard groups that make the newest steps, or all that are heard if none does. No quorum is without

@@ -25,9 +25,11 @@ class Webhook:
         self._address = address
         self._thread = ThreadPoolExecutor(1)
         self._posts: dict[Future[None], str] = {}
+        """Posts that were under way at the last `put`, and their texts."""
 
     def put(self, text: str) -> None:
         """Post a text after those before it."""
+        self._posts = {post: said for post, said in self._posts.items() if not post.done()}
         self._posts[self._thread.submit(self._post, text)] = text
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ def report_of(
         broken=broken_promises(figures),
         kept=KEPT,
         charts={name: chart(name, {"other": theirs.get(name, []), "mine": mine[name]}, first, last) for name in mine},
-        marks="".join(f"M{x(step, first, last)} {HIGH}v-14" for step in struck),
+        marks="".join(f"M{x(step, first, last)} {HIGH}v-14" for step in struck if first <= step <= last),
         wide=WIDE,
         high=HIGH,
         first=first,
