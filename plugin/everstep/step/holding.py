@@ -38,7 +38,7 @@ class Held:
         computed: slots computed since the last event `attempt`, in order.
         recomputed: those of `computed` that were in `lost`.
         refused: slot → how often this group refused it.
-        refused_here: slots that this rank refused, that were not finite on it, or in which its group was outvoted.
+        refused_here: slots that this rank itself refused, or in which its group was outvoted.
         not_finite: slot → how often its gradients alone were not finite.
         accepted: slots that this group holds although its checks refuse them (`ledger.Plan.accepted`).
         asked: refused slot → the group that was last asked to compute it, unless that group had to accept it.
@@ -227,7 +227,7 @@ class Holding:
         finite = error == "" and self._reducer.finite()
         own_finite = finite or self._reducer.own_finite()
         found = self._work.refused() - held.accepted
-        held.refused_here |= found if own_finite else held.slots
+        held.refused_here |= found  # if the gradients are not finite, each slot is judged alone in the next attempt
         mine = Judged(error == "", finite, own_finite, computed == held.slots, sorted(found))
         ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
         refused = {slot for rank in ranks for slot in rank.found}
