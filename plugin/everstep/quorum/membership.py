@@ -126,7 +126,7 @@ class Membership:
                 return self._ask_once(request, max(deadline - time.monotonic(), 0.01))
             except QuorumUnavailable:
                 # Retried, as the lighthouse may be restarting, while there is time left for an answer with a reason.
-                if time.monotonic() > deadline - max(ASK_AGAIN_S, SPARE * patience_s) or self._left.wait(ASK_AGAIN_S):
+                if time.monotonic() > deadline - SPARE * patience_s or self._left.wait(ASK_AGAIN_S):
                     raise
 
     def _ask_once(self, request: Request, timeout_s: float) -> tuple[int, list[Request]]:

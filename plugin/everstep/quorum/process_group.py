@@ -29,7 +29,6 @@ from everstep.quorum.watch import PeerLost, PeerWatch
 CONNECT_POLL_S = 0.01
 UNHEARD = 3
 """Connect timeouts after which a member whose host is silent is lost."""
-STORES_KEPT = 4
 PROTOCOL, GRADIENTS = 0, -1
 """Indices into a column's queues."""
 
@@ -87,9 +86,9 @@ class RankColumn:
         self._connect_timeout = connect_timeout
         self._queues: list[SumQueue] = []
         """The queue of the protocol's exchanges, then that of the gradients; one queue if both use Gloo."""
-        self._stores: dict[str, dist.TCPStore] = {}
-        """`host:port` → open connection to that member's store. For a new one, both ends look up the name of an
-        address, and the store answers nobody meanwhile: with a slow name server, for longer than a quorum takes."""
+        self._stores: dict[str, dist.TCPStore | None] = {}
+        """`host:port` of the last quorum's store → open connection to it. For a new one, both ends look up the name of
+        an address, and the store answers nobody meanwhile: with a slow name server, for longer than a quorum takes."""
         self._lock = threading.Lock()
         self.watch = PeerWatch(host, self._on_loss, token, UNHEARD * connect_timeout)
         """Knows which ranks of the column have died."""
@@ -123,10 +122,7 @@ class RankColumn:
             building.join(CONNECT_POLL_S)
         queues, error = building.take()
         if queues:
-            if building.store is not None:
-                self._stores[place.store] = building.store
-            if len(self._stores) > STORES_KEPT:
-                del self._stores[next(iter(self._stores))]  # the least recently used one
+            self._stores = {place.store: building.store}
             self.reachability.note_reached(place.others.values())
             with self._lock:
                 self._queues, self._rank, self.size = queues, place.rank, len(place.peers)

@@ -403,7 +403,7 @@ class StepProtocol:
         """Return the timeout of a gradient sum. A group with a smaller share than others is done earlier and so waits
         longer, but never so long that its own watchdog takes it for stalled."""
         timeouts, plan, slot_s = self._rules.timeouts, attempt.plan, self._holding.slot_time.latest_s
-        most = max(plan.loads.values(), default=0)
+        most = max(plan.loads.values())
         ahead, longest = most - plan.loads.get(self.group, 0), max(timeouts.compute, timeouts.reduce)
         if not share or slot_s is None:
             return longest if ahead else timeouts.reduce
