@@ -46,6 +46,8 @@ class Checks:
 
     def is_not_finite(self, number: int, step: int, slot: int) -> bool:
         """Return whether the gradient of computation `number` is not finite, which checks do not see."""
+        if (step, slot) in self._world.infinite:
+            return True
         sick = self._world.sick.get(self._life.group.id)
         once = self._life.spoiled(("not finite", number), self._world.spoiling)
         found = once or (sick is not None and not sick.finite and slot in sick.slots)

@@ -286,12 +286,12 @@ def _sick(world: World, life: Life, rank: Rank, size: float) -> None:
     world.sick[life.group.id] = Sick(frozenset([chance.choice(slots)] if size < 0.7 else slots), chance.random() < 0.6)
 
 
-def _narrow(world: World, life: Life, rank: Rank, size: float) -> None:
-    """The bound of a check is too narrow for the numbers of one slot, on every group. The slot is of a step that no
-    group has begun, because the numbers of a step do not change while it is being made."""
+def _data(world: World, life: Life, rank: Rank, size: float) -> None:
+    """One slot has numbers for which the bound of a check is too narrow, or that are not finite, on every group. It is
+    of a step that no group has begun, because the numbers of a step do not change while it is being made."""
     _only_if(world.plan.may_refuse)
     begun = max(rank.work.state.step for life in world.lives() for rank in life.ranks if rank.work is not None) + 1
-    world.narrow.add((begun + 1, int(size * world.plan.slots)))
+    (world.narrow if size % 0.1 < 0.05 else world.infinite).add((begun + 1, int(size * world.plan.slots)))
 
 
 def _disk_full(world: World, life: Life, rank: Rank, size: float) -> None:
@@ -416,16 +416,16 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "unreached": _lose(lambda world, life: _around(life, _hosts(world))),
     "gone": _lose(lambda world, life: _around(life, [*_hosts(world), world.lighthouses[world.published].host])),
     "closed": _closed, "slow-link": _slow_link, "dark": _dark, "lh-dark": _lighthouse_dark, "fs-lag": _lag,
-    "sick": _sick, "narrow": _narrow, "vote": _kill_at_vote, "join-vote": _join_at_vote,
+    "sick": _sick, "data": _data, "vote": _kill_at_vote, "join-vote": _join_at_vote,
     "join-odd": _join_odd, "full": _disk_full,
 }  # fmt: skip
 DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
 """Faults that end a group. They do not hit the last one with a state."""
 CLOSING = ("kill", "await", "group", "all", "cut", "heal", "lh-out", "join", "flip", "refuse", "nan", "slow")
 """Faults that silence nobody: all processes that die close their connections."""
-REFUSALS = ("refuse", "sick", "narrow")
+REFUSALS = ("refuse", "sick", "data")
 AT_VOTE = ("vote", "join-vote")
-KINDS = tuple(kind for kind in BREAKERS if kind not in ("sick", "narrow", "join-odd", "full", *AT_VOTE))
+KINDS = tuple(kind for kind in BREAKERS if kind not in (*REFUSALS[1:], "join-odd", "full", *AT_VOTE))
 """The kinds that are drawn by default."""
 WEIGHTS = {
     "flip": 2.0, "kill": 3.0, "await": 5.0, "stop": 2.0, "lose": 3.0, "cut": 2.0, "lh-out": 2.0, "all": 0.7,

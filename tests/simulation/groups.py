@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -115,6 +115,8 @@ class Life:
         self.checks = Checks(world, self)
         self.refused: set[tuple[int, int]] = set()
         """Steps and slots that its checks refused."""
+        self.not_finite = Counter[tuple[int, int, int]]()
+        """History, step and slot → how often this slot alone was not finite."""
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
         self.store = StoreServer(world.network, self.ranks[0].process).address

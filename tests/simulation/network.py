@@ -24,7 +24,7 @@ from simulation.system import HERE
 LATENCY_S = (0.0001, 0.0015)
 RETRANSMIT_S = 0.4
 """Longest time in seconds from the opening of a way to the sending of the data that waited for it."""
-BULK_BYTES = 4096
+BULK_BYTES = 8192
 """Data sent in one piece of at least this size is taken for a part of a state."""
 
 KEEPALIVE = {

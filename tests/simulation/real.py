@@ -106,6 +106,6 @@ gate = load("everstep.quorum.gate")
 membership = load("everstep.quorum.membership")
 process_group = load("everstep.quorum.process_group")
 heal = load("everstep.quorum.heal")
-heal.PIECE_BYTES = network.BULK_BYTES  # a state has four such pieces, so it comes from several groups
+heal.PIECE_BYTES = network.BULK_BYTES  # a state has four such pieces, so it may come from several groups
 attempt.room_for = network.memory.room_for  # the step protocol itself is not loaded again
 process_group.dist = SimpleNamespace(TCPStore=services.Store, PrefixStore=services.Prefix, Store=object)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 GARBAGE, WRONG = -1, -2
 """Slot numbers that mark a gradient that is not finite, and one that is wrong but finite."""
-NOTES_EVERY = 4
-STATE_WORDS = 2048
-"""Words of a state in transfer: enough for the network to treat its pieces as those of a state."""
+NOTES_EVERY, TWICE = 4, 2
+FIRST = 3.0
+"""Largest factor by which the first slot after a start takes longer: it compiles, and fills caches."""
+STATE_WORDS = 3900
+"""Words of a state in transfer: four pieces, the last of which is shorter."""
 
 
 class DiskFull(OSError):
@@ -50,14 +52,18 @@ class SimReducer:
         self._sums: Any = None
         self._timeout = timedelta(0)
         self.total: list[Contribution] = []
+        self.takes = True
+        """Whether gradients that are computed now become part of the sum."""
 
     def begin(self, sums: Any, timeout: timedelta, step: int = 0) -> None:
         self._sums, self._timeout = sums, timeout
         self.total = []
 
-    def begin_slot(self, *, last: bool) -> None: ...
+    def begin_slot(self, *, last: bool) -> None:
+        self.takes = True
 
-    def begin_audit(self) -> None: ...
+    def begin_audit(self) -> None:
+        self.takes = False
 
     def end_slot(self) -> None: ...
 
@@ -122,24 +128,31 @@ class SimWork:
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)
             self._recomputed(step, slot)
-        self._forward_and_backward(step, slot)
+        self._forward_and_backward(step, slot, summed=True)
         self.gradient[step, slot] += 1
         wrong, errs = life.checks.is_wrong(self._computed, step, slot), life.checks.errs(self.rank.number, slot)
-        if wrong and errs:
+        counts = (step, slot) not in self._given_nothing
+        if wrong and errs and counts:
             self.gradient[step, WRONG] += 1
         self._bits = self._bits_of(step, slot, wrong)
         if (wrong and errs and not plan.audit_slots) or (step, slot) in world.narrow:
             self.refuses.add(slot)
         not_finite = life.checks.is_not_finite(self._computed, step, slot)
-        if errs and not_finite and (step, slot) not in self._given_nothing:
+        if errs and not_finite and counts:
             self.gradient[step, GARBAGE] += 1
+            life.not_finite[self.state.history, step, slot] += check_all
+            if life.not_finite[self.state.history, step, slot] > TWICE:
+                world.judge.violate("not finite too often", f"{self.rank.name} computes {step, slot} once more")
         self.done.add(slot)
         if (self.state.history, step, slot) in self._given_up:
             self.recomputed.add(slot)
 
-    def _forward_and_backward(self, step: int, slot: int) -> None:
+    def _forward_and_backward(self, step: int, slot: int, *, summed: bool) -> None:
+        if self.reducer.takes != summed:
+            self.judge.violate("audit", f"{self.rank.name} computes {step, slot}, to be summed: {self.reducer.takes}")
         slot_s, slow = self._world.plan.slot_s, self._world.slow.get(self.rank.life.group.id, 1.0)
-        self._world.scheduler.pause(0.9 * slot_s, 1.1 * slot_s * slow)
+        first = 1.0 if self._computed else FIRST
+        self._world.scheduler.pause(0.9 * slot_s, 1.1 * slot_s * max(slow, first))
         self._together("sharded", step, slot)
         self._computed += 1
         self._world.costs["slot"] += 1
@@ -156,7 +169,7 @@ class SimWork:
         self._same("audit", step, slot)
         if (step, slot) >= world.plan.data_ends:
             raise OutOfData
-        self._forward_and_backward(step, slot)
+        self._forward_and_backward(step, slot, summed=False)
         return self._bits_of(step, slot, life.checks.is_wrong(self._computed, step, slot))
 
     def _recomputed(self, step: int, slot: int) -> None:
@@ -171,7 +184,7 @@ class SimWork:
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         self._same("not finite", step, tuple(slots))
-        if self._world.mostly_fit(self.rank.life.able):
+        if self._world.mostly_fit(self.rank.life.able) and not {(step, slot) for slot in slots} <= self._world.infinite:
             text = f"{self.rank.name} gives up slots {list(slots)} of step {step}"
             self._world.judge.violate("not finite anywhere", text)
         self._given_nothing |= {(step, slot) for slot in slots}

@@ -25,7 +25,7 @@ from simulation.lighthouse import Options
 from simulation.network import Network
 from simulation.nodes import LighthouseNode
 from simulation.scheduler import Process, Scheduler, Signal
-from simulation.trainer import SimWork
+from simulation.trainer import FIRST, SimWork
 
 COMPLETE = {Outcome.OVER, Outcome.TOO_LATE}
 LOOK_S = 5.0
@@ -68,7 +68,7 @@ class Settings:
 DEFAULT, SEEDS = "default", range(2000)
 """The seeds that `scripts/simulate` tries by default, with Settings()."""
 VARIANTS = {
-    "errors": (range(120), Settings((2, 5), faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
+    "errors": (range(150), Settings((2, 5), faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan", "full"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
@@ -219,8 +219,8 @@ class World:
         self.sick: dict[int, Sick] = {}
         self.all_counts: dict[int, bool] = {}
         """History -> whether errors in its last commit count."""
-        self.narrow: set[tuple[int, int]] = set()
-        """Steps and slots for whose numbers the bound of a check is too narrow, on every group."""
+        self.narrow, self.infinite = set[tuple[int, int]](), set[tuple[int, int]]()
+        """Steps and slots whose numbers are beyond the bound of a check, or not finite, on every group."""
         self.retried: set[int] = set()
         """Steps that some group has tried more than once. What it held after the first attempt stays in the step."""
         self.passed: set[tuple[int, int]] = set()
@@ -518,7 +518,7 @@ class World:
         """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
         life, state = work.rank.life, work.state
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
-        if not held or life.accused or held & (life.checks.erred | self.narrow):
+        if not held or life.accused or held & (life.checks.erred | self.narrow | self.infinite):
             return
         lives = [rival for other in self.groups.values() for rival in other.lives]
         if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
@@ -599,11 +599,12 @@ class World:
         have the only state is waited for until its watchdog ends it."""
         plan = self.plan
         step_s = plan.slots * plan.slot_s * max(self.slow.values(), default=1.0)
+        step_s += (FIRST - 1) * plan.slot_s
         if plan.audit_slots:  # every slot is computed twice, and a third time if the two differ
             step_s *= 3
         found_s = plan.reduce_s + 3 * plan.connect_s + 1.5 * HEARTBEAT_S
         again_s = plan.lighthouse.join_timeout_s + plan.restart_s[1] + plan.startup_s[1]
-        steps_s = (4 if self.sick else 2) * step_s
+        steps_s = (4 if self.sick or self.infinite else 2) * step_s
         return found_s + again_s + plan.save_s + steps_s + (plan.stall_s if self._waits_for_state else 0.0)
 
     def _judge_pause(self, pause_s: float) -> None:
