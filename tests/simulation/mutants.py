@@ -33,7 +33,7 @@ ROOMS = ("step", "quorum")
 SEED_S = 60
 """Seconds of processor time after which a run is taken for endless."""
 NOT_SIMULATED = {f"step/{name}.py" for name in ("exact", "reduction")} | {
-    f"quorum/{name}.py" for name in ("communicator", "interface", "lighthouse", "notes", "private", "ranks", "streams")
+    f"quorum/{name}.py" for name in ("communicator", "interface", "lighthouse", "private", "ranks", "streams")
 }
 """Files that no simulated run executes."""
 

@@ -19,8 +19,6 @@ from simulation.world import DEFAULT, HEARTBEAT_S, VARIANTS, Outcome, Settings, 
 
 SEEDS = range(40)
 """The first seeds. `scripts/simulate` tries 2,000 seeds and all of VARIANTS; CI runs it before the tests."""
-FEW = 12
-"""Number of seeds of each variant."""
 
 
 def assert_promise_kept(outcomes: list[Outcome]) -> None:
@@ -40,7 +38,7 @@ def test_mixed_faults_break_no_promise() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_variant_breaks_a_promise(variant: str) -> None:
     seeds, settings = VARIANTS[variant]
-    outcomes = [simulate(seed, settings) for seed in seeds[:FEW]]
+    outcomes = [simulate(seed, settings) for seed in seeds[:12]]
     assert_promise_kept(outcomes)
     if variant == "errors":  # a group that errs is named, and a bound that is too narrow names nobody
         fell = sum((outcome.fell for outcome in outcomes), Counter())

@@ -354,6 +354,8 @@ class World:
 
     def applied(self, rank: Rank, commit: Commit) -> None:
         if rank.number == 0:
+            if not 0.0 <= commit.compute_s + commit.reduce_s <= commit.took_s <= self.scheduler.now:
+                self.judge.violate("no duration", f"{rank.name} tells of {commit}")
             self._judge_audit(rank, commit)
             if rank.life.group.id in commit.able:  # a group that catches up applies old commits
                 self._judge_members(commit)

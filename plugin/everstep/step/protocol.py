@@ -376,8 +376,7 @@ class StepProtocol:
         differing = ledger.differing_groups(attempt.rows)
         if self._checksum is not None and attempt.computes:
             self._proven = self.group not in differing
-            told = {"agreed": not differing, "differing": sorted(differing)}
-            self._events.emit("audit", self.state.step, checksum=f"{self._checksum:016x}", **told)
+            self._events.emit("audit", self.state.step, checksum=f"{self._checksum:016x}", differing=sorted(differing))
         if self.group in differing:
             raise GroupBroken("an audit found that this group's parameters differ from those of most groups")
         if self._healing is not None and not differing.isdisjoint(self._healing.sources):
