@@ -115,8 +115,7 @@ class Life:
         self.checks = Checks(world, self)
         self.refused: set[tuple[int, int]] = set()
         """Steps and slots that its checks refused."""
-        self.not_finite = Counter[tuple[int, int, int]]()
-        """History, step and slot → how often this slot alone was not finite."""
+        self.not_finite = Counter[tuple[int, int, int]]()  # history, step, slot → how often it alone was not finite
         self._spoiled: dict[tuple[str, int], bool] = {}
         self.ranks = [Rank(world, self, number) for number in range(self.size)]
         self.store = StoreServer(world.network, self.ranks[0].process).address

@@ -32,7 +32,6 @@ def test_mixed_faults_break_no_promise() -> None:
     assert_promise_kept(outcomes)
     assert not costs.changed(DEFAULT, [outcome.costs for outcome in outcomes[: costs.PARTS[0]]]), "see costs.RECORDED"
     assert all(fell[kind] for kind in KINDS), fell
-    assert sum(outcome.commits for outcome in outcomes) > 7 * len(SEEDS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everstep.step import ledger
 from everstep.step.interfaces import Commit, OutOfData, SlotSums
 from simulation import real
 from simulation.judge import START, Contribution, State, fold
@@ -135,7 +136,8 @@ class SimWork:
         if wrong and errs and counts:
             self.gradient[step, WRONG] += 1
         self._bits = self._bits_of(step, slot, wrong)
-        if (wrong and errs and not plan.audit_slots) or (step, slot) in world.narrow:
+        audited = slot in ledger.audited_slots(0, step, plan.slots, plan.audit_slots)
+        if (wrong and errs and not audited) or (step, slot) in world.narrow:
             self.refuses.add(slot)
         not_finite = life.checks.is_not_finite(self._computed, step, slot)
         if errs and not_finite and counts:

@@ -109,7 +109,7 @@ class Plan:
     homes: int
     spares: int
     audit_slots: float
-    """If it is not 0, checks see no errors, and audits have to find them."""
+    """Share of the slots that are audited. In these, checks see no errors."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -150,7 +150,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         audit_every=chance.choice([0, 1, 3]),
         save_every=chance.choice([5, 11]),
         save_s=chance.choice([0.3, 4.0, 25.0]),
-        heal_s=(0.05, chance.choice([0.2, 3.0, 40.0])),
+        heal_s=(0.005, chance.choice([0.02, 0.02, 0.2, 3.0, 40.0])),
         heal_fails=chance.choice([0.0, 0.0, 0.3]),
         tail_s=chance.choice([(0.002, 0.02), (0.002, 0.02, 0.3)]),
         quorum_s=chance.choice([10.0, 60.0]),
@@ -163,7 +163,7 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         faults=placed,
         homes=groups if settings.homes else 0,
         spares=spares,
-        audit_slots=random.Random(f"audits {seed}").choice([0.0, 0.0, 1.0]),
+        audit_slots=random.Random(f"audits {seed}").choice([0.0, 0.0, 0.5, 1.0]),
     )
 
 
@@ -316,7 +316,7 @@ class World:
     def room(self, nbytes: int) -> bool:
         """Return whether a host has memory for so many bytes. To get that for a state takes a while."""
         if nbytes > 1:
-            self.scheduler.pause(0.0, 0.5)
+            self.scheduler.pause(0.0, min(0.5, self.plan.heal_s[1]))
         return self.rumour.random() > 0.02
 
     def wall_s(self) -> float:
