@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+ASKED = 3
+"""Groups that may refuse a slot: then its numbers or the bound of a check are to blame, and the next one accepts it."""
+
 
 def fold(*parts: Any) -> int:
     """Return a hash of 62 bits over some values."""

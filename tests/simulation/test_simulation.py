@@ -177,12 +177,6 @@ def test_a_group_that_joins_in_a_step_longer_than_the_join_timeout_leaves_no_gro
     assert whole == set(range(1, 26))
 
 
-def test_a_group_that_was_stopped_makes_no_step_with_a_joiner_but_waits_for_groups_that_made_steps() -> None:
-    """Otherwise some steps would be made twice, and those of one of the two groups would be lost."""
-    away, comes = Fault(13.0, "stop-group", 1, 0, 0.6), Fault(21.0, "join", 0, 0, 0.9)
-    assert run_of(away, comes, groups=2, slot_s=1.0, steps=25).commits == 25
-
-
 def test_a_group_that_waits_at_a_silent_lighthouse_asks_the_newly_published_one() -> None:
     """It waits during a step of 8 s. Its request would last for a minute."""
     silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)

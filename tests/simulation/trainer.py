@@ -14,7 +14,7 @@ import torch
 from everstep.step import ledger
 from everstep.step.interfaces import Commit, OutOfData, SlotSums
 from simulation import real
-from simulation.judge import START, Contribution, State, fold
+from simulation.judge import ASKED, START, Contribution, State, fold
 from simulation.services import Summed
 
 if TYPE_CHECKING:
@@ -282,13 +282,14 @@ class SimWork:
 
     def _right(self, commit: Commit) -> list[Contribution]:
         """Return the summed contributions, without the marks of errors if those do not count: if most groups are sick,
-        all err in one slot, or the only one with the state had no auditor or let a slot pass (docs/attention.md)."""
+        all or more than ASKED err in one slot, or the only one with the state had no auditor or let a slot pass."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
         alone = len(commit.able) == 1 and world.plan.audit_slots > 0
         unseen = alone or any((number, commit.step) in world.passed for number in commit.able)
         lives = [life for number in commit.able if (life := world.groups[number].life) is not None]
         slots = [(commit.step, slot) for slot in range(world.plan.slots)]
-        all_erred = any(all(slot in life.checks.erred for life in lives) for slot in slots)
+        enough = min(ASKED + 1, len(lives))
+        all_erred = any(sum(slot in life.checks.erred for life in lives) >= enough for slot in slots)
         counts = fit and not all_erred and not unseen
         if world.all_counts.setdefault(commit.history, counts):  # alike on all ranks, whenever each of them gets here
             return self.reducer.total

@@ -20,7 +20,7 @@ from simulation.checks import Sick
 from simulation.faults import AT_VOTE, CLOSING, KINDS, REFUSALS, Fault, break_it, place
 from simulation.files import Shared
 from simulation.groups import Group, Life, Rank
-from simulation.judge import START, Judge, State, Violation
+from simulation.judge import ASKED, START, Judge, State, Violation
 from simulation.lighthouse import Options
 from simulation.network import Network
 from simulation.nodes import LighthouseNode
@@ -43,8 +43,6 @@ CALM_S, HEARD_S = 5.0, 1.0
 Seconds after which a group that asks is in the next quorum."""
 UNHEARD = 3
 """Connect timeouts for which a host may be silent before others take it for lost."""
-ASKED = 3
-"""Groups that may refuse a slot: then its numbers or the bound of a check are to blame, and the next one accepts it."""
 AGAIN = 1.5
 """Repeated commits of a step that are allowed for each fault."""
 MOST_EVENTS = 2_000_000

@@ -216,8 +216,9 @@ def test_an_outvoted_group_computes_the_slot_no_more_and_a_third_audits_it():
         assert 3 in plan.shares[1]
         assert plan.auditors == ({3: 2} if len(left) > 2 else {}), "group 0's bits would differ in every attempt"
         assert not plan.accepted
-    two = ledger.plan([refusing(0, disputed=[3]), refusing(1, disputed=[3])], 8, audited=(3,))
-    assert two.accepted == {3}, "no other group is left to ask"
+    for held in ([], [3]):
+        two = ledger.plan([refusing(0, disputed=[3], held=held), refusing(1, disputed=[3])], 8, audited=(3,))
+        assert two.accepted == {3}, "no other group is left to ask, also in the next attempt"
 
 
 def test_a_tally_brings_the_bits_of_owner_and_auditor_together():

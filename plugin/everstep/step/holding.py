@@ -100,7 +100,7 @@ class Holding:
         for group, share in plan.shares.items():
             self.held.asked |= dict.fromkeys(plan.doubted.intersection(share), group)
         for slot in plan.accepted:
-            del self.held.asked[slot]
+            self.held.asked.pop(slot, None)
         if plan.not_finite:
             self._work.not_finite(step, sorted(plan.not_finite))
 

@@ -108,8 +108,8 @@ class Plan:
         drops: groups that drop what they hold, since another group holds one of their slots as well.
         owners: slot → the group that holds it, or computes it in this attempt.
         doubted: refused slots that are computed in this attempt. They run with every check and are judged one by one.
-        accepted: those of `doubted` that ENOUGH groups, or all, refused. What checks find in them is ignored.
-        not_finite: those of `accepted` whose gradients were not finite on ENOUGH + 1 groups, or on all that compute.
+        accepted: slots that ENOUGH groups, or all, refused. What checks find in them, and other bits, are ignored.
+        not_finite: those of both whose gradients were not finite on ENOUGH + 1 groups, or on all that compute.
         audited: slots whose bits two groups compare.
         auditors: audited slot → the group that computes it besides its owner, without adding it to anything. Has no
             entry for a slot if no other group can.
@@ -197,9 +197,9 @@ def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tu
     for slot in sorted(doubted):
         asked = _who_is_asked(slot, able, {group: len(share) + len(doubts[group]) for group, share in shares.items()})
         doubts[asked].append(slot)
-    accepted = frozenset(slot for slot in doubted if _passes(slot, able))
+    accepted = frozenset(slot for slot in refused if _passes(slot, able))
     most = min(ENOUGH + 1, len(able))
-    not_finite = frozenset(slot for slot in accepted if sum(slot in row.not_finite for row in able) >= most)
+    not_finite = frozenset(slot for slot in accepted & doubted if sum(slot in row.not_finite for row in able) >= most)
     shares = {group: (*doubts[group], *share) for group, share in shares.items()}
     owners = holders | {slot: group for group, share in shares.items() for slot in share}
     auditors = _auditors(audited, owners, able)
