@@ -94,9 +94,9 @@ CAUSES = {
     "other bits": ("arithmetic", [("slot_wrong", {"slot": 3, "groups": [1]})],
                    "Slot 3 of step 4: group 1 computed other bits than two other groups", None),
     "other parameters of two": (
-        "arithmetic", [("audit", {"agreed": False, "differing": [1, 2]})],
+        "arithmetic", [("audit", {"differing": [1, 2]})],
         "The parameters of groups 1, 2 differ from those of the other groups at step 4. A group that differs restarts",
-        ("audit", {"agreed": True, "differing": []})),
+        ("audit", {"differing": []})),
     "NaN in a slot, told by another rank": (
         "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can do it"})], "Slot 3 of step 4", COMMIT),
     "a NaN loss": ("finite", [("diverged", {"loss": float("nan")})],
@@ -232,7 +232,7 @@ def test_normal_events_make_no_trouble():
         ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
-        ENDED, ("audit", {"agreed": True, "differing": []}),
+        ENDED, ("audit", {"differing": []}),
         ("left_out", {"groups": [], "cut": []}), ("training_done", {}), ("scaled", {"group": None, "count": 1}), ALONE,
     ]):  # fmt: skip
         add(line, 2 + index, index + 1, kind, fields)
@@ -243,7 +243,7 @@ def test_normal_events_make_no_trouble():
 @pytest.mark.parametrize("told", [
     [CODED, *[ALONE] * 5],
     [("snapshot_unprotected", {"coded_step": 5, "reason": "group 0 did not keep up"})] * 3,
-    [("audit", {"agreed": False, "differing": [2]})],
+    [("audit", {"differing": [2]})],
     [("quorum_failed", {"waited_s": 60.0 + again, "reason": "no answer"}) for again in range(3)],
     [("resource_shortage", {"group": None, "reason": "no room", "again_s": 2.0**again}) for again in range(3)],
     [("straggler", {"group": 1, "pace": pace}) for pace in (1.5, 1.0, 1.75)], commits(3, later_s=3600.0),

@@ -21,7 +21,7 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
             made = {"loss": loss if step == 4 else 1 / step, "grad_norm": 2.0, "tokens": 7.0}
             events.emit("commit", step, groups=[0, 1], history=run_dir.name, parent="0", **made)
             summed = checksum if step == 4 else f"{step:x}"
-            events.emit("audit", step, checksum=summed, agreed=True, differing=[])
+            events.emit("audit", step, checksum=summed, differing=[])
         events.close()
     for step in checkpoints:
         state = {"model.w": torch.ones(8, 4) if tensor is None else tensor, "optimizer.m": torch.zeros(3)}

@@ -75,7 +75,7 @@ class Account:
                 session.trains = t
             case "training_done":
                 session.done = t
-            case "audit" if not event["agreed"]:
+            case "audit":
                 self.distinct[kind] |= {(event["step"], group) for group in event["differing"]}
             case "slot_skipped" | "slot_accepted" | "not_finite":
                 self.distinct[kind].add((event["step"], event["slot"]))

@@ -198,7 +198,7 @@ ROWS: dict[str, Row] = {
         "restarts and heals. If this happens again, take its host out of service.",
         ends=("audit",),
         who="audit",
-        when=lambda event: event.get("agreed") is False,
+        when=lambda event: bool(event.get("differing")),
     ),
     "not_finite": Row("finite", "Slot {slot} of step {step}: {cause}.", ends=("commit",), who="{step}.{slot}"),
     "diverged": Row(

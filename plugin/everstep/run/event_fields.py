@@ -38,7 +38,7 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("reason", "status", "source", "kind", "role", "address", "node", "phase", "fault"), str),
     **dict.fromkeys(("section", "anomaly", "coverage"), str),
     **dict.fromkeys((*_NOTES, "text", "error"), str | None),
-    **dict.fromkeys(("committed", "agreed", "coverage_ok", "by_itself"), bool),
+    **dict.fromkeys(("committed", "coverage_ok", "by_itself"), bool),
     "layer": Whole,
     **dict.fromkeys(("slot", "at_step", "exitcode", "quorum_id", "seed"), Whole | None),
     "owners": list[Whole] | None,
@@ -98,7 +98,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "slot_wrong": (*_STEP, "slot", "groups"),
     "not_finite": (*_STEP, "slot", "reason"),
     "attention_schedule": (*_GROUP, "coverage"),
-    "audit": (*_STEP, "agreed", "differing"),
+    "audit": (*_STEP, "differing"),
     "fault": ("fault",),
 }
 """Kind -> fields that must be there and not None."""
