@@ -30,6 +30,8 @@ from run.forked import ran
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum")
+FIRST = 100
+"""Default seeds that are tried before VARIANTS, and the other ones after these."""
 SEED_S = 60
 """Seconds of processor time after which a run is taken for endless."""
 NOT_SIMULATED = {f"step/{name}.py" for name in ("exact", "reduction")} | {
@@ -145,8 +147,8 @@ def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
 
 def search(package_root: str, most: int) -> str:
     """Return "SEED | HOW" of the first seed that breaks the promise with this package, or at which the costs of all so
-    far differ from the recorded ones; SAME if the first seeds, and the first of VARIANTS, cost exactly what is
-    recorded; else "". VARIANTS are left out if `most` is less than the first seeds. Runs in a process of its own."""
+    far differ from the recorded ones; SAME if all seeds cost exactly what is recorded; else "". VARIANTS are left out
+    if `most` is less than FIRST. Runs in a process of its own."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("everstep", "simulation")]:
         del sys.modules[name]
     sys.path.insert(0, package_root)
@@ -160,23 +162,21 @@ def search(package_root: str, most: int) -> str:
         from simulation import costs
         from simulation.world import DEFAULT, SEEDS, VARIANTS, Settings, simulate
 
-        few, some, _ = costs.PARTS
-        campaigns = {DEFAULT: (SEEDS[:most], Settings())} | (VARIANTS if most >= some else {})
         runs: dict[str, list[Counter[str]]] = defaultdict(list)
-        for rest in (False, True):
-            for name, (seeds, settings) in campaigns.items():
-                first = some if name == DEFAULT else few
-                for seed in seeds[first:] if rest else seeds[:first]:
-                    signal.setitimer(signal.ITIMER_VIRTUAL, SEED_S)
-                    outcome = simulate(seed, settings)
-                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                    if outcome.violations:
-                        return f"{seed} | {outcome.violations[0].kind}"
-                    runs[name].append(outcome.costs)
-                if other := costs.changed(name, runs[name]):
-                    return f"{seed} | {other[0]}"
-            if not rest and costs.same(runs):
-                return SAME
+        variants = VARIANTS if most >= FIRST else {}
+        begun = [(DEFAULT, SEEDS[: min(FIRST, most)], Settings()), *((name, *how) for name, how in variants.items())]
+        for name, seeds, settings in (*begun, (DEFAULT, SEEDS[FIRST:most], Settings())):
+            for seed in seeds:
+                signal.setitimer(signal.ITIMER_VIRTUAL, SEED_S)
+                outcome = simulate(seed, settings)
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                if outcome.violations:
+                    return f"{seed} | {outcome.violations[0].kind}"
+                runs[name].append(outcome.costs)
+            if other := costs.changed(name, runs[name]):
+                return f"{seed} | {other[0]}"
+        if costs.same(runs):
+            return SAME
     except TimeoutError:
         return f"{seed} | does not end"
     except Exception as error:  # noqa: BLE001 whatever a changed program raises shows the change
