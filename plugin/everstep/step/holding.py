@@ -103,6 +103,7 @@ class Holding:
             self.held.asked.pop(slot, None)
         if plan.not_finite:
             self._work.not_finite(step, sorted(plan.not_finite))
+            self.held.refused_here -= plan.not_finite  # that says nothing about this rank
 
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
         """Audit the slots that the plan says, then compute and hold `share`. Sums start during its last slot."""
