@@ -104,8 +104,9 @@ class SimEvents:
             life.committed = fields["committed"]
             if fields["committed"] and self._rank.number == 0:
                 self._world.judge_commit(self._rank, step or 0, fields["took_s"])
-            truly, self._rank.work.recomputed = self._rank.work.recomputed, set()
-            if not truly.issuperset(fields["recomputed"]):
-                text = f"{self._rank.name}, step {step}: told {fields['recomputed']}, in fact {sorted(truly)}"
-                self._world.judge.violate("not recomputed", text)
+            work, told = self._rank.work, fields["recomputed"]
+            if fields["computed"] != work.computed or not work.recomputed.issuperset(told):
+                text = f"step {step}: {fields['computed']}, {told}, but {work.computed}, {sorted(work.recomputed)}"
+                self._world.judge.violate("computed otherwise", f"{self._rank.name}, {text}")
+            work.computed, work.recomputed = [], set()
         self._world.note(self._rank.name, kind, step, fields)

@@ -108,6 +108,7 @@ class SimWork:
         self._given_up: set[tuple[int, int, int]] = set()
         self._given_nothing: set[tuple[int, int]] = set()
         """Steps and slots that contribute nothing, because no group can compute them."""
+        self.computed: list[int] = []
         self.recomputed: set[int] = set()
         """Slots that were discarded and then computed again since the last `attempt` event."""
 
@@ -146,6 +147,7 @@ class SimWork:
             if life.not_finite[self.state.history, step, slot] > TWICE:
                 world.judge.violate("not finite too often", f"{self.rank.name} computes {step, slot} once more")
         self.done.add(slot)
+        self.computed.append(slot)
         if (self.state.history, step, slot) in self._given_up:
             self.recomputed.add(slot)
 

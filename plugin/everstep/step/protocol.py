@@ -175,8 +175,8 @@ class StepProtocol:
         self._groups_in_run = max(self._groups_in_run, len(quorum.members))
         attempt = Attempt(self._tries, begun, quorum, computes, self._clock.now() - begun)
         self._start_or_stop_healing(attempt)
-        held = self._holding.held
         outcome, reason = self._carry_out(attempt)
+        held = self._holding.held  # another one than before, if the group has healed
         self._events.emit(
             "attempt",
             attempt.step,
