@@ -510,7 +510,7 @@ class World:
         count, faults = rank.life.heals_in_vain
         so_far = self.fell.total()
         rank.life.heals_in_vain = (count + 1 if faults == so_far else 1), so_far
-        most = HEALS if self.network.is_open() else 2 * HEALS
+        most = HEALS if self.is_calm() else 2 * HEALS
         if rank.life.heals_in_vain[0] > most:
             self.judge.violate("does not catch up", f"{rank.life.name} healed over {most} times without computing")
 
