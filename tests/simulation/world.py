@@ -356,7 +356,7 @@ class World:
                 self.judge.violate("no duration", f"{rank.name} tells of {commit}")
             self._judge_audit(rank, commit)
             if rank.life.group.id in commit.able:  # a group that catches up applies old commits
-                self._judge_members(commit)
+                self._judge_members(rank.life, commit)
             self.applied_count += 1
             self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
@@ -395,11 +395,14 @@ class World:
         else:
             life.audits_passed = 0
 
-    def _judge_members(self, commit: Commit) -> None:
+    def _judge_members(self, own: Life, commit: Commit) -> None:
         """Judge that, while nothing breaks, no group makes a step that another one has made otherwise, each group that
         has a state and writes no checkpoint takes part in every step, and each group that asks is let in."""
         for life in self.with_state():
-            state, broke = life.ranks[0].work.state, self.last_fault > life.met_at - HEARD_S or not self.is_calm()
+            state, broke = (
+                life.ranks[0].work.state,
+                self.last_fault > min(own.met_at, life.met_at) or not self.is_calm(),
+            )
             if state.step == commit.step and state.history != commit.history and not broke:
                 self.judge.violate("two chains", f"step {commit.step} is made again, though {life.name} has made it")
             if self._is_missed(commit, life, life.missed, not life.group.wanted or life.saves):
@@ -511,7 +514,7 @@ class World:
         so_far = self.fell.total()
         rank.life.heals_in_vain = (count + 1 if faults == so_far and self.is_calm() else 1), so_far
         if rank.life.heals_in_vain[0] > HEALS:
-            self.judge.violate("does not catch up", f"{rank.life.name} healed over {most} times without computing")
+            self.judge.violate("does not catch up", f"{rank.life.name} healed over {HEALS} times without computing")
 
     def thrown_away(self, work: SimWork) -> None:
         """Note that a group discards gradients. If nothing justifies that, it must not compute their slots again."""
