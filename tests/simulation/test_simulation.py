@@ -171,12 +171,6 @@ def test_a_group_with_another_number_of_ranks_is_left_out_and_named(ranks: int) 
     assert said == [f"groups=[3] cut=[[0, 3], [1, 3], [2, 3]] reason={reason}", "groups=[] cut=[] reason="], "once"
 
 
-def test_a_group_that_joins_in_a_step_longer_than_the_join_timeout_leaves_no_group_out() -> None:
-    outcome = run_of("join", slot_s=1.5, steps=25)
-    whole = {step for _, step, text in told(outcome, "applied") if "groups=(0, 1, 2" in text}
-    assert whole == set(range(1, 26))
-
-
 def test_a_group_that_waits_at_a_silent_lighthouse_asks_the_newly_published_one() -> None:
     """It waits during a step of 8 s. Its request would last for a minute."""
     silent, published = Fault(15.0, "lh-dark", 0, 0, 1.0), Fault(15.5, "lh-double", 0, 0, 0.0)

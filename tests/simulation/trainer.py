@@ -284,7 +284,7 @@ class SimWork:
 
     def _right(self, commit: Commit) -> list[Contribution]:
         """Return the summed contributions, without the marks of errors if those do not count: if most groups are sick,
-        all or more than ASKED err in one slot, or the only one with the state had no auditor or let a slot pass."""
+        all or more than ASKED err in one slot, or the only one with the state had no auditor, or let a slot pass."""
         world, fit = self._world, self._world.mostly_fit(commit.able)
         alone = len(commit.able) == 1 and world.plan.audit_slots > 0
         unseen = alone or any((number, commit.step) in world.passed for number in commit.able)

@@ -222,7 +222,7 @@ class World:
         self.retried: set[int] = set()
         """Steps that some group has tried more than once. What it held after the first attempt stays in the step."""
         self.passed: set[tuple[int, int]] = set()
-        """(group, step) for each step in which a group let a refused slot pass while it alone had the state."""
+        """(group, step) for each step in which a group let a slot pass in which all that had the state erred."""
         self.unfit: set[str] = set()
         """Names of the starts of groups that were found at fault."""
         self.spoiling: dict[int, int] = {}
@@ -279,8 +279,11 @@ class World:
         self.costs["brief_wait_s"] += min(fields.get("wait_s", 0.0), 0.5)  # what a long wait adds varies by chance
         if not all(0.0 <= fields.get(name, 0.0) <= self.scheduler.now for name in ("wait_s", "waited_s", "took_s")):
             self.judge.violate("no duration", f"{who} tells of {kind}: {fields}")
-        if kind == "slot_accepted" and len(self.groups[int(who.partition(".")[0])].life.able) == 1:
-            self.passed.add((int(who.partition(".")[0]), step or 0))
+        if kind == "slot_accepted":
+            group, where = int(who.partition(".")[0]), (step, fields["slot"])
+            able = [self.groups[number].lives for number in self.groups[group].life.able]
+            if all(any(where in life.checks.erred for life in lives) for lives in able):
+                self.passed.add((group, step or 0))
         if kind == "waiting_for_state":
             self._waits_for_state = True
         if kind == "heal_failed":
