@@ -30,8 +30,6 @@ from run.forked import ran
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "plugin" / "everstep"
 ROOMS = ("step", "quorum")
-FIRST = 100
-"""Default seeds that are tried before VARIANTS, and the other ones after these."""
 SEED_S = 60
 """Seconds of processor time after which a run is taken for endless."""
 NOT_SIMULATED = {f"step/{name}.py" for name in ("exact", "reduction")} | {
@@ -147,8 +145,8 @@ def drawn(count: int, draw: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
 
 def search(package_root: str, most: int) -> str:
     """Return "SEED | HOW" of the first seed that breaks the promise with this package, or at which the costs of all so
-    far differ from the recorded ones; SAME if all seeds cost exactly what is recorded; else "". VARIANTS are left out
-    if `most` is less than FIRST. Runs in a process of its own."""
+    far differ from the recorded ones; SAME if all seeds cost exactly what is recorded; else "". VARIANTS come after the
+    first seeds, and are left out if `most` is less than these. Runs in a process of its own."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("everstep", "simulation")]:
         del sys.modules[name]
     sys.path.insert(0, package_root)
@@ -163,9 +161,10 @@ def search(package_root: str, most: int) -> str:
         from simulation.world import DEFAULT, SEEDS, VARIANTS, Settings, simulate
 
         runs: dict[str, list[Counter[str]]] = defaultdict(list)
-        variants = VARIANTS if most >= FIRST else {}
-        begun = [(DEFAULT, SEEDS[: min(FIRST, most)], Settings()), *((name, *how) for name, how in variants.items())]
-        for name, seeds, settings in (*begun, (DEFAULT, SEEDS[FIRST:most], Settings())):
+        first = costs.PARTS[1]
+        variants = VARIANTS if most >= first else {}
+        begun = [(DEFAULT, SEEDS[: min(first, most)], Settings()), *((name, *how) for name, how in variants.items())]
+        for name, seeds, settings in (*begun, (DEFAULT, SEEDS[first:most], Settings())):
             for seed in seeds:
                 signal.setitimer(signal.ITIMER_VIRTUAL, SEED_S)
                 outcome = simulate(seed, settings)

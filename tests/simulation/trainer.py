@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GARBAGE, WRONG = -1, -2
 """Slot numbers that mark a gradient that is not finite, and one that is wrong but finite."""
-NOTES_EVERY, TWICE = 4, 2
+NOTES_EVERY = 4
 FIRST = 3.0
 """Largest factor by which the first slot after a start takes longer: it compiles, and fills caches."""
 STATE_WORDS = 3900
@@ -144,7 +144,7 @@ class SimWork:
         if errs and not_finite and counts:
             self.gradient[step, GARBAGE] += 1
             life.not_finite[self.state.history, step, slot] += check_all
-            if life.not_finite[self.state.history, step, slot] > TWICE:
+            if life.not_finite[self.state.history, step, slot] > 2:
                 world.judge.violate("not finite too often", f"{self.rank.name} computes {step, slot} once more")
         self.done.add(slot)
         self.computed.append(slot)

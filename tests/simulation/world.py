@@ -402,10 +402,8 @@ class World:
         """Judge that, while nothing breaks, no group makes a step that another one has made otherwise, each group that
         has a state and writes no checkpoint takes part in every step, and each group that asks is let in."""
         for life in self.with_state():
-            state, broke = (
-                life.ranks[0].work.state,
-                self.last_fault > min(own.met_at, life.met_at) or not self.is_calm(),
-            )
+            state = life.ranks[0].work.state
+            broke = self.last_fault > min(own.met_at, life.met_at) or not self.is_calm()
             if state.step == commit.step and state.history != commit.history and not broke:
                 self.judge.violate("two chains", f"step {commit.step} is made again, though {life.name} has made it")
             if self._is_missed(commit, life, life.missed, not life.group.wanted or life.saves):

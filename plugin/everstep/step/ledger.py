@@ -109,7 +109,7 @@ class Plan:
         owners: slot → the group that holds it, or computes it in this attempt.
         doubted: refused slots that are computed in this attempt. They run with every check and are judged one by one.
         accepted: slots that ENOUGH groups, or all, refused. What checks find in them, and other bits, are ignored.
-        not_finite: those of both whose gradients were not finite on ENOUGH + 1 groups, or on all that compute.
+        not_finite: slots in both, whose gradients were not finite on ENOUGH + 1 groups, or on all that compute.
         audited: slots whose bits two groups compare.
         auditors: audited slot → the group that computes it besides its owner, without adding it to anything. Has no
             entry for a slot if no other group can.
