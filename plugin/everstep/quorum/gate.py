@@ -70,6 +70,8 @@ class _Waiting(NamedTuple):
 
     request: Request
     channel: wire.Channel
+    asking: threading.Lock
+    """Held while a request of the group is at the lighthouse, which would answer a second one with a later quorum."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Gate:
                 if request is None:
                     channel.send_frame({"wanted": self._is_wanted(asked)})
                 else:
-                    channel.send_frame(self._quorum(asked, _Waiting(request, channel)))
+                    channel.send_frame(self._quorum(asked, request, channel))
         finally:
             with self._changed:
                 if self._beating.get(beats) is channel:
@@ -268,14 +270,16 @@ class Gate:
                 self._beaten = begun
                 self._changed.notify_all()
 
-    def _quorum(self, asked: GateMessage, waiting: _Waiting) -> dict[str, Any] | bytes:
+    def _quorum(self, asked: GateMessage, request: Request, channel: wire.Channel) -> dict[str, Any] | bytes:
         with self._changed:
             if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
                 return {"failed": "another start of this group has replaced this one"}
-            self._waits[asked.replica] = waiting
+            asking = self._waits[asked.replica].asking if asked.replica in self._waits else threading.Lock()
+            waiting = self._waits[asked.replica] = _Waiting(request, channel, asking)
             self._unmet.setdefault(asked.replica, time.monotonic())
         try:
-            return self._answer(asked, waiting)
+            with asking:
+                return self._answer(asked, waiting)
         finally:
             with self._changed:
                 if self._waits.get(asked.replica) is waiting:
