@@ -153,8 +153,7 @@ class Gate:
         """Replicas whose request was passed to the lighthouse and that were in no quorum since. The lighthouse keeps
         such requests and may form a quorum of them."""
         self.lost = threading.Event()
-        """Set when the lighthouse does not answer any more."""
-        self._closed = threading.Event()
+        """Set when the lighthouse does not answer any more, or is closed."""
         host, port = bind
         self._server = wire.Server(
             host, token, self._talk, SILENCE, purpose=PURPOSE, port=port, on_stranger=self._refuse
@@ -165,7 +164,7 @@ class Gate:
 
     def close(self) -> None:
         """Stop listening, and shut the lighthouse down."""
-        self._closed.set()
+        self.lost.set()
         self._server.close(wait=False)
         self._inner.shutdown()
 
@@ -247,7 +246,7 @@ class Gate:
         """Send the lighthouse heartbeats of living groups that have a connection, while a quorum is asked for or about
         to be. While none is, the lighthouse takes all groups for dead, and later waits for none of them."""
         begun = time.monotonic()
-        while not self._closed.is_set():
+        while not self.lost.is_set():
             with self._changed:
                 left_s = max(0.0, begun + self._every_s - time.monotonic())
                 self._changed.wait_for(lambda: self._waits and self._stood_still(), left_s)

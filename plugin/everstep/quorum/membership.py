@@ -110,8 +110,7 @@ class Membership:
         """Whether another group waits for a quorum, or makes steps in another one, as the last heartbeat was told."""
         self._makes = ""
         self._left = threading.Event()
-        self._beats = threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True)
-        self._beats.start()
+        threading.Thread(target=self._keep_beating, name="lighthouse-heartbeat", daemon=True).start()
 
     def _published(self) -> str:
         return self._find_lighthouse() or self._asking.address  # the last one, if the file cannot be read just now
@@ -172,6 +171,5 @@ class Membership:
 
     def leave(self) -> None:
         """Stop the heartbeats and close the connections, as the death of the process would: the other groups go on
-        without this one. Waits for a heartbeat that is under way."""
+        without this one."""
         self._left.set()
-        self._beats.join(self._timeout_s)
