@@ -79,7 +79,10 @@ def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process has held {path} for {timeout_s:g} s") from None
             time.sleep(POLL_S)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has a copy of it
 
 
 def read_json(path: Path) -> dict:
