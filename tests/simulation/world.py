@@ -548,6 +548,8 @@ class World:
         """Note that all parts of a checkpoint, and then its mark of completeness, are written."""
         parts = self._writing[life.name, step]
         self.disk[step] = [parts[number] for number in range(life.size)]
+        for other in self.lives():
+            other.in_vain = 0  # if that took longer than a sum may, the others failed, and this group asks as they did
 
     def restorable(self, rank: Rank) -> State:
         """Return the newest state that is whole in the group's own snapshots, in another group's or on disk; the start

@@ -53,8 +53,9 @@ class Place:
 
     @property
     def others(self) -> dict[int, str]:
-        """Place of each other member → its address."""
-        return {place: address for place, address in enumerate(self.peers) if place != self.rank}
+        """Place of each other member → its address, beginning after this rank: else all would connect to the first
+        member at once, and its door would take those that wait for strangers."""
+        return {place: self.peers[place] for place in (*range(self.rank + 1, len(self.peers)), *range(self.rank))}
 
 
 class RankColumn:

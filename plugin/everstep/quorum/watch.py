@@ -14,6 +14,7 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -169,4 +170,5 @@ class PeerWatch:
             if key not in self._watched:  # the peer left before this rank had connected
                 return
             self._watched.remove(key)
-        threading.Timer(GRACE_S, self._on_loss, (key,)).start()  # a daemon, as the thread that starts it is one
+        time.sleep(GRACE_S)
+        self._on_loss(key)
