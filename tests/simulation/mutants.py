@@ -108,10 +108,8 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
             if value is not None:
                 yield from places(value)
             return
-        case ast.ClassDef(body=body):  # `frozen` and `slots` of a decorator change nothing in code that is right
-            for part in body:
-                yield from places(part)
-            return
+        case ast.ClassDef():
+            node.decorator_list = []  # `frozen` and `slots` change nothing in code that is right
         case ast.FunctionDef(body=body, args=args):
             for part in (*body, *args.defaults, *filter(None, args.kw_defaults)):
                 yield from places(part)
