@@ -51,7 +51,7 @@ def test_an_agent_is_not_given_up_for_failing_faster_than_others_make_steps(agen
 
 
 def test_a_failure_before_others_made_steps_counts_no_more():
-    then = Death(1.0, 1, committed=False, reason="", error="", run_step=5, step_s=1.0, crashed=True, by_itself=True)
+    then = Death(1.0, 1, committed=False, reason="", error="", run_step=5, step_s=1.0, by_itself=True)
     now = [replace(then, mono=mono, run_step=9) for mono in (100.0, 101.0, 110.0)]
     assert failures([then], 5) == 1
     assert failures([then], 9) == 0, "it is healing again, while another group fails"

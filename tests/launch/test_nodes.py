@@ -94,6 +94,7 @@ def test_a_rank_that_is_killed_on_one_node_is_no_failure_of_its_peers_on_another
     died = first.events("workers_died")
     assert any(one["exitcodes"] == {"1": 1} for one in died), "a peer failed before it was ended"
     assert not any(one["by_itself"] for one in died)
+    assert not any(first.run_dir.glob("state/struck/*/*")), "nor of the slot"
 
 
 def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path):

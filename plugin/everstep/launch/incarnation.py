@@ -157,7 +157,6 @@ class Incarnation:
             error=error,
             run_step=newest["step"],
             step_s=newest.get("took_s") or 0.0,
-            crashed=crashed,
             by_itself=crashed and (out_of_memory or not peer_killed),
         )
 
@@ -166,7 +165,7 @@ class Incarnation:
         step and number, and the groups whose workers crashed there; else None. The crash that makes it poison is
         reported."""
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
-        if not death.crashed or death.exitcode in HOPELESS:  # the trainer decided to end, not because of a slot
+        if not death.by_itself or death.exitcode in HOPELESS:  # the slot is not why it ended
             return None
         try:
             beat = self._beat_of(culprit)

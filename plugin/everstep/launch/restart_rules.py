@@ -47,10 +47,9 @@ class Death:
     """The newest step that any group of the run had committed then."""
     step_s: float
     """Seconds that this step took."""
-    crashed: bool
-    """Whether an error, a stall or lack of memory ended the workers, and not a signal from outside."""
     by_itself: bool
-    """Whether it crashed, and no killed rank of another machine explains that: a restart may well end the same way."""
+    """Whether an error, a stall or lack of memory ended the workers, and not a signal from outside or the kill of a
+    rank on another machine: a restart may well end the same way."""
 
 
 def in_a_row(deaths: Sequence[Death]) -> list[Death]:
