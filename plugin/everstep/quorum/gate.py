@@ -270,6 +270,7 @@ class Gate:
                 self._changed.notify_all()
 
     def _quorum(self, asked: GateMessage, request: Request, channel: wire.Channel) -> dict[str, Any] | bytes:
+        until = time.monotonic() + asked.timeout_s
         with self._changed:
             if self._counting().get(group_of(asked.replica), asked.replica) != asked.replica:
                 return {"failed": "another start of this group has replaced this one"}
@@ -278,14 +279,13 @@ class Gate:
             self._unmet.setdefault(asked.replica, time.monotonic())
         try:
             with asking:
-                return self._answer(asked, waiting)
+                return self._answer(asked, waiting, until)
         finally:
             with self._changed:
                 if self._waits.get(asked.replica) is waiting:
                     del self._waits[asked.replica]
 
-    def _answer(self, asked: GateMessage, waiting: _Waiting) -> dict[str, Any] | bytes:
-        until = time.monotonic() + asked.timeout_s
+    def _answer(self, asked: GateMessage, waiting: _Waiting, until: float) -> dict[str, Any] | bytes:
         if not self._wait_for_turn(waiting, until) or waiting.channel.hung_up():
             return {"failed": "none of the groups that make steps has asked for the next quorum"}
         with self._changed:

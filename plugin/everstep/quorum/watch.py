@@ -50,8 +50,8 @@ class PeerWatch:
 
     Args:
         host: address to listen on, under which peers reach this rank.
-        on_loss: called once with the key of each process group that lost a member, in its own thread; possibly after
-            `end` was called. It has to call `end`.
+        on_loss: called once with the key of each process group that lost a member, in the watch's thread, which it must
+            not hold up; possibly after `end` was called. It has to call `end`.
         token: the run's token.
         silence: longest silence of a peer's kernel before the peer is lost; rounded to a multiple of 3 s, at least 3 s.
 
