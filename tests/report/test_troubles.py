@@ -99,10 +99,9 @@ CAUSES = {
         ("audit", {"differing": []})),
     "NaN in a slot, told by another rank": (
         "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can do it"})], "Slot 3 of step 4", COMMIT),
-    "a NaN loss": ("finite", [("diverged", {"loss": float("nan")})],
-                   "Training diverged at step 4: the loss is nan. Lower [optimizer] lr or", COMMIT),
-    "a NaN gradient": ("finite", [("diverged", {"reason": "a gradient is not finite"})],
-                       "diverged at step 4: a gradient is not finite", COMMIT),
+    "a NaN gradient": (
+        "finite", [("diverged", {"reason": "a gradient is not finite"})],
+        "Training diverged at step 4: a gradient is not finite. Lower [optimizer] lr or", COMMIT),
     "poison that ends the run": (
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "stop"})],
         "Slot 3 of step 4 ended the workers of groups 0, 1: IndexError: 7. The run ends. Check the data", None),

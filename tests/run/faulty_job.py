@@ -3,6 +3,7 @@ step FIRST on, in slot SLOT or in a random share EVERSTEP_TEST_SHARE of all slot
 
     kernel    the matrix product of the output projection is wrong
     nan       likewise, by a NaN
+    loss      the loss of one slot is a NaN, once
     bound     each projection's round-off is 2.5 times its bound
     flip      a bit of a feed-forward product is flipped
     weight    a bit of one weight is flipped, once
@@ -73,14 +74,17 @@ def _install(slots):
 def _compute_with_faults(slots, step, slot, *, check_all):
     global _due, _installed
     group = sys.argv[sys.argv.index("--fault_tolerance.group_id") + 1]
-    if step == FIRST and group in SICK and not _installed:  # later starts count as on another machine, without faults
+    first = step == FIRST and group in SICK and not _installed
+    if first:  # later starts count as on another machine, without faults
         _install(slots)
         _installed = True
     _due = _installed and (random.SystemRandom().random() < float(SHARE) if SHARE else slot == SLOT)
     try:
-        return _compute_slot(slots, step, slot, check_all=check_all)
+        _compute_slot(slots, step, slot, check_all=check_all)
     finally:
         _due = False
+    if first and FAULT == "loss":
+        slots._losses[slot].fill_(math.nan)
 
 
 def _finish_with_flip(reducer):

@@ -1,5 +1,6 @@
-"""A worker's state that an attention check refuses is never used: not in a round, and not in a checkpoint."""
+"""A worker's state that a check refuses is never used: not in a round, and not in a checkpoint."""
 
+import math
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,7 +22,7 @@ class Group(rounds.Rounds):
     def __init__(self):
         self.sick, self.checked, self._wrong = True, [], False
         self.kept = {NOW - 1: b"good4"}
-        self._refused, self._steps, self._checks, self._round_s = set(), 1, object(), 0.0
+        self._refused, self._not_finite, self._steps, self._checks, self._round_s = set(), set(), 1, object(), 0.0
         self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
         self._events, self._files = MagicMock(), MagicMock()
         self._disk = MagicMock(**{"is_due.return_value": False})
@@ -82,3 +83,23 @@ def test_a_checkpoint_gets_no_state_that_a_check_refused(group):
     assert group.refused() == set(), "the next round is judged by itself"
     group.sick = False
     assert group._caught_up(0) == b"good5"
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 0.0), (0.0, math.nan), (0.0, 1e12)])
+def test_no_step_is_made_with_a_loss_or_gradient_that_is_not_finite(group, loss, gradient):
+    bad, fine = (loss, gradient), (0.0, 0.0)
+    found = iter([bad, fine, bad, bad])
+
+    def computed():
+        its_loss, its_gradient = map(torch.tensor, zip(next(found), strict=True))
+        group._slots.trainable[0].grad = its_gradient
+        return torch.ones(1), its_loss
+
+    group.sick, group._slots.tokens_and_losses = False, computed
+    assert group._inner_step(NOW + 1, NOW + 1, 0, check_all=False) == (1.0, 0.0), "at the second try"
+    assert group._slots.optimizer_step.call_count == 1
+    assert group._events.emit.call_args.kwargs["reason"] == rounds.NOT_FINITE
+    _, told = group._inner_step(NOW + 1, NOW + 1, 0, check_all=False)
+    assert math.isnan(told), "the group will refuse the round"
+    assert group._slots.optimizer_step.call_count == 1
+    assert group.refused() == {0}

@@ -4,13 +4,17 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from everstep.report import score
+from everstep.step.holding import NOT_FINITE
 from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 from reference import build
 from semi_runs import SYNC_STEPS, semi_config, worst, worst_loss
 
 WAYS = {
-    "halves, late": {"semi_sync": {"sync_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5}},
+    "halves, late": {
+        "job": {"config": "struck"},
+        "semi_sync": {"sync_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5},
+    },
     "at once": {},
     "the whole, late": {"semi_sync": {"overlap_steps": 2, "mixing": 0.25}},
     "quarters, late": {
@@ -29,9 +33,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", [
     "halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])  # fmt: skip
-def test_kills_change_nothing(start, reference, tmp_path, way):
+def test_kills_change_nothing(start, reference, tmp_path, monkeypatch, way):
     """Each group is killed while it computes a worker's round. Then both are killed at once, and the run continues from
-    disk: if there are several fragments, from a step between the synchronisations of two."""
+    disk: if there are several fragments, from a step between the synchronisations of two. A `struck` model computes a
+    NaN after the sum over groups has begun."""
+    monkeypatch.setenv("STRUCK", "36")
     sections, both = WAYS[way], (0, 1)
     semi = sections.get("semi_sync", {})
     sync_steps = semi.get("sync_steps", SYNC_STEPS)
@@ -55,6 +61,7 @@ def test_kills_change_nothing(start, reference, tmp_path, way):
     assert worst_loss(run, expected) <= 1e-5
     assert score.broken_promises(score.score(run.run_dir)) == []
     assert run.events("worker_moved")
+    assert [*{event["reason"] for event in run.events("slot_refused")}] == [NOT_FINITE] * (way == "halves, late")
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_a_group_that_dies_while_the_storage_is_full_costs_no_state(start, refer
     with away(run) as killed:
         pass
     moved = run.events("worker_moved", killed, group=0)
-    run.wait_for("worker_moved", killed, group=1)
+    run.wait_for("commit", killed, group=1)
     subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
     run.wait_for("workers_protected", killed, group=0)
     assert run.wait() == 0, run.console()

@@ -3,6 +3,7 @@ a dataloader, a model with experts, and small Llamas with faults of the storage 
 
 import errno
 import json
+import math
 import os
 import tempfile
 import threading
@@ -25,10 +26,11 @@ from torchtitan.trainer import Trainer
 
 import small_job
 from everstep.titan.data.byte_tokenizer import ByteTokenizer
+from everstep.titan.slot_computer import SlotComputer
 from small_job import DIM, HEADS, llama, sized
 
 TEXTS = "source of the json package"
-_write, _open = FileSystemWriter.write_data, os.open
+_write, _open, _compute = FileSystemWriter.write_data, os.open, SlotComputer.compute
 
 
 def tiny() -> Trainer.Config:
@@ -83,6 +85,19 @@ class Float32Experts(GroupedExperts):
         parts = x_RD.split(num_tokens_per_expert_E.long().tolist())
         each = zip(parts, self.w1_EFD, self.w2_EDF, self.w3_EFD, strict=True)
         return torch.cat([(torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in each])
+
+
+def struck() -> Trainer.Config:
+    """A config with which each process once computes a NaN in a gradient of step STRUCK."""
+
+    def compute(slots, step, slot, *, check_all):
+        _compute(slots, step, slot, check_all=check_all)
+        if str(step) == os.environ.get("STRUCK"):  # a process that called `struck` may run other tests
+            del os.environ["STRUCK"]
+            next(param.grad for param in slots.trainable if param.grad is not None).view(-1)[0] = math.nan
+
+    SlotComputer.compute = compute
+    return tiny()
 
 
 def wide() -> Trainer.Config:

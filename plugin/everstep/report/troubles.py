@@ -203,7 +203,7 @@ ROWS: dict[str, Row] = {
     "not_finite": Row("finite", "Slot {slot} of step {step}: {cause}.", ends=("commit",), who="{step}.{slot}"),
     "diverged": Row(
         "finite",
-        "Training diverged at step {step}: {diverged}. Lower [optimizer] lr or [training] max_norm, and continue from "
+        "Training diverged at step {step}: {cause}. Lower [optimizer] lr or [training] max_norm, and continue from "
         "an older checkpoint ([checkpoint] load_step).",
         ends=("commit",),
         who="{step}",
@@ -277,7 +277,6 @@ def _fields(event: Mapping[str, Any]) -> Fields:
         "differ": named(event.get("differing") or ()),
         "sharers": named(event.get("members") or ()),
         "apart": event.get("reason") or f"no connections between groups {cuts}. {network}",
-        "diverged": f"the loss is {event['loss']}" if event.get("loss") is not None else cause,
         "then": skips if event.get("action") == "skip" else stops,
     }
     return Fields({name: value for name, value in {**event, **said}.items() if value is not None})

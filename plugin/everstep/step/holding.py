@@ -1,9 +1,9 @@
 """The slots of the step in progress that a group computes, holds for a retry, and refuses.
 
 A group holds one sum of gradients, so it keeps or drops all of it. It refuses slots if a rank's checks found an error
-in them, or if its gradients are not finite. Either is a decision of the whole group and ends in `_refuse`: the refusals
-are counted, and every slot that was held is computed again, as after a death. `ledger.plan` says which group computes a
-refused slot.
+in them, or if its losses or gradients are not finite. Either is a decision of the whole group and ends in `_refuse`:
+the refusals are counted, and every slot that was held is computed again, as after a death. `ledger.plan` says which
+group computes a refused slot.
 
 Some slots are audited: a second group computes them too, and the bits are compared (`ledger.audited_slots`). If the
 bits differ, the owner drops what it holds; the slot is computed again, and a third group audits it. Once two groups
@@ -19,13 +19,13 @@ from everstep.quorum.errors import GroupBroken
 from everstep.step import ledger
 from everstep.step.attempt import Attempt, Host
 from everstep.step.decisions import Decisions
-from everstep.step.interfaces import OutOfData, Work
+from everstep.step.interfaces import OutOfData, SlotSums, Work
 from everstep.step.median_time import MedianTime
 from everstep.step.reduction import GradientReducer
 
 FINDINGS = "a check found wrong results and could not repair them"
 OTHER_BITS = "groups computed different bits of one slot"
-NOT_FINITE = "a gradient or its norm is not finite"
+NOT_FINITE = "a loss, a gradient or its norm is not finite"
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Held:
         recomputed: those of `computed` that were in `lost`.
         refused: slot → how often this group refused it.
         refused_here: slots that this rank itself refused, or in which its group was outvoted.
-        not_finite: slot → how often its gradients alone were not finite.
+        not_finite: slot → how often its loss or its gradients alone were not finite.
         accepted: slots that this group holds although its checks refuse them (`ledger.Plan.accepted`).
         asked: refused slot → the group that was last asked to compute it, unless that group had to accept it.
         bits: audited slot → the bits that this group computed.
@@ -108,7 +108,8 @@ class Holding:
     def compute(self, attempt: Attempt, share: Sequence[int]) -> None:
         """Audit the slots that the plan says, then compute and hold `share`. Sums start during its last slot."""
         held, step = self.held, attempt.step
-        if not self._audit(attempt):
+        self._audit(attempt)
+        if attempt.exhausted:
             return
         begun = self._clock.now()
         for done, slot in enumerate(share, 1):
@@ -131,9 +132,8 @@ class Holding:
         if share and not attempt.exhausted and not attempt.plan.doubted:  # with every check a slot takes longer
             self.slot_time.take(self._clock.now() - begun, len(share))
 
-    def _audit(self, attempt: Attempt) -> bool:
-        """Compute the slots that this group audits and has no bits of, or is asked for again. Return whether there was
-        data for all of them."""
+    def _audit(self, attempt: Attempt) -> None:
+        """Compute the slots that this group audits and has no bits of, or is asked for again."""
         for slot, auditor in attempt.plan.auditors.items():
             if auditor == self._group and (slot in attempt.plan.doubted or slot not in self.held.bits):
                 self._files.beat("compute", attempt.step)
@@ -142,8 +142,7 @@ class Holding:
                     self.held.bits[slot] = self._work.audit(attempt.step, slot)
                 except OutOfData:
                     attempt.exhausted = True
-                    return False
-        return True
+                    return
 
     def bits(self, plan: ledger.Plan) -> list[int]:
         """Return, for a tally, two numbers per audited slot: the bits that this group has as the slot's owner, and
@@ -192,9 +191,10 @@ class Holding:
 
     def _judge_slot(self, attempt: Attempt, slot: int) -> None:
         """Hold or refuse a slot that some group had refused and this group has just computed. A decision of the group.
-        What the group held before is finite, so only this slot can make its gradients not finite."""
-        held = self.held
-        finite, passed = self._reducer.own_finite(), slot not in self._work.refused()
+        What the group held before is finite, so only this slot can make its losses or gradients not finite."""
+        held, losses = self.held, self._work.results().loss
+        finite = bool(losses.isfinite().all()) and self._reducer.own_finite()
+        passed = slot not in self._work.refused()
         if not finite or not passed:
             held.refused_here.add(slot)
         said = self._decisions.gather("slot", [finite, passed])
@@ -209,12 +209,12 @@ class Holding:
         elif not passed:
             self._refuse(attempt, [slot], FINDINGS)
 
-    def judge_sums(self, attempt: Attempt, computed: frozenset[int], error: str) -> tuple[bool, str]:
+    def judge_sums(self, attempt: Attempt, results: SlotSums, error: str) -> tuple[bool, str]:
         """Judge what is held, and its sums. Refuse and drop it if a rank's checks found an error in it, or if this
-        group's own part is not finite. A decision of the group.
+        group's own part, or its loss, is not finite. A decision of the group.
 
         Args:
-            computed: the slots that the trainer says it holds.
+            results: of the slots that the trainer says it holds.
             error: why this rank has no sums; empty if it has them.
 
         Returns:
@@ -226,14 +226,14 @@ class Holding:
         """
         held = self.held
         finite = error == "" and self._reducer.finite()
-        own_finite = finite or self._reducer.own_finite()
+        own_finite = bool(results.loss.isfinite().all()) and (finite or self._reducer.own_finite())
         found = self._work.refused() - held.accepted
         held.refused_here |= found  # if the gradients are not finite, each slot is judged alone in the next attempt
-        mine = Judged(error == "", finite, own_finite, computed == held.slots, sorted(found))
+        mine = Judged(error == "", finite, own_finite, results.slots == held.slots, sorted(found))
         ranks = [Judged(*said) for said in self._decisions.gather("sums", mine)]
         refused = {slot for rank in ranks for slot in rank.found}
         if other := [number for number, rank in enumerate(ranks) if not rank.holds_same]:
-            here = f"it says {sorted(held.slots)}, and this rank's trainer holds {sorted(computed)}"
+            here = f"it says {sorted(held.slots)}, and this rank's trainer holds {sorted(results.slots)}"
             raise GroupBroken(f"the trainers of ranks {other} hold other slots than the ledger says: {here}")
         if not all(rank.own_finite for rank in ranks):
             self._refuse(attempt, held.slots, NOT_FINITE)

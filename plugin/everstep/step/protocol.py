@@ -430,7 +430,7 @@ class StepProtocol:
             self._reducer.finish()
         except SumsBroken as error:
             broken = str(error)
-        summed, unsound = self._holding.judge_sums(attempt, results.slots, broken)
+        summed, unsound = self._holding.judge_sums(attempt, results, broken)
         if not summed:
             self._disconnect()
             raise AttemptFailed(broken or "another rank of this group did not get its sum")

@@ -10,6 +10,7 @@ reads its newest state there and makes the rounds since then again. That is poss
 global parameters after each of the last rounds (`round_state.Mark`).
 """
 
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,10 +31,10 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
 from everstep.step import exact
-from everstep.step.holding import FINDINGS
+from everstep.step.holding import FINDINGS, NOT_FINITE
 from everstep.step.interfaces import Commit, SlotSums
 from everstep.step.private import local
-from everstep.step.reduction import BUCKET_BYTES, GradientReducer
+from everstep.step.reduction import BUCKET_BYTES, LARGEST_PART, GradientReducer, all_within
 from everstep.titan.disk import not_saved
 from everstep.titan.group import all_in_group, gather_json, least_in_group, sum_in_group
 from everstep.titan.parts import WORKERS, Parts
@@ -91,6 +92,8 @@ class Rounds(TrainerWork):
         worker's own state after the round."""
         self._refused: set[int] = set()
         """Workers with an optimizer step that was refused twice, in this round or in a round that was made again."""
+        self._not_finite: set[int] = set()
+        """Those of them that have no such step to go on from, because a loss or a gradient was not finite."""
         self._changed = [torch.zeros_like(param) for param in slots.trainable]
         """The parameter changes of all workers held in this round, summed; with exact sums, of the current worker."""
         self._round_s = 0.0
@@ -217,7 +220,8 @@ class Rounds(TrainerWork):
 
     def _inner_step(self, round_: int, inner_step: int, worker: int, *, check_all: bool) -> tuple[float, float]:
         """Make one optimizer step of a worker; return its valid tokens and the sum of their losses. If a check refuses
-        a slot, compute the gradients again with every check. After a second refusal the worker is in `_refused`."""
+        a slot, or its loss or gradients are not finite, compute it again with every check. After a second refusal the
+        worker is in `_refused`. If it is in `_not_finite` too, it makes no step, and the loss is NaN."""
         slots = self._slots
         each = slots.number // slots.workers
         for again in (False, True):
@@ -225,14 +229,21 @@ class Rounds(TrainerWork):
             for slot in range(worker * each, (worker + 1) * each):
                 self._files.beat("compute", round_, worker)
                 slots.compute(inner_step, slot, check_all=again or check_all)
-            if self._checks is None or all_in_group(not slots.refused()):
+            by_slot, loss = slots.tokens_and_losses()
+            grads = (local(param.grad) for param in slots.trainable if param.grad is not None)
+            finite = bool(loss.isfinite().all()) and all_within(LARGEST_PART, grads)
+            finite, passed = least_in_group(finite, not slots.refused())
+            if finite and passed:
                 break
+            reason = FINDINGS if finite else NOT_FINITE
             if again:
                 self._refused.add(worker)
+                self._not_finite |= set() if finite else {worker}
             else:
-                self._events.emit("slot_refused", round_, slot=worker, reason=FINDINGS)
-        by_slot, loss = slots.tokens_and_losses()
+                self._events.emit("slot_refused", round_, slot=worker, reason=reason)
         tokens = float(by_slot.sum())
+        if worker in self._not_finite:
+            return tokens, math.nan
         if tokens and tokens != slots.nominal_tokens:  # with no valid token all gradients are 0
             for param in slots.trainable:
                 if param.grad is not None:
@@ -258,6 +269,7 @@ class Rounds(TrainerWork):
         """Drop all results of the round in progress."""
         self._held.clear()
         self._refused.clear()
+        self._not_finite.clear()
         for changed in self._changed:
             local(changed).zero_()
         self._slots.discard()
@@ -364,7 +376,8 @@ class Rounds(TrainerWork):
         self.state.use_global()
         if worker in self._refused:
             self._refused.discard(worker)
-            raise not_saved(f"an attention check refuses the state of worker {worker}")
+            self._not_finite.discard(worker)
+            raise not_saved(f"a check refuses the state of worker {worker}")
         return own
 
     def _carried(self) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@
 optimizer step, in `rounds.Rounds` the rounds of semi-synchronous workers.
 """
 
-import math
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -114,13 +113,15 @@ class TrainerWork(ABC):
 
     def not_finite(self, step: int, slots: Collection[int]) -> None:
         for slot in slots:
-            reason = "its gradient's norm is not finite on any group asked, so the cause is in the data or the model"
+            reason = (
+                "its loss or its gradient's norm is finite on no group asked: the cause is in the data or the model"
+            )
             self._events.emit("not_finite", step, slot=slot, reason=reason)
         if self._ft.on_poison == "skip":
             self._skipped |= {(step, slot) for slot in slots}
             return
-        self._events.emit("diverged", step, reason="a gradient is not finite")
-        why = f"no group that was asked has finite gradients of slots {list(slots)} of step {step}: training diverged"
+        self._events.emit("diverged", step, reason="a loss or a gradient is not finite")
+        why = f"no group asked has a finite loss and gradients of slots {list(slots)} of step {step}: training diverged"
         raise TrainerEnds(HOPELESS_EXIT, why)
 
     def goes_on(self) -> bool:
@@ -196,19 +197,14 @@ class TrainerWork(ABC):
             self._disk.save(self._trainer.step, commit.step)
 
     def _mean_loss(self, commit: Commit) -> float:
-        """Return the step's mean loss. Raises TrainerEnds if it is not finite or no token has a label, as a restart
-        would not help: every group would see the same again."""
+        """Return the step's mean loss. Raises TrainerEnds if no token has a label: a restart would not help."""
         tokens = float(commit.tokens.sum())
         if not tokens:
             raise TrainerEnds(
                 HOPELESS_EXIT,
                 f"no slot of step {commit.step} has a label to train on: all are masked, or skipped as poison",
             )
-        loss = float(commit.loss.sum()) / tokens
-        if not math.isfinite(loss):
-            self._events.emit("diverged", commit.step, loss=loss)
-            raise TrainerEnds(HOPELESS_EXIT, f"the loss of step {commit.step} is {loss}: training diverged")
-        return loss
+        return float(commit.loss.sum()) / tokens
 
     def _tell(self, commit: Commit, took_s: float, *, lr: dict[str, float], **fields: Any) -> None:
         if self._checks is not None and (rate := self._checks.changed_rate()):
