@@ -142,6 +142,9 @@ def test_whoever_adopts_a_stream_goes_on_from_its_newest_told_state_without_a_pi
     (stream, known, number), *others = opened
     assert (stream, known.position, number, others) == (1, 8, 10, [])
     assert b"\x80\x04" not in owner.known_states()
+    heir.begin_after(70)
+    assert flat(heir.microbatch(71 + 8, 1)) == expected[8], "read from the beginning"
+    assert opened[1][1] is None
 
 
 def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datasets, tokenizer):

@@ -17,6 +17,7 @@ from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
 from everstep.titan import rounds, run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
+from everstep.titan.load_once import LoadOnce
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.rounds import Rounds
 from everstep.titan.slot_computer import SlotComputer
@@ -77,20 +78,23 @@ def test_a_part_of_a_workers_state_that_another_rank_has_no_copy_of_is_told_of_b
     one._events.emit.assert_called_once_with("workers_unprotected", 3, reason="no room", risk=lost)
 
 
-def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once():
+@pytest.mark.parametrize("source", ["disk", "memory"])
+def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once(source):
     """Only once, however often it is started again. In the same run and with the same data, the key alone does it."""
     work, trainer = MagicMock(), MagicMock()
+    work._from_memory.return_value = source.removeprefix("disk")
+    work._disk.once.is_due = False
     trainer.context.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
     told = EverstepTrainer.data.fget(trainer)
     trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
     work._trainer.configure_mock(data=EverstepTrainer.data.fget(trainer), parameters_told="", config=trainer.config)
     for step, before in ((90, "of other data"), (100, told)):
         work._trainer.configure_mock(step=step, data_told=before)
-        assert Steps._from_disk(work) == "disk"
-        assert work._source.began_after == step
+        Steps._restore(work, None)
+        work._source.begin_after.assert_called_with(step)
     work._trainer.configure_mock(step=130, data_told=work._trainer.data)
-    Steps._from_disk(work)
-    assert work._source.began_after == 100, "a later start goes on with the rows that come then"
+    Steps._restore(work, None)
+    work._source.begin_after.assert_called_with(100)  # a later start goes on with the rows that come then
 
 
 def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tmp_path, monkeypatch):
@@ -101,7 +105,7 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
         return run_files.RankFiles(tmp_path, 0, rank, steps=100, stall_timeout_s=1.0)
 
     def restored(files):
-        Steps.restore(MagicMock(_files=files, _snapshots=None, committed=20), None)
+        Steps._restore(MagicMock(_files=files, _snapshots=None, committed=20), None)
 
     start().mark_finished(26, for_all=True)
     ranks = start(), start(1)
@@ -123,6 +127,8 @@ def disk_at(folder, **checkpoint):
     disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
     settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
     disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
+    disk.once = LoadOnce(disk._config, str(folder), folder, MagicMock())
+    (folder / "state").mkdir(parents=True, exist_ok=True)
     source = SimpleNamespace(state_dict=lambda: {"rows_read": 0}, saved_ranks=())
     disk._manager, disk._trainer = CheckpointManager.__new__(CheckpointManager), SimpleNamespace(own_keys=OURS)
     disk._trainer.dataloader = source
@@ -181,6 +187,41 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match=r"step-15 has a damaged \.metadata"):
         disk_at(tmp_path).load()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("excludes", [[], ["optimizer"]])
+def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, monkeypatch, excludes):
+    """If all groups die again and again, it goes on from what they had committed. What it left is kept."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
+    for step in (10, 20):
+        checkpoint_of(tmp_path / f"step-{step}", *names)
+
+    def start(**checkpoint):
+        disk = disk_at(tmp_path, **checkpoint)
+        disk.once.look()
+        disk.load()
+        return disk
+
+    asks = {"load_step": 10, "exclude_from_loading": excludes}
+    for _ in range(2):  # all die before the first commit
+        disk = start(**asks)
+        assert (disk.asked[0][0], disk._manager.exclude_from_loading) == (10, excludes)
+        assert disk.once.is_due
+    disk.once.committed(0xABC)
+    disk.once.committed(0xDEF)
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == ["abandoned-20-abc", "step-10"]
+    disk = start(**asks)
+    assert (disk.asked[0][0], disk._manager.exclude_from_loading) == (10, excludes), "there is no newer one"
+    checkpoint_of(tmp_path / "step-15", *names)
+    disk = start(**asks)
+    assert (disk.asked[0][0], disk._manager.exclude_from_loading, disk.once.is_due) == (15, [], False)
+    start(**asks).once.committed(0xDEF)
+    assert start(**asks).asked[0][0] == 15
+    start().once.committed(0x123)
+    assert start(**asks).asked[0][0] == 10, "it was not asked to in between"
 
 
 def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():

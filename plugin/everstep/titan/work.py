@@ -176,6 +176,7 @@ class TrainerWork(ABC):
             metrics = self._measures.of(trainer.step, commit, loss, grad_norm, extra)
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
+        self._disk.once.committed(commit.history)
         saves = commit.able[0] == self._ft.group_id
         with sl.log_trace_span("checkpoint"):
             self._save(commit, first=saves)
@@ -270,19 +271,31 @@ class TrainerWork(ABC):
                 self._events.emit("warning", text=text)
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
+        self._disk.once.look()
+        return self._restore(quorum)
+
+    def _restore(self, quorum: Quorum) -> tuple[int, int]:
         """Load the newest state from memory or disk, or start afresh. A loaded state is copied to a snapshot at once.
         Return the last commit's number and history."""
         trainer = self._trainer
-        self._taken(self._from_memory() or self._from_disk())
+        source = self._from_memory() or self._from_disk()
+        trainer.history = trainer.history or ledger.next_history(0, trainer.step, "restored")
+        leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
+        if leaves_data and trainer.data_told != trainer.data:
+            # If equal, the data began anew before this state, which says when.
+            self._source.begin_after(trainer.step)
+        self._taken(source)
         self._files.restored(self.committed)
+        if self._snapshots is not None and self._disk.once.is_due:
+            self._snapshots.wipe()
         if self._snapshots is not None and trainer.step:
             self._snapshots.restored(trainer.step, trainer.history, quorum, self._whole())
         return self.committed, trainer.history
 
     def _from_memory(self) -> str:
         """Load the newest complete snapshot from the keepers and return "memory". Return "" if there is none, if a disk
-        checkpoint is not older, or if `checkpoint.load_step` is set."""
-        if self._snapshots is None or self._trainer.config.checkpoint.load_step != -1:
+        checkpoint is not older, or if `[checkpoint]` asks for one."""
+        if self._snapshots is None or self._disk.once.is_due:
             return ""
         state = self._snapshots.recover(self._whole(), self._disk.newest())
         if state is None:
@@ -298,11 +311,6 @@ class TrainerWork(ABC):
         found = self._disk.load()
         remedy = "Remove it to go on from an older one"
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
-        trainer.history = trainer.history or ledger.next_history(0, trainer.step, "restored")
-        leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        if leaves_data and trainer.data_told != trainer.data:
-            # If equal, the data began anew before this checkpoint, which says when.
-            self._source.began_after = trainer.step
         return "disk" if found and trainer.step else "fresh"
 
     def _require_as_committed(self, what: str, status: int, remedy: str) -> None:

@@ -28,8 +28,7 @@ class SlotSource(BaseDataLoader):
     """
 
     began_after = 0
-    """The step before the one that reads the first rows: 0, or the last step before a run changed to this data. May be
-    set only while no step is in progress."""
+    """The step before the one that reads the first rows: 0, or the last step before a run changed to this data."""
 
     saved_ranks: Collection[int] = ()
     """The data-parallel ranks whose streams are in the checkpoint that is being loaded; else empty."""
@@ -42,6 +41,10 @@ class SlotSource(BaseDataLoader):
         """Set the number of slots of a step, S. Called once, before any other method here. With pipeline parallelism a
         dataloader's batch is a pipeline microbatch, so `slots` is the number of pipeline microbatches of a step."""
         self._slots = slots
+
+    def begin_after(self, step: int) -> None:
+        """Begin with the first rows after this step, which is committed. Only while no step is in progress."""
+        self.began_after = step
 
     def microbatch(self, step: int, slot: int) -> Batch:
         """Return this rank's batch of (step, slot), in tensors that the caller may keep and change. `step` is later

@@ -128,6 +128,10 @@ class SlotStreams(SlotSource):
         self._complained = False
         self._forget()
 
+    def begin_after(self, step: int) -> None:
+        super().begin_after(step)
+        self._forget()
+
     def _forget(self) -> None:
         self._live: dict[int, _Stream] = {}
         self._known: dict[int, StreamState] = {}
