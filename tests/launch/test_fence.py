@@ -8,12 +8,15 @@ import time
 
 import pytest
 
+from everstep.commands.status import status_of
+from everstep.launch import slurm
 from everstep.run import beats, fence, files
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.run.events import EventLog
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holds
 from forked import Forked
-from launched import DEADLINE_S, alive, until
+from launched import DEADLINE_S, TinyRun, alive, until
 
 
 def never():
@@ -62,6 +65,22 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     new.process.wait(DEADLINE_S)
     agent("--training.steps", "1000000", job=7, restart=1)
     old.wait_for("workers_started", incarnation=2)
+
+
+def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent):
+    """A run of agents can be stopped, even if `everstep run` was there before them."""
+    one = agent("--training.steps", "1000000", ranks=1, job=7)
+    EventLog(one.run_dir, None, None, "supervisor")
+    one.wait_for("commit")
+    state = {path.name for path in (one.run_dir / "state").iterdir()}
+    refused = TinyRun(one.run_dir, 1, 1)
+    assert refused.process.wait(DEADLINE_S) == 2
+    assert f"{one.run_dir}: in use by agents, which run group-0." in refused.console()
+    assert state <= {path.name for path in (one.run_dir / "state").iterdir()}
+    assert "run     running (agents of group-0)" in status_of(one.run_dir)
+    assert "asked every group" in slurm.stop(one.run_dir)
+    assert one.process.wait(DEADLINE_S) == 0
+    assert slurm.has_ended(one.run_dir)
 
 
 @pytest.mark.parametrize("skew_s", [-200.0, 200.0])

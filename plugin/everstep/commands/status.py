@@ -15,6 +15,7 @@ from everstep.run.beats import beats_of_groups
 from everstep.run.directory import End, check_room, holder_of, over_file, require_events, stop_file
 from everstep.run.event_fields import OF_EVERY_STEP
 from everstep.run.events import EventTail, read_events
+from everstep.run.fence import groups_held
 from everstep.run.files import read_typed
 
 UNKNOWN_END = "not running; no event says how it ended"
@@ -83,13 +84,13 @@ def status_of(run_dir: Path) -> str:
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     """Return the first lines, and the lines on each group, for a run without Slurm."""
-    holder = holder_of(run_dir)
-    if holder is None:
+    holder, agents = holder_of(run_dir), groups_held(run_dir)
+    if holder is None and not agents:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
         return [f"run     {UNKNOWN_END if unknown else how}"], []
-    going = f"run     running ({f'pid {holder}' if holder else 'on another machine'})"
-    going += "; asked to stop" * stop_file(run_dir).exists()
+    by = f"pid {holder}" if holder else "on another machine" if holder == 0 else f"agents of {', '.join(agents)}"
+    going = f"run     running ({by})" + "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
     return [going], [
         f"        group {group}: {beat.phase} of step {beat.step}, {age:.0f} s ago" for group, beat, age in beats

@@ -28,6 +28,7 @@ from everstep.run.directory import (
     stop_file,
 )
 from everstep.run.events import event_path
+from everstep.run.fence import groups_held
 from everstep.run.files import read_json, write_json
 
 SCRIPTS = files.folder("slurm")
@@ -153,10 +154,11 @@ def scale(run_dir: Path, groups: int) -> str:
 
 def has_ended(run_dir: Path) -> bool:
     """Return whether a run has ended. A submitted run has if all its groups ended for good, an `everstep run` if no
-    launcher holds its directory. False if its agents were started in another way, as they may still run."""
+    launcher holds its directory and no agent a group. False if only agents ever ran in it, as they may come later."""
     if job_file(run_dir).exists():
         return all(ends_of_groups(run_dir))
-    return holder_of(run_dir) is None and event_path(run_dir, None, None, "supervisor").exists()
+    gone = holder_of(run_dir) is None and not groups_held(run_dir)
+    return gone and event_path(run_dir, None, None, "supervisor").exists()
 
 
 def stop(run_dir: Path) -> str:

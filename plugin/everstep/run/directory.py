@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.run.fence import groups_held
 from everstep.run.files import lock_for_life, lock_holder, read_json, read_typed
 
 NO_ROOM = 1 << 16
@@ -38,7 +39,8 @@ class End:
 
 def lock_run_dir(run_dir: Path) -> None:
     """Make a run directory if there is none, and lock it for this process. The lock ends with the process, however that
-    ends; processes that it forks do not hold it. Raises LaunchError if another run holds it or it cannot be used."""
+    ends; processes that it forks do not hold it. Raises LaunchError if another run or agents of groups use it, or it
+    cannot be used."""
     lock = lock_file(run_dir)
     try:
         make_run_dir(run_dir)
@@ -50,14 +52,16 @@ def lock_run_dir(run_dir: Path) -> None:
             f"{run_dir}: in use by a run that is still going (pid {lock_holder(lock) or 'unknown'}). "
             "Stop it, or give another --run-dir."
         )
+    if groups := groups_held(run_dir):
+        raise LaunchError(
+            f"{run_dir}: in use by agents, which run {', '.join(groups)}. "
+            f"Stop them with `everstep stop {run_dir}`, or give another --run-dir."
+        )
 
 
 def holder_of(run_dir: Path) -> int | None:
     """Return the pid that holds the run directory's lock (`lock_holder`); None if it is free."""
-    try:
-        return lock_holder(lock_file(run_dir))
-    except OSError:
-        return None
+    return lock_holder(lock_file(run_dir))
 
 
 def require_events(run_dir: Path) -> None:

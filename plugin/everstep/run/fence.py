@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from everstep.run.beats import DONE, age_s, agent_beat_path, read_beat
-from everstep.run.files import lock_for_life, locked, read_typed, write_json
+from everstep.run.files import lock_for_life, lock_holder, locked, read_typed, write_json
 
 LEASE_S = 10.0
 """Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
@@ -53,6 +53,12 @@ class Claim:
 def fence_file(run_dir: Path, group: int) -> Path:
     """Return the file that holds the highest claim to a group so far."""
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
+
+
+def groups_held(run_dir: Path) -> list[str]:
+    """Return the groups ("group-0") that another live process holds by a claim, on any machine."""
+    locks = (Path(run_dir) / "state").glob("group-*.[0-9]*.[0-9]*.alive")
+    return sorted({lock.name.partition(".")[0] for lock in locks if lock_holder(lock) is not None})
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:

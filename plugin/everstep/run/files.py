@@ -160,10 +160,14 @@ _FLOCK = "hhqqi4x"
 
 def lock_holder(path: Path) -> int | None:
     """Return the pid of another process that holds a file by `lock_for_life`; 0 if that process is on another machine
-    or outside of this container; None if there is none. Raises OSError."""
+    or outside of this container; None if there is none, or the file or the lock cannot be read. This process must not
+    hold the file itself."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    with open_regular(path, links=False) as file:
-        kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    try:
+        with open_regular(path, links=False) as file:
+            kind, *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:
+        return None
     return None if kind == fcntl.F_UNLCK else max(0, pid)
 
 
