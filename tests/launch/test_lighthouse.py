@@ -1,6 +1,9 @@
 """The lighthouse of a run on a cluster: it is published, and of two the newer one counts."""
 
+import contextlib
 import os
+import signal
+import socket
 import sys
 import time
 from dataclasses import asdict
@@ -56,6 +59,22 @@ def test_of_two_lighthouses_of_a_run_the_older_one_ends(start, tmp_path):
     assert older.wait(DEADLINE_S) == 0
     assert not alive(first["pid"])
     assert published_address(run_dir) == second["address"]
+
+
+def test_a_lighthouse_whose_port_was_taken_meanwhile_moves_to_another_and_is_not_superseded(start, tmp_path):
+    launcher, before = start(), started(tmp_path / "run", 1)[-1]
+
+    def take():
+        with contextlib.suppress(OSError):  # it has not quite ended
+            return socket.create_server(("127.0.0.1", int(before["address"].rpartition(":")[2])))
+
+    launcher.send_signal(signal.SIGSTOP)
+    os.kill(before["pid"], signal.SIGKILL)
+    with until(take, "its port"):
+        launcher.send_signal(signal.SIGCONT)
+        after = started(tmp_path / "run", 2)[-1]
+    assert before["address"] != after["address"] == published_address(tmp_path / "run")
+    assert launcher.poll() is None
 
 
 @pytest.mark.parametrize(("status", "over"), [("done", True), ("failed", False)])

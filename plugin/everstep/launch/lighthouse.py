@@ -1,6 +1,7 @@
 """Keeping the lighthouse of a run up: publish its address once it serves, and restart it when it dies or hangs.
 
-A lighthouse keeps no state. Once its address is published, groups rely on it, so it always restarts on the same port.
+A lighthouse keeps no state. It restarts on the same port, and on another one after a start that did not serve. Groups
+read the published address before each request.
 Its process beats, because the port and connections of a hung process stay open and do not show that it hangs.
 """
 
@@ -35,8 +36,8 @@ class Lighthouse:
     """
 
     def __init__(self, run_dir: Path, host: str, ft: FaultTolerance, children: Children, events: EventLog) -> None:
-        self.known = False
-        """Whether its address was published. From then on the address does not change."""
+        self.published = ""
+        """The address that it has published last; "" before the first time."""
         self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
         self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
@@ -51,7 +52,7 @@ class Lighthouse:
     @property
     def superseded(self) -> bool:
         """Whether another lighthouse of the run has published its address after this one."""
-        return self.known and published_address(self._run_dir) not in ("", self.address)
+        return self.published != "" and published_address(self._run_dir) not in ("", self.published)
 
     def keep(self) -> None:
         """Start it if it does not run, publish its address once it serves, and kill it if it hangs. Raises LaunchError
@@ -63,7 +64,7 @@ class Lighthouse:
         serves = beat is not None and beat.pid == child.pid
         if serves and not self._serves:
             publish_address(self._run_dir, self.address)
-            self.known = self._serves = True
+            self.published, self._serves = self.address, True
             starts_file(self._run_dir, None).unlink(missing_ok=True)
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid)
         since = beat.mono if beat is not None and serves else self._started_mono
@@ -85,9 +86,10 @@ class Lighthouse:
         reason = "did not answer" if self._hung else "ended"
         self._events.emit("lighthouse_died", exitcode=child.exitcode, reason=reason)
         self._child = None
-        if not self.known:
+        if not self.published:
             self._attempts += 1
             if self._attempts == ATTEMPTS:
                 log = self._run_dir / "logs" / "lighthouse.log"
                 raise LaunchError(f"the lighthouse does not start on {self._host}:{self._port}, see {log}")
-            self._port = 0  # another process may have taken the port since `free_port`: try another one
+        if not self._serves:
+            self._port = 0  # another process may have taken the port: try another one

@@ -169,7 +169,7 @@ class Supervisor:
         """Add groups up to the wanted number (`everstep scale`), once the lighthouse has a published address. A group
         that was told to leave ends first, and is then added anew if it is wanted again."""
         groups = self._launcher.groups
-        if not lighthouse.known or self._launcher.is_stopping():
+        if not lighthouse.published or self._launcher.is_stopping():
             return
         wanted = number_of_groups(self._run_dir)
         groups[:] = [group for group in groups if not (group.leaves and group.end)]
