@@ -78,7 +78,6 @@ def test_a_killed_worker_takes_its_group_down_and_is_replaced_warm(run):
     first, second = run.workers(0)
     others = run.workers(1)
     killed = time.time()
-    (run.run_dir / "data-is-away").touch()  # one start finds its configuration invalid
     os.kill(second, signal.SIGKILL)
     assert "rank 1 was killed by SIGKILL" in run.wait_for("workers_died", after=killed, group=0)["reason"]
     up = run.wait_for("worker_up", after=killed, group=0)
@@ -169,6 +168,22 @@ def test_ctrl_c_twice_ends_a_run_at_once_but_not_what_passes_on_the_first(other)
     assert other.process.wait(DEADLINE_S) == 130
     assert time.monotonic() - stopping < DEADLINE_S / 2, "its workers may take as long as that"
     until(lambda: not any(alive(p.pid) for p in tree), "every process of the run to be gone")
+
+
+def test_an_outage_that_all_groups_meet_does_not_end_a_run_that_has_made_steps(start):
+    """For instance of the file system of their data, without which a start finds its configuration invalid."""
+    run = start(2, 1, *ENDLESS)
+    for group in range(2):
+        run.wait_for("commit", group=group)
+    (run.run_dir / "data-is-away").touch()
+    for group in range(2):
+        os.kill(run.workers(group)[0], signal.SIGUSR1)
+    for group in range(2):
+        run.until(lambda g=group: len(run.events("workers_died", group=g)) > 2, "two starts of it to fail")
+    (run.run_dir / "data-is-away").unlink()
+    for group in range(2):
+        run.wait_for("commit", after=time.time(), group=group)
+    run.end()
 
 
 def test_with_nohup_a_run_outlives_its_terminal(start):

@@ -49,8 +49,7 @@ def main():
     group, groups = int(flag(argv, "--fault_tolerance.group_id")), int(flag(argv, "--fault_tolerance.groups"))
     if flag(argv, "--tiny.exit") is not None:
         raise SystemExit(int(flag(argv, "--tiny.exit")))
-    if (away := run_dir / "data-is-away").exists():
-        away.unlink(missing_ok=True)
+    if (run_dir / "data-is-away").exists():
         raise SystemExit(2)
     while "--tiny.exhaust" in argv:
         os.dup(0)

@@ -34,6 +34,9 @@ JOBS_EVERY_S = 0.2
 """Seconds between two turns of the jobs."""
 STARTS_WITHOUT_A_STEP = 3
 """Failed starts, of this launcher's groups together, after which all are given up if each group failed by itself."""
+OUTAGE_S = 600.0
+"""Seconds after the death of workers that had made steps during which no group is given up: what all groups lack, such
+as their data's file system, may come back."""
 SHORTAGE_S = 5.0
 """Longest backoff in seconds after shortages. It is short, because a group is not watched during its backoff."""
 Job = Callable[[], None]
@@ -142,8 +145,11 @@ class Launcher:
 
     def _give_up_together(self) -> None:
         """Give up all groups here if each of them has failed by itself, STARTS_WITHOUT_A_STEP times in sum, since any
-        group of the run last committed a step."""
+        group of the run last committed a step, and no workers that had made steps died here within OUTAGE_S."""
         live = [group for group in self.groups if group.end is None]
+        worked = [death.mono for group in live for death in group.deaths if death.committed]
+        if worked and time.monotonic() - max(worked) < OUTAGE_S:
+            return
         newest = max((death.run_step for group in live for death in group.deaths[-1:]), default=0)
         failures = [group.failures(newest) for group in live]
         if all(failures) and sum(failures) >= STARTS_WITHOUT_A_STEP:
