@@ -5,8 +5,9 @@
       ├── the workers of its groups, forked
       └── the teller (not in `everstep agent`), a new process: metrics, curves and the page of the run
 
-A shortage (a full or read-only disk; no process, descriptor or memory to spare) ends neither the launcher nor a group.
-The launcher reports it and retries after a pause. A start that it cuts short is made again from its first rank.
+A shortage (a full or read-only disk; no process, descriptor or memory to spare) ends neither the launcher nor a group,
+nor does an outage of a file system. The launcher reports it and retries after a pause. A start that it cuts short is
+made again from its first rank.
 """
 
 import functools
@@ -20,7 +21,7 @@ from everstep.launch.forking import keep_on_without_output
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
-from everstep.launch.restart_rules import backoff_s, is_shortage
+from everstep.launch.restart_rules import backoff_s, may_pass
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
@@ -110,7 +111,7 @@ class Launcher:
         return self.groups[-1]
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Run the loop until `over()`. Raises LaunchError, or an OSError that is no shortage, if it cannot go on."""
+        """Run the loop until `over()`. Raises LaunchError, or an OSError that will not pass, if it cannot go on."""
         while not over():
             self.children.wait(TICK_S)
             if time.monotonic() >= self._next_jobs_mono:
@@ -135,7 +136,7 @@ class Launcher:
             job()
             self._shortages.pop(name, None)
         except OSError as error:
-            if not (is_shortage(error) or isinstance(error, TimeoutError)):  # another process holds a lock
+            if not may_pass(error):
                 raise
             again_s = backoff_s(failures + 1, SHORTAGE_S)
             self._shortages[name] = failures + 1, time.monotonic() + again_s

@@ -28,6 +28,8 @@ SHORTAGES = frozenset((
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
     errno.ESTALE,
 ))  # fmt: skip
+OUTAGES = frozenset((errno.EIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO))
+"""What NFS and Lustre clients report while their server is away."""
 LONGEST_BACKOFF_S = 30.0
 
 
@@ -92,6 +94,11 @@ def oom_kills() -> int:
 def is_shortage(error: OSError) -> bool:
     """Return whether `error` is a shortage, so that a later retry may succeed."""
     return error.errno in SHORTAGES
+
+
+def may_pass(error: OSError) -> bool:
+    """Return whether a later retry may succeed: after a shortage, an outage, or a wait for another process's lock."""
+    return is_shortage(error) or error.errno in OUTAGES or isinstance(error, TimeoutError)
 
 
 def backoff_s(failures: int, longest_s: float = LONGEST_BACKOFF_S) -> float:

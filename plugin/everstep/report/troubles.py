@@ -164,8 +164,8 @@ ROWS: dict[str, Row] = {
     ),
     "resource_shortage": Row(
         "machine",
-        "{whose}{cause}. This is retried in {again_s:g} s. Free what is short: memory, processes, descriptors or disk "
-        "space.",
+        "{whose}{cause}. This is retried in {again_s:g} s. Free what is short (memory, processes, descriptors, disk "
+        "space), or repair the storage.",
         ends=("workers_started",),
         who="{group}",
         once=True,
