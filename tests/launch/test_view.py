@@ -21,8 +21,8 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
 
 SHOWN_TO_NOBODY = """
 import json, sys
-from everstep.launch.forking import keep_on_without_output
 from everstep.launch.view import RunState
+from everstep.run.output import keep_on_without_output
 keep_on_without_output()  # as a launcher does
 RunState().show(json.loads(sys.argv[1]))
 """
@@ -31,14 +31,25 @@ RunState().show(json.loads(sys.argv[1]))
 def test_a_reader_who_goes_away_or_reads_no_more_ends_the_view_and_nothing_else():
     shown = Timeline().commit(0.0, 1, (0,)).commit(1.0, 2, (0,)).events
     command = [sys.executable, "-c", SHOWN_TO_NOBODY, json.dumps(shown)]
-    for is_gone in (False, True):
-        read, write = os.pipe2(os.O_NONBLOCK)
-        os.write(write, bytes(1 << 20))  # the pipe takes a part of it, and then no more
+    for make, blocks, is_gone in (
+        (os.pipe, False, False), (os.pipe, True, False), (os.openpty, True, False), (os.pipe, True, True),
+    ):  # fmt: skip
+        read, write = make()
+        os.set_blocking(write, False)
+        os.write(write, bytes(1 << 20))  # it takes a part of this, and then no more
+        os.set_blocking(write, blocks)
         if is_gone:
             os.close(read)
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=30, check=False)
+        assert os.get_blocking(write) == blocks, "other processes have it as well"
         os.close(write)
         assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_reader_who_is_behind_misses_nothing():
+    patient = "from everstep.run import output; output.PATIENCE_S = 60.0; output.keep_on_without_output(); "
+    done = subprocess.run([sys.executable, "-c", patient + "print('x' * (1 << 20))"], stdout=subprocess.PIPE)
+    assert len(done.stdout) == (1 << 20) + 1
 
 
 def test_a_view_of_a_run_that_nobody_supervises_ends_with_it(tmp_path):

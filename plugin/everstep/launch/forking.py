@@ -5,7 +5,6 @@ stops it around a fork.)
 """
 
 import contextlib
-import io
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from everstep.launch.machine import LOOK_ONLY
 from everstep.run.directory import LaunchError
+from everstep.run.output import keep_on_without_output
 from everstep.run.stops import STOPS, die_with_parent
 from everstep.titan.imports import TORCHTITAN, import_all
 
@@ -38,34 +38,6 @@ def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lam
             warm_up_parser()
     except Exception as error:
         raise LaunchError(f"{type(error).__name__}: {error}") from error
-
-
-class _Output(io.FileIO):
-    """A stream that drops output that the system refuses, or cannot take without blocking, without an error."""
-
-    def write(self, data) -> int:
-        written = None  # as `super().write` returns if it would block
-        with contextlib.suppress(OSError):
-            written = super().write(data)
-        return memoryview(data).nbytes if written is None else written
-
-
-def keep_on_without_output() -> None:
-    """Make failures of stdout and stderr harmless: output that they refuse (a full disk, a closed pipe, or a full one
-    that somebody set not to block) is dropped. If stdin, stdout or stderr is closed, it is opened on /dev/null."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        before = getattr(sys, name)
-        if before is not getattr(sys, f"__{name}__"):
-            continue  # a caller has replaced the stream
-        if before is not None:
-            before.reconfigure(line_buffering=True)  # code that holds the old stream goes on writing to it
-        output = io.BufferedWriter(_Output(fd, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(output, errors="backslashreplace", line_buffering=True))
 
 
 def fork(main: Main, log: Path, env: Mapping[str, str]) -> int:

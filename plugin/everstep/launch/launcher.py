@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.launch.children import Children
-from everstep.launch.forking import keep_on_without_output
 from everstep.launch.group import Group
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.prepare import Prepared
@@ -27,6 +26,7 @@ from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
 from everstep.run.directory import check_room, stop_file
 from everstep.run.events import EventLog
+from everstep.run.output import keep_on_without_output
 from everstep.run.stops import STOPS, adopt_orphans, collect_stops
 
 TICK_S = 0.05
@@ -48,7 +48,7 @@ class Launcher:
     except keepers of snapshots.
 
     Make it in the main thread, and before this process writes an event: who sees that may send a signal to stop.
-    From then on, output that is refused (a closed terminal, a full disk) is lost, and the run goes on.
+    From then on, output that is refused or not read (a full disk, a stopped terminal) is lost, and the run goes on.
 
     Args:
         role: the role in the launcher's event log; `group`: the group in it, if it has only one.

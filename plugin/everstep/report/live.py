@@ -24,6 +24,7 @@ from typing import Any
 from everstep.config.sections import FaultTolerance
 from everstep.report.serve import serve
 from everstep.run import typed
+from everstep.run.output import keep_on_without_output
 
 LOOK_S = 2.0
 CLOSE_S = 20.0
@@ -168,6 +169,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
 
 
 if __name__ == "__main__":
+    keep_on_without_output()
     asked = json.loads(sys.stdin.readline())
     tell(Path(sys.argv[1]), typed.parse(FaultTolerance, asked.pop("ft")), **asked)
     os._exit(0)  # a thread that waits for a server may not end
