@@ -7,15 +7,18 @@ import socket
 import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from everstep.config.sections import FaultTolerance
+from everstep.launch import lighthouse
 from everstep.launch.lighthouse_job import LINGER_S, is_over
 from everstep.launch.prepare import Prepared
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path
-from everstep.run.directory import End, groups_file, over_file, prepared_file, stop_file
+from everstep.run.directory import End, LaunchError, groups_file, over_file, prepared_file, stop_file
 from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, alive, events_of, until
@@ -75,6 +78,30 @@ def test_a_lighthouse_whose_port_was_taken_meanwhile_moves_to_another_and_is_not
         after = started(tmp_path / "run", 2)[-1]
     assert before["address"] != after["address"] == published_address(tmp_path / "run")
     assert launcher.poll() is None
+
+
+def test_a_lighthouse_that_cannot_start_is_tried_less_and_less_often(tmp_path, monkeypatch):
+    """Its host may have lost its address. It is given up only if it has never served."""
+    (tmp_path / "state").mkdir()
+    now = 0.0
+    monkeypatch.setattr(lighthouse, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(lighthouse, "free_port", Mock(side_effect=[7, *[LaunchError("no such address")] * 99]))
+    children = Mock(looked_mono=0.0, awake_mono=0.0, **{"start.return_value": Mock(alive=False)})
+    one = lighthouse.Lighthouse(tmp_path, "127.0.0.1", FaultTolerance(enable=True), children, Mock())
+    one.published = "http://127.0.0.1:7"
+
+    def keep():
+        nonlocal now
+        for _ in range(300):
+            now += 0.2
+            one.keep()
+
+    keep()
+    assert 60 / lighthouse.LONGEST_PAUSE_S <= children.start.call_count < 20
+    one.published = ""
+    one._failures = 0
+    with pytest.raises(LaunchError, match=r"does not start on 127\.0\.0\.1:7"):
+        keep()
 
 
 @pytest.mark.parametrize(("status", "over"), [("done", True), ("failed", False)])

@@ -5,6 +5,7 @@ read the published address before each request.
 Its process beats, because the port and connections of a hung process stay open and do not show that it hangs.
 """
 
+import contextlib
 import functools
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.machine import free_port
+from everstep.launch.restart_rules import backoff_s
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.directory import LaunchError, starts_file
@@ -20,6 +22,8 @@ from everstep.run.events import EventLog
 
 ATTEMPTS = 5
 """Number of ports to try, one after the other, as long as no address is published."""
+LONGEST_PAUSE_S = 5.0
+"""Longest pause in seconds before another start, if several have failed."""
 SILENCE_S = 12.0
 """Seconds without a beat after which a lighthouse counts as hung."""
 
@@ -42,8 +46,8 @@ class Lighthouse:
         self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
         self._serves = self._hung = False
-        self._port = self._attempts = 0
-        self._started_mono = 0.0
+        self._port = self._failures = 0
+        self._started_mono = self._again_mono = 0.0
 
     @property
     def address(self) -> str:
@@ -59,6 +63,8 @@ class Lighthouse:
         if it cannot be started, and OSError for a shortage."""
         if self._child is not None and not self._child.alive:
             self._ended(self._child)
+        if self._child is None and time.monotonic() < self._again_mono:
+            return
         child = self._child = self._child or self._start()
         beat = read_beat(self._beats)
         serves = beat is not None and beat.pid == child.pid
@@ -86,10 +92,13 @@ class Lighthouse:
         reason = "did not answer" if self._hung else "ended"
         self._events.emit("lighthouse_died", exitcode=child.exitcode, reason=reason)
         self._child = None
-        if not self.published:
-            self._attempts += 1
-            if self._attempts == ATTEMPTS:
-                log = self._run_dir / "logs" / "lighthouse.log"
-                raise LaunchError(f"the lighthouse does not start on {self._host}:{self._port}, see {log}")
-        if not self._serves:
-            self._port = 0  # another process may have taken the port: try another one
+        if self._serves:
+            self._failures = 0
+            return
+        self._failures += 1
+        if not self.published and self._failures == ATTEMPTS:
+            log = self._run_dir / "logs" / "lighthouse.log"
+            raise LaunchError(f"the lighthouse does not start on {self._host}:{self._port}, see {log}")
+        self._again_mono = time.monotonic() + backoff_s(self._failures - 1, LONGEST_PAUSE_S)
+        with contextlib.suppress(LaunchError):  # the host may have lost its address for a while
+            self._port = free_port(self._host)  # another process may have taken the port
