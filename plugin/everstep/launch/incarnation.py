@@ -1,5 +1,6 @@
 """One incarnation: the worker processes of one start of a group, and the cause of their end."""
 
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from everstep.run.poison import Slot
 
 COMPILING = ("compute", "reduce", "vote")
 """Phases in which a worker compiles during its first step, or waits for a rank that does."""
+SYSTEM_ERROR = re.compile(r"\w+: \[Errno \d+\]")
+"""Matches an error of the operating system, such as of the data's file system (`Death.error`)."""
 
 
 def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
@@ -166,6 +169,8 @@ class Incarnation:
         reported."""
         run_dir, group, on_poison = self.settings.run_dir, self.settings.group, self.settings.fault_tolerance.on_poison
         if not death.by_itself or death.exitcode in HOPELESS:  # the slot is not why it ended
+            return None
+        if on_poison == "stop" and SYSTEM_ERROR.match(death.error):  # an outage, which may pass, must not end the run
             return None
         try:
             beat = self._beat_of(culprit)
