@@ -1,5 +1,6 @@
 """The state that heals and snapshots carry, and the checkpoints that a run resumes from."""
 
+import errno
 import os
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
+from everstep.run import fence
 from everstep.run.exits import TrainerEnds
 from everstep.step.interfaces import Commit
 from everstep.titan import rounds, run_files
@@ -115,6 +117,24 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
     ranks[0].mark_finished(30, for_all=True)
     restored(ranks[1])
     assert ranks[1].finished_step() == 30
+
+
+def test_an_outage_of_the_run_directory_ends_no_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files.signal, "signal", lambda *said: None)
+    monkeypatch.setenv(fence.ENVIRONMENT, str(fence.Claim("1", 0, 0)))
+    files = run_files.RankFiles(tmp_path, 0, 0, steps=100, stall_timeout_s=1.0)
+    files.beat("compute", 3)
+
+    def away(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as outage:
+        for name in ("open", "stat", "pwrite", "scandir", "listdir"):
+            outage.setattr(os, name, away)
+        files.beat("compute", 4)
+        asks = files.asked_to_leave, files.fenced, files.is_over, files.ended_for_all
+        assert not any(ask() for ask in asks)
+        assert (files.finished_step(), files.why_run_ended()) == (-1, "")
 
 
 def checkpoint_of(folder, *keys):

@@ -81,9 +81,11 @@ class BeatFile:
             os.ftruncate(self._fd, 0)  # it is no beat, and readers refuse a file longer than one
 
     def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
-        """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none)."""
+        """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none). If
+        the file system is away, this is a beat that is missed: who watches the process sees that."""
         record = _RECORD.pack(_MARK, this_boot(), os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
-        os.pwrite(self._fd, record, 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, record, 0)
 
     def close(self) -> None:
         if self._fd >= 0:

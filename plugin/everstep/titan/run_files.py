@@ -56,7 +56,7 @@ class RankFiles:
 
     def asked_to_leave(self) -> bool:
         """See `RunFiles.asked_to_leave`. Rank 0 also looks for the stop file: a signal can be missed."""
-        return self._terminated or (self._rank == 0 and stop_file(self._run_dir).exists())
+        return self._terminated or (self._rank == 0 and os.path.exists(stop_file(self._run_dir)))
 
     def groups_with_state(self) -> list[int]:
         """See `RunFiles.groups_with_state`."""
