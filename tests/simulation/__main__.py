@@ -88,7 +88,7 @@ def main() -> int:
     if options.mutants is not None:
         mutants.campaign(options.mutants, options.draw, options.most, options.jobs)
         return 0
-    settings = Settings(options.groups, options.ranks, options.faults, tuple(options.kinds.split(",")))
+    settings = Settings(options.groups, options.ranks, faults=options.faults, kinds=tuple(options.kinds.split(",")))
     if options.trace is not None:
         outcome = simulate(options.trace, settings, trace=True)
         show(outcome)

@@ -1,11 +1,13 @@
 """Sums over many seeds of what their runs cost and find, compared with the sums that were recorded last.
 
 A change of the code between groups may break no promise, but ask, compute, send or wait more than before, or find less.
-The faults of a seed are in its plan, so such a sum moves little if only the order of events changes.
+The faults of a seed are in its plan, so such a sum moves little if only the order of events changes, and only by what
+the seeds add whose runs have changed at all.
 """
 
 import csv
 import math
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,8 @@ RECORDED = Path(__file__).with_name("costs.tsv")
 """A column for each figure. Row MOST: the most that one run adds to the figure. Row SPREAD: the standard deviation of
 this by chance, from runs with the same faults and all else drawn anew three times: 80 of `default`, 15 to 24 of each
 variant. The other rows: the sums of the first seeds of a name, as `scripts/simulate --record` writes them."""
+PRINTS = RECORDED.with_name("prints.txt")
+"""A line for each name: a checksum of each seed's figures."""
 MOST, SPREAD = ("most", 1), ("spread", 1)
 SURE = 4.0
 """Standard deviations by which a sum does not move by chance."""
@@ -35,24 +39,37 @@ def summed(runs: Sequence[Counter[str]], most: Sums) -> Sums:
     return {figure: round(float(sum(min(run[figure], at_most) for run in runs)), 1) for figure, at_most in most.items()}
 
 
+def prints() -> dict[str, list[str]]:
+    lines = (line.partition("\t") for line in PRINTS.read_text().splitlines())
+    return {name: told.split() for name, _, told in lines}
+
+
+def printed(runs: Sequence[Counter[str]]) -> list[str]:
+    return [f"{zlib.crc32(str(sorted(run.items())).encode()) & 0xFFFF:04x}" for run in runs]
+
+
 def changed(seeds: str, runs: Sequence[Counter[str]]) -> list[str]:
     """Return the figures of these seeds that differ from the recorded ones by more than chance."""
     found, every = [], recorded()
+    other = [before != now for before, now in zip(prints().get(seeds, ()), printed(runs), strict=False)]
     for (name, count), before in every.items():
         if name == seeds and count <= len(runs):
             for figure, now in summed(runs[:count], every[MOST]).items():
-                if abs(now - before[figure]) > SURE * every[SPREAD][figure] * math.sqrt(count):
+                if abs(now - before[figure]) > SURE * every[SPREAD][figure] * math.sqrt(sum(other[:count])):
                     found.append(f"{figure} of {count} seeds: {before[figure]:.0f} -> {now:.0f}")
     return found
 
 
 def same(runs: Mapping[str, Sequence[Counter[str]]]) -> bool:
-    """Return whether the runs of each name cost exactly what is recorded for so many seeds."""
-    every = recorded()
-    return all(summed(some, every[MOST]) == every.get((name, len(some))) for name, some in runs.items())
+    """Return whether the runs of each name are those that are recorded."""
+    before = prints()
+    return all(printed(some) == before.get(name, [])[: len(some)] for name, some in runs.items())
 
 
 def record(seeds: str, runs: Sequence[Counter[str]]) -> None:
+    PRINTS.write_text(
+        "".join(f"{name}\t{' '.join(told)}\n" for name, told in (prints() | {seeds: printed(runs)}).items())
+    )
     every = recorded()
     every |= {(seeds, n): summed(runs[:n], every[MOST]) for n in (*PARTS, len(runs)) if n <= len(runs)}
     with RECORDED.open("w") as file:

@@ -44,9 +44,11 @@ class Fault:
     size: float
 
 
-def place(chance: random.Random, kinds: Sequence[str], count: int, groups: int, ranks: int) -> tuple[Fault, ...]:
-    """Draw `count` faults of these kinds, up to 12 s apart, some of them in bursts."""
-    at, placed = chance.uniform(0.5, 8.0), []
+def place(
+    chance: random.Random, kinds: Sequence[str], count: int, groups: int, ranks: int, quiet_s: float
+) -> tuple[Fault, ...]:
+    """Draw `count` faults of these kinds after `quiet_s` seconds, up to 12 s apart, some of them in bursts."""
+    at, placed = quiet_s + chance.uniform(0.5, 8.0), []
     weights = [WEIGHTS.get(kind, 1.0) for kind in kinds]
     for _ in range(count):
         kind = chance.choices(kinds, weights)[0]

@@ -51,14 +51,17 @@ MOST_EVENTS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The runs that a campaign simulates. groups, ranks: lowest and highest number."""
+    """The runs that a campaign simulates. groups, ranks, steps: lowest and highest number."""
 
     groups: tuple[int, int] = (2, 4)
     ranks: tuple[int, int] = (1, 3)
+    steps: tuple[int, int] = (6, 14)
     faults: int = 8
     kinds: tuple[str, ...] = KINDS
     homes: bool = False
     """Whether slots have home groups."""
+    quiet_s: float = 0.0
+    """Seconds without faults at the start."""
     spares: int | None = None
     """Number of spare groups. None: a fifth of the runs of three groups and more have one spare."""
 
@@ -70,6 +73,15 @@ VARIANTS = {
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan", "full"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
+    "few": (
+        range(8000, 8060),
+        Settings(
+            steps=(12, 20),
+            quiet_s=20.0,
+            faults=2,
+            kinds=("stop", "stop-group", "gone", "kill", "group", "slow", "join", "leave"),
+        ),
+    ),
     "votes": (
         range(7000, 7060),
         Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part", "full")),
@@ -128,10 +140,10 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
     closing = [kind for kind in settings.kinds if kind in CLOSING]
     heartbeat_s = LONG_S if closing and random.Random(f"heartbeat {seed}").random() < 0.15 else HEARTBEAT_S
     kinds = closing if heartbeat_s == LONG_S else settings.kinds
-    placed = place(chance, kinds, settings.faults, groups, ranks)
+    placed = place(chance, kinds, settings.faults, groups, ranks, settings.quiet_s)
     busy_s = max((fault.at for fault in placed), default=20.0)
     slot_s = chance.choice([0.2, 0.5, 1.5]) * min(groups, slots) / slots
-    steps = chance.randint(6, 14)
+    steps = chance.randint(*settings.steps)
     spares = settings.spares
     if spares is None:
         spares = int(groups > 2 and not settings.homes and random.Random(f"spares {seed}").random() < 0.2)
