@@ -57,16 +57,6 @@ def test_without_room_or_permission_the_snapshot_fails_and_the_one_before_stays(
         assert_is_step(run.restore(run.decide()), 1)
 
 
-def test_what_was_wiped_can_neither_be_restored_nor_decoded_and_makes_room_for_another_state():
-    with Cluster(2) as run:
-        run.take(7, 8)
-        for group in (0, 1):
-            run.segment(group).wipe(0)
-        assert run.decide().source == "nothing"
-        run.take(3)
-        assert_is_step(run.restore(run.decide()), 3)
-
-
 def test_a_pipe_where_a_buffer_belongs_does_not_hold_up_a_trainer():
     with Cluster(2) as run:
         run.take(1, 2)

@@ -12,14 +12,17 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.config.errors import ConfigError
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
 from everstep.run import fence
 from everstep.run.exits import TrainerEnds
+from everstep.run.token import run_token
+from everstep.snapshot import sources
 from everstep.step.interfaces import Commit
-from everstep.titan import rounds, run_files
+from everstep.titan import load_once, rounds, run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
-from everstep.titan.load_once import LoadOnce
+from everstep.titan.load_once import Choice, choose
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.rounds import Rounds
 from everstep.titan.slot_computer import SlotComputer
@@ -85,17 +88,17 @@ def test_a_run_that_turns_to_other_data_reads_it_from_its_beginning_once(source)
     """Only once, however often it is started again. In the same run and with the same data, the key alone does it."""
     work, trainer = MagicMock(), MagicMock()
     work._from_memory.return_value = source.removeprefix("disk")
-    work._disk.once.is_due = False
+    work._disk.choice.asks = False
     trainer.context.token, trainer.config.checkpoint.exclude_from_loading = b"token", []
     told = EverstepTrainer.data.fget(trainer)
     trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
     work._trainer.configure_mock(data=EverstepTrainer.data.fget(trainer), parameters_told="", config=trainer.config)
     for step, before in ((90, "of other data"), (100, told)):
         work._trainer.configure_mock(step=step, data_told=before)
-        Steps._restore(work, None)
+        Steps.restore(work, None)
         work._source.begin_after.assert_called_with(step)
     work._trainer.configure_mock(step=130, data_told=work._trainer.data)
-    Steps._restore(work, None)
+    Steps.restore(work, None)
     work._source.begin_after.assert_called_with(100)  # a later start goes on with the rows that come then
 
 
@@ -107,7 +110,8 @@ def test_a_run_that_goes_back_behind_its_last_end_is_saved_where_it_ends_next(tm
         return run_files.RankFiles(tmp_path, 0, rank, steps=100, stall_timeout_s=1.0)
 
     def restored(files):
-        Steps._restore(MagicMock(_files=files, _snapshots=None, committed=20), None)
+        disk = MagicMock(**{"choice.asks": False})
+        Steps.restore(MagicMock(_files=files, _disk=disk, _snapshots=None, committed=20), None)
 
     start().mark_finished(26, for_all=True)
     ranks = start(), start(1)
@@ -147,7 +151,7 @@ def disk_at(folder, **checkpoint):
     disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
     settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
     disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
-    disk.once = LoadOnce(disk._config, str(folder), folder, MagicMock())
+    disk._config.folder, disk.choice = ".", Choice(disk._config, folder)
     (folder / "state").mkdir(parents=True, exist_ok=True)
     source = SimpleNamespace(state_dict=lambda: {"rows_read": 0}, saved_ranks=())
     disk._manager, disk._trainer = CheckpointManager.__new__(CheckpointManager), SimpleNamespace(own_keys=OURS)
@@ -210,38 +214,49 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("excludes", [[], ["optimizer"]])
-def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, monkeypatch, excludes):
+@pytest.mark.parametrize("excludes", [[], ["optimizer", "dataloader"]])
+def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     """If all groups die again and again, it goes on from what they had committed. What it left is kept."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
+    keys = f"{TRAIN_STATE}.step", "dataloader.rows_read"
     for step in (10, 20):
-        checkpoint_of(tmp_path / f"step-{step}", *names)
+        checkpoint_of(tmp_path / f"step-{step}", *keys)
+    asks, token = {"load_step": 10, "exclude_from_loading": excludes}, run_token(tmp_path)
 
-    def start(**checkpoint):
-        disk = disk_at(tmp_path, **checkpoint)
-        disk.once.look()
+    def begin(**checkpoint):
+        return choose(disk_at(tmp_path, **checkpoint)._config, tmp_path)
+
+    def loaded():
+        disk = disk_at(tmp_path, **asks)
         disk.load()
-        return disk
+        return disk.asked[0][0], disk._manager.exclude_from_loading
 
-    asks = {"load_step": 10, "exclude_from_loading": excludes}
-    for _ in range(2):  # all die before the first commit
-        disk = start(**asks)
-        assert (disk.asked[0][0], disk._manager.exclude_from_loading) == (10, excludes)
-        assert disk.once.is_due
-    disk.once.committed(0xABC)
-    disk.once.committed(0xDEF)
-    assert sorted(path.name for path in tmp_path.glob("*-*")) == ["abandoned-20-abc", "step-10"]
-    disk = start(**asks)
-    assert (disk.asked[0][0], disk._manager.exclude_from_loading) == (10, excludes), "there is no newer one"
-    checkpoint_of(tmp_path / "step-15", *names)
-    disk = start(**asks)
-    assert (disk.asked[0][0], disk._manager.exclude_from_loading, disk.once.is_due) == (15, [], False)
-    start(**asks).once.committed(0xDEF)
-    assert start(**asks).asked[0][0] == 15
-    start().once.committed(0x123)
-    assert start(**asks).asked[0][0] == 10, "it was not asked to in between"
+    with pytest.raises(ConfigError, match="has no step-11, only step-10, step-20"):
+        begin(load_step=11)
+    assert disk_at(tmp_path, **asks).choice.asks, "torchrun alone does not choose"
+    [said] = begin(**asks)
+    assert said.endswith("step-20 is newer than [checkpoint] load_step: it is now abandoned-20.0")
+    assert run_token(tmp_path) != token, "snapshots in memory are of another run"
+    assert loaded() == (10, excludes), "also if all die before the next checkpoint"
+    checkpoint_of(tmp_path / "step-15", *keys)
+    assert begin(**asks) == []
+    assert loaded() == (15, excludes[1:])
+    assert begin() == []
+    assert [said.rpartition(" ")[2] for said in begin(**asks)] == ["abandoned-15.0"], "it was not asked to in between"
+
+
+@pytest.mark.parametrize("excludes", ["optimizer", TRAIN_STATE])
+def test_nothing_is_left_out_of_a_checkpoint_if_that_would_lose_steps(tmp_path, monkeypatch, excludes):
+    config = disk_at(tmp_path, exclude_from_loading=[excludes])._config
+    newest = sources.Decision("memory", 24)
+    run_token(tmp_path)
+    (tmp_path / "step-20").mkdir()
+    monkeypatch.setattr(load_once, "ask_keepers", lambda *args, **kwargs: newest)
+    with pytest.raises(ConfigError, match=r"memory has the state of step 24|without train_state the run would begin"):
+        choose(config, tmp_path)
+    newest = sources.Decision("memory", 20)
+    if excludes == "optimizer":
+        assert choose(config, tmp_path) == []
+        assert Choice(config, tmp_path).begun == 20
 
 
 def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():

@@ -1,5 +1,6 @@
 """Comparing bits: `everstep same`, of two runs; `everstep replay`, of a step that is computed again."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -121,6 +122,10 @@ def _compute_again(run_dir: Path, step: int) -> int:
     if start:
         (again / "checkpoint").mkdir()
         (again / "checkpoint" / f"step-{start}").symlink_to(found[start].resolve())
+    if read_json(run_dir / "state" / "loaded.json").get("from") not in (None, start):  # they applied once, elsewhere
+        text = re.sub(r"(?m)^(exclude_from_loading = ).*$", r"\1[]", config.read_text())
+        config = run_dir / f"{FOLDER}.toml"
+        config.write_text(re.sub(r"(?m)^(load_step = ).*$", r"\1-1", text))
     command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(again)]
     command += ["--groups", "1", "--ranks-per-group", str(prepared.ranks), "--steps", str(step * a_commit)]
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]

@@ -314,6 +314,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
             "global parameters only after a round",
         )
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
+    own = sorted({"optimizer", "lr_scheduler"}.intersection(config.checkpoint.exclude_from_loading))
     remote = config.checkpoint.enable and "://" in f"{config.checkpoint.folder} {config.checkpoint.initial_load_path}"
     for is_wrong, key, what in (
         (ft.on_loss == "shrink", "fault_tolerance.on_loss", 'must be "redistribute"'),
@@ -322,6 +323,7 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         (config.snapshot.enable, "snapshot.enable", "must be false"),
         (not training.disable_cuda_graphs, "training.disable_cuda_graphs", "must be true"),
         (config.parallelism.pipeline_parallel_degree > 1, "parallelism.pipeline_parallel_degree", "must be 1"),
+        (bool(own), "checkpoint.exclude_from_loading", f"must not name {', '.join(own)}, which each worker has"),
         (first_step, "checkpoint.enable_first_step_checkpoint", "must be false"),
         (remote, "checkpoint.folder", "and initial_load_path must be on a file system"),
     ):

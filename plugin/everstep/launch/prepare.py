@@ -46,6 +46,8 @@ class PrepareOptions:
     """Run directory to write to; empty: the config is only checked."""
     here: bool = True
     """Whether this machine trains. If not, as on a login node, it needs no GPU."""
+    begins: bool = False
+    """Whether nothing of the run lives, so that it may go back to a checkpoint."""
     together: bool = False
     """Whether all groups run on this machine."""
     model: bool = False
@@ -94,6 +96,7 @@ def prepare(options: PrepareOptions) -> Prepared:
     from torch import accelerator
 
     from everstep.config.resolved import config_identity, resolved_toml
+    from everstep.titan.load_once import choose
 
     config, ranks, warnings = _load_and_check(options)
     ft, devices = config.fault_tolerance, visible_devices(accelerator.device_count())
@@ -109,6 +112,8 @@ def prepare(options: PrepareOptions) -> Prepared:
         warnings += _refuse_another(config, run_dir)
         if options.together and config.checkpoint.enable and not config.checkpoint.load_only:
             _refuse_folder(run_dir, config.checkpoint.folder)
+        if options.begins:
+            warnings += choose(config.checkpoint, run_dir)
         write_whole(settled, resolved_toml(config).encode())
     return Prepared(
         groups=ft.groups,

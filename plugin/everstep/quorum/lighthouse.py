@@ -18,7 +18,7 @@ from everstep.run.beats import BeatFile, lighthouse_beat_path
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventLog
 from everstep.run.stops import collect_stops
-from everstep.run.token import run_token
+from everstep.run.token import own_token
 from everstep.wire import parse_address
 
 LOOK_EVERY_S = 0.2
@@ -46,7 +46,7 @@ def serve(
 
 
 def _run(bind: str, run_dir: Path, rules: QuorumRules) -> None:
-    token, place = run_token(run_dir), parse_address(bind)
+    token, place = own_token(run_dir), parse_address(bind)
     events = EventLog(run_dir, None, None, "lighthouse")
     stops = collect_stops()
     # Hundreds of threads may be ready at once, each for a short time. Switching between them every 5 ms, as by default,

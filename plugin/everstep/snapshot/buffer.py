@@ -201,12 +201,6 @@ class BufferReader:
         return f"chunks {bad} do not match their checksums" if bad else ""
 
 
-def wipe(path: Path) -> None:
-    """Wipe a buffer's header, so that no reader accepts what it holds. Raises OSError."""
-    with path.open("r+b") as file:
-        file.write(bytes(_PREFIX.size))
-
-
 class BufferWriter:
     """Writes a buffer. A process must use one writer per file."""
 

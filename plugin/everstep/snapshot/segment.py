@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from everstep.run.files import NotRegularError, is_own_directory, read_regular
-from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError, wipe
+from everstep.snapshot.buffer import BUFFERS, BufferReader, SnapshotError
 from everstep.snapshot.header import KINDS, Header, Kind
 from everstep.snapshot.section import Snapshot
 
@@ -105,12 +105,6 @@ class Segment:
         """Delete all files of a rank. Their memory is freed once the trainer and the keeper end their mappings."""
         for path in self.path.glob(f"group-{self.group}.rank-{rank}.*"):
             path.unlink(missing_ok=True)
-
-    def wipe(self, rank: int) -> None:
-        """Make what is in a rank's buffers unreadable. Their memory stays for the next snapshots."""
-        for path in itertools.chain(*(self.files(kind, rank) for kind in KINDS)):
-            with contextlib.suppress(FileNotFoundError):
-                wipe(path)
 
     def file(self, kind: Kind, rank: int, index: int) -> Path:
         """Return the path of one of the rank's buffers, which need not exist."""

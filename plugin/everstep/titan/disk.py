@@ -25,7 +25,7 @@ from everstep.step import ledger
 from everstep.titan import private
 from everstep.titan.data.slot_source import SlotSource
 from everstep.titan.group import all_in_group, sum_in_group
-from everstep.titan.load_once import LoadOnce
+from everstep.titan.load_once import Choice
 from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import (
     FIRST,
@@ -70,8 +70,7 @@ class DiskCheckpoints:
         self._events, self._files = trainer.context.events, trainer.context.files
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """Name -> `Stateful`: what a checkpoint consists of."""
-        folder = self._manager.folder if self._config.enable else ""
-        self.once = LoadOnce(self._config, folder, trainer.context.run_dir, self._events)
+        self.choice = Choice(self._config, trainer.context.run_dir)
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint that training can resume from, else of the newest one, as the last
@@ -85,12 +84,12 @@ class DiskCheckpoints:
 
     def _has_all(self, step: int, keys: Collection[str]) -> bool:
         """Return whether a checkpoint has what torchtitan loads: the model, and after step 0 the counters too."""
-        return step == 0 or TRAIN_STATE in self.once.excluded(step) or f"{TRAIN_STATE}.step" in keys
+        return step == 0 or TRAIN_STATE in self.choice.excluded(step) or f"{TRAIN_STATE}.step" in keys
 
     def _to_load(self) -> tuple[int, Path | None]:
         """Return the step and folder of the checkpoint to load. The step is -1 if the run has none of its own. The
         folder is None if there is no checkpoint, its format is not torch's, or only a model is loaded."""
-        step = self.once.load_step
+        step = self.choice.load_step
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return step, None
         if step == -1 and (newest := self.newest()) is not None:
@@ -111,7 +110,7 @@ class DiskCheckpoints:
             source.saved_ranks = [int(found[1]) for found in map(OF_RANK.fullmatch, keys) if found is not None]
             self._require(step, folder, keys)
             self._tell_damaged(step)
-        self.once.loaded, self._manager.exclude_from_loading = step, self.once.excluded(step)
+        self._manager.exclude_from_loading = self.choice.excluded(step)
         try:
             found = self._manager.load(step=step)
         except CheckpointException as error:
@@ -124,7 +123,7 @@ class DiskCheckpoints:
         """Warn of newer checkpoints that are skipped because they are damaged."""
         newer = {at: path for at, path in checkpoints_in(Path(self._manager.folder)).items() if at > step}
         damaged = [str(path) for path in newer.values() if not tensors_in(path)]
-        if damaged and self.once.load_step == -1 and dist.get_rank() == 0:
+        if damaged and self.choice.load_step == -1 and dist.get_rank() == 0:
             text = f"the run goes on from step {step}, as the .metadata of {', '.join(damaged)} is damaged"
             self._events.emit("warning", text=text)
 
@@ -151,11 +150,11 @@ class DiskCheckpoints:
     def workers_to_load(self) -> int:
         """Return how many workers have their own states in the checkpoint that will be loaded."""
         step, folder = self._to_load()
-        return len(workers_in(folder)) if folder and WORKERS not in self.once.excluded(step) else 0
+        return len(workers_in(folder)) if folder and WORKERS not in self.choice.excluded(step) else 0
 
     def leaves_workers(self) -> bool:
         """Return whether the workers' own states are left out of what will be loaded."""
-        return WORKERS in self.once.excluded(self._to_load()[0])
+        return WORKERS in self.choice.excluded(self._to_load()[0])
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is written after this step, if it is not the last."""
@@ -164,7 +163,7 @@ class DiskCheckpoints:
     def workers(self, step: int, history: int) -> dict[int, Path]:
         """Return worker -> folder of its own state after this step of this history, for the workers of which a
         checkpoint has it, be it complete or still being written."""
-        if not self._config.enable or WORKERS in self.once.excluded(step):
+        if not self._config.enable or WORKERS in self.choice.excluded(step):
             return {}
         place, initial = Path(self._manager.folder), self._config.initial_load_path
         found = workers_in(place / f"writing-{step}-{history:x}")

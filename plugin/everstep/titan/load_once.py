@@ -1,94 +1,111 @@
 """`[checkpoint] load_step` and `exclude_from_loading` choose what a run goes on from. It does so once.
 
 If all groups die later, they must go on from the newest state, and not make the steps since the chosen one again. So
-the first commit after such a load is recorded in the run directory, in state/loaded.json. A later start with the same
-settings ignores them. After a start with others, or if a user removes the file, they apply again.
+`choose`, while nothing of the run lives, makes the chosen checkpoint the run's newest state, and records that in
+state/loaded.json. From then on groups load the newest state, and what `exclude_from_loading` names is left out of that
+checkpoint alone. A start with other settings chooses anew.
+
+Without a launcher (torchrun) nothing is chosen: as in torchtitan, both apply whenever all groups start.
 """
 
 import contextlib
+import re
+import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torchtitan.tools import filesystem
 
-from everstep.run.events import EventLog
+from everstep.config.errors import ConfigError
 from everstep.run.files import read_json, write_json
-from everstep.titan.group import all_in_group
-from everstep.titan.names import DATALOADER
-from everstep.titan.parts import checkpoints_in
+from everstep.run.token import TOKEN_FILE, run_token
+from everstep.snapshot.recovery import ask_keepers
+from everstep.titan.names import DATALOADER, TRAIN_STATE
+
+ANSWER_S = 10.0
+"""Seconds to wait for a keeper's answer."""
 
 
-class LoadOnce:
-    """What the settings still ask of one rank.
+class Choice:
+    """What `[checkpoint]`, here `config`, says of the next checkpoint to load."""
 
-    Args:
-        config: `[checkpoint]`.
-        folder: of the run's checkpoints.
-    """
-
-    def __init__(self, config: Any, folder: str, run_dir: Path, events: EventLog) -> None:
-        self._config, self._folder, self._events = config, folder, events
-        self._record = run_dir / "state" / "loaded.json"
-        self._asked = {"load_step": config.load_step, "exclude_from_loading": sorted(config.exclude_from_loading)}
-        chooses = config.load_step != -1 or {*config.exclude_from_loading} - {DATALOADER}
-        self._asks = config.enable and bool(chooses)
-        self._begun: int | None = None
-        """Step of the checkpoint from which the run has gone on as asked, -1 for an initial one; None if it has not."""
-        self._restored = False
-        """Whether a state was restored and no step committed since."""
-        self.loaded = -1
-        """Step of the run's checkpoint that was loaded; -1 for none or an initial one."""
-
-    def look(self) -> None:
-        """Read the record, before a state is restored. A collective of the group."""
-        record = read_json(self._record)
+    def __init__(self, config: Any, run_dir: Path) -> None:
+        self._config = config
+        self.record = run_dir / "state" / "loaded.json"
+        self.asked = {"load_step": config.load_step, "exclude_from_loading": sorted(config.exclude_from_loading)}
+        self.leaves_out = {*config.exclude_from_loading} - {DATALOADER}
+        """What is left out once. That the data begins anew only once is ensured otherwise (`EverstepTrainer.data`)."""
+        record = read_json(self.record)
         begun = record.pop("from", None)
-        self._begun = begun if all_in_group(self._asks and record == self._asked) else None
-        self._restored = True
-        if self._begun is not None and dist.get_rank() == 0:
-            text = f"they apply once, and the run goes on from its newest state; to apply them again, rm {self._record}"
-            self._events.emit("warning", text=f"[checkpoint] load_step and exclude_from_loading: {text}")
+        self.begun: int | None = begun if record == self.asked else None
+        """Step of the checkpoint that was chosen so, -1 for an initial one; None if none was."""
 
     @property
-    def is_due(self) -> bool:
-        """Whether a checkpoint has to be loaded, even if there is a newer state in memory."""
-        return self._asks and self._begun is None
+    def asks(self) -> bool:
+        """Whether it asks for something that has not been done."""
+        return self._config.enable and self.begun is None and (self._config.load_step != -1 or bool(self.leaves_out))
 
     @property
     def load_step(self) -> int:
-        return -1 if self._begun is not None else self._config.load_step
+        return self._config.load_step if self.begun is None else -1
 
     def excluded(self, step: int) -> list[str]:
-        """Return what is not loaded from the checkpoint of this step (-1: an initial one). That the data begins anew
-        only once is ensured otherwise (`EverstepTrainer.data`)."""
-        applies = self._begun is None or step <= self._begun
+        """Return what is not loaded from the checkpoint of this step (-1: an initial one)."""
+        applies = self.begun is None or step <= self.begun
         return [key for key in self._config.exclude_from_loading if applies or key == DATALOADER]
 
-    def committed(self, history: int) -> None:
-        """Note that the run goes on from the restored state, now with this history. Every group that restored it does
-        this, as each may die here."""
-        restored, self._restored = self._restored, False
-        if not restored or self._begun is not None or dist.get_rank() or filesystem.is_remote(self._folder):
-            return
-        told = self._asked | {"from": self.loaded}
-        try:
-            if not self._asks:
-                self._record.unlink(missing_ok=True)
-            elif read_json(self._record) != told:
-                self._set_aside(history)
-                write_json(self._record, told)
-        except OSError as error:
-            text = f"{self._record} cannot be written: if all groups die, [checkpoint] applies again: {error}"
-            self._events.emit("warning", text=text)
 
-    def _set_aside(self, history: int) -> None:
-        """Rename checkpoints that are newer than the chosen one, and so not of this history's past."""
-        newer = {step: path for step, path in checkpoints_in(Path(self._folder)).items() if step > self.loaded}
-        for step, path in newer.items() if self._config.load_step != -1 else ():
-            aside = path.with_name(f"abandoned-{step}-{history:x}")
-            with contextlib.suppress(FileNotFoundError):  # another group was faster
-                path.rename(aside)
-                self._events.emit(
-                    "warning", text=f"{path} is newer than [checkpoint] load_step: it is now {aside.name}"
-                )
+def choose(config: Any, run_dir: Path) -> list[str]:
+    """Do what `[checkpoint]`, here `config`, asks for, unless that was done; return in sentences what became of other
+    checkpoints. Nothing of the run may live.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or steps would be lost that were not meant.
+    """
+    choice = Choice(config, run_dir)
+    if not choice.asks:
+        if choice.begun is None:
+            choice.record.unlink(missing_ok=True)
+        return []
+    folder = config.folder if filesystem.is_remote(config.folder) else str(run_dir / config.folder)
+    names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
+    steps = {int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))}
+    chosen = config.load_step if config.load_step != -1 else max(steps, default=-1)
+    newer = sorted(step for step in steps if step > chosen)
+    there = f"[checkpoint] load_step = {chosen}: {folder}"
+    if config.load_step != -1 and chosen not in steps:
+        raise ConfigError(f"{there} has no step-{chosen}, only {', '.join(f'step-{step}' for step in sorted(steps))}")
+    if newer and filesystem.is_remote(folder):
+        raise ConfigError(f"{there} has newer checkpoints: move {', '.join(f'step-{step}' for step in newer)} away")
+    if chosen != -1 and TRAIN_STATE in choice.leaves_out:
+        raise ConfigError(
+            f"[checkpoint] exclude_from_loading: without {TRAIN_STATE} the run would begin at step 1 beside its own "
+            "checkpoints: begin another run, with initial_load_path"
+        )
+    if config.load_step == -1:
+        _refuse_to_lose(run_dir, chosen)
+    else:
+        (run_dir / TOKEN_FILE).unlink(missing_ok=True)  # snapshots in memory are of another run now
+        shutil.rmtree(run_dir / "state" / "keepers", ignore_errors=True)
+        run_token(run_dir)
+    said = []
+    for step in newer:
+        path = Path(folder) / f"step-{step}"
+        aside = next(to for n in range(len(names) + 1) if not (to := path.with_name(f"abandoned-{step}.{n}")).exists())
+        path.rename(aside)
+        said.append(f"{path} is newer than [checkpoint] load_step: it is now {aside.name}")
+    write_json(choice.record, choice.asked | {"from": chosen})
+    return said
+
+
+def _refuse_to_lose(run_dir: Path, chosen: int) -> None:
+    """Raise ConfigError if a newer state than that of step `chosen` is in the memory of hosts."""
+    with contextlib.suppress(OSError):  # there is no token, so no run yet
+        found = ask_keepers(run_dir, timeout=timedelta(seconds=ANSWER_S), patience=timedelta(0), adopts=True)
+        if found.from_memory and found.step > chosen:
+            disk = f"step {chosen}, the newest checkpoint" if chosen != -1 else "the beginning: there is no checkpoint"
+            raise ConfigError(
+                f"[checkpoint] exclude_from_loading would lose steps: memory has the state of step {found.step}, and "
+                f"the run would go on from {disk}. Start it without this key and stop it, which writes a checkpoint"
+            )

@@ -48,6 +48,7 @@ class Participation:
         """Identifier of this start of the group: new at every start, the same on all its ranks."""
         parallel = asdict(config.parallelism).items()
         self._degrees = tuple(f"{key} = {value}" for key, value in parallel if key.endswith("degree"))
+        self._data = f"data = {trainer.slots.source.fingerprint()}"
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         self.whose = f"{rank} in run {run_id(run.token)}, {', '.join(self._degrees)}"
         """Describes whose state this rank has: rank, run and parallelism. Only ranks with an equal one heal from it."""
@@ -103,7 +104,7 @@ class Participation:
                 timeouts,
                 audit_slots=ft.audit_slots,
                 seed=self._config.debug.seed or 0,
-                more=(f"process_group = {ft.process_group}", f"exact = {ft.exact}", *self._degrees),
+                more=(f"process_group = {ft.process_group}", f"exact = {ft.exact}", self._data, *self._degrees),
             ),
             work=work,
             reducer=work.reducer,

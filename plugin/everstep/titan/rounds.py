@@ -321,8 +321,8 @@ class Rounds(TrainerWork):
 
     # The state
 
-    def _restore(self, quorum: Quorum) -> tuple[int, int]:
-        """Likewise. Raises TrainerEnds if a worker's own state was lost, or if the checkpoint does not fit."""
+    def restore(self, quorum: Quorum) -> tuple[int, int]:
+        """See `Work.restore`. Raises TrainerEnds if a worker's state was lost, or if the checkpoint does not fit."""
         if why := self._files.why_run_ended():
             first = f"rm {ended_file(self._trainer.context.run_dir)}"
             raise TrainerEnds(HOPELESS_EXIT, f"{why} (With torchrun, run this first: {first})")
@@ -331,7 +331,7 @@ class Rounds(TrainerWork):
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
         if not saved and not self._disk.leaves_workers():  # there is no checkpoint, or synchronous training wrote it
             del self._disk.states[WORKERS]
-        round_, history = super()._restore(quorum)
+        round_, history = super().restore(quorum)
         self._disk.states[WORKERS] = self
         if self._trainer.step % self._steps:
             self._refuse(f"the checkpoint's step {self._trainer.step} is not the end of a round of {self._steps} steps")

@@ -126,10 +126,6 @@ class Snapshots:
         tensors = layout.views(torch.from_numpy(found.restored.flat))
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
-    def wipe(self) -> None:
-        """Make this rank's snapshots unreadable: they are not of the past of the state that the run goes on from."""
-        self._segment.wipe(self._rank)
-
     def close(self, *, over: bool, leaves: bool) -> None:
         """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, remove its
         snapshots. Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""

@@ -176,7 +176,6 @@ class TrainerWork(ABC):
             metrics = self._measures.of(trainer.step, commit, loss, grad_norm, extra)
         took_s = commit.took_s + time.monotonic() - begin
         self._tell(commit, took_s, loss=loss, grad_norm=grad_norm, lr=lr_metrics, metrics=metrics, **told)
-        self._disk.once.committed(commit.history)
         saves = commit.able[0] == self._ft.group_id
         with sl.log_trace_span("checkpoint"):
             self._save(commit, first=saves)
@@ -271,13 +270,12 @@ class TrainerWork(ABC):
                 self._events.emit("warning", text=text)
 
     def restore(self, quorum: Quorum) -> tuple[int, int]:
-        self._disk.once.look()
-        return self._restore(quorum)
-
-    def _restore(self, quorum: Quorum) -> tuple[int, int]:
         """Load the newest state from memory or disk, or start afresh. A loaded state is copied to a snapshot at once.
         Return the last commit's number and history."""
         trainer = self._trainer
+        if self._disk.choice.asks and dist.get_rank() == 0:
+            text = "load_step and exclude_from_loading apply whenever all groups start: remove them after this start"
+            self._events.emit("warning", text=f"[checkpoint] {text}, or use `everstep run`")
         source = self._from_memory() or self._from_disk()
         trainer.history = trainer.history or ledger.next_history(0, trainer.step, "restored")
         leaves_data = DATALOADER in trainer.config.checkpoint.exclude_from_loading
@@ -286,8 +284,6 @@ class TrainerWork(ABC):
             self._source.begin_after(trainer.step)
         self._taken(source)
         self._files.restored(self.committed)
-        if self._snapshots is not None and self._disk.once.is_due:
-            self._snapshots.wipe()
         if self._snapshots is not None and trainer.step:
             self._snapshots.restored(trainer.step, trainer.history, quorum, self._whole())
         return self.committed, trainer.history
@@ -295,7 +291,7 @@ class TrainerWork(ABC):
     def _from_memory(self) -> str:
         """Load the newest complete snapshot from the keepers and return "memory". Return "" if there is none, if a disk
         checkpoint is not older, or if `[checkpoint]` asks for one."""
-        if self._snapshots is None or self._disk.once.is_due:
+        if self._snapshots is None or self._disk.choice.load_step != -1:
             return ""
         state = self._snapshots.recover(self._whole(), self._disk.newest())
         if state is None:
