@@ -169,6 +169,7 @@ def main() -> None:
     context.files, context.events = Files(options, ft, rank), EventLog(context.run_dir, ft.group_id, rank, "worker")
     sections = {"semi_sync": SemiSync(), "parallelism": ParallelismConfig(), "debug": SimpleNamespace(seed=0)}
     config = SimpleNamespace(fault_tolerance=ft, **sections)
-    participation = Participation(SimpleNamespace(config=config, context=context, streams=Streams()))
+    slots = SimpleNamespace(source=SimpleNamespace(fingerprint=lambda: "known vectors"))
+    participation = Participation(SimpleNamespace(config=config, context=context, streams=Streams(), slots=slots))
     participation.run(ToyWork(options, context.files, context.events))
     participation.leave()
