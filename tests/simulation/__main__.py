@@ -67,14 +67,14 @@ def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, rec
                     print(f"    {violation.at:9.3f} s  {violation.kind}: {violation.text}")
     fell = sum((outcome.fell for outcome in outcomes), Counter())
     bad = Counter(kind for outcome in outcomes for kind in {violation.kind for violation in outcome.violations})
+    runs = [outcome.costs for outcome in outcomes]
+    virtual_s, commits, applied = (sum(run[figure] for run in runs) for figure in ("virtual_s", "commit", "applied"))
     print(
-        f"{len(outcomes)} seeds: {fell.total()} faults, {sum(o.virtual_s for o in outcomes):.0f} virtual seconds, "
-        f"{sum(o.commits for o in outcomes)} commits, {sum(o.applied for o in outcomes)} applied, "
-        f"{time.monotonic() - begun:.0f} s"
+        f"{len(outcomes)} seeds: {fell.total()} faults, {virtual_s:.0f} virtual seconds, {commits} commits, "
+        f"{applied} applied, {time.monotonic() - begun:.0f} s"
     )
     print("faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(fell.items())))
     print("violations: " + (", ".join(f"{kind} in {count} seeds" for kind, count in bad.most_common()) or "none"))
-    runs = [outcome.costs for outcome in outcomes]
     if record:
         costs.record(name, runs)
     other = costs.changed(name, runs)

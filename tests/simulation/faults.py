@@ -94,11 +94,6 @@ def _another(world: World, life: Life) -> Life:
     return world.scheduler.random.choice(others)
 
 
-def _kill(world: World, life: Life, rank: Rank, size: float) -> None:
-    """One rank dies. Its agent ends the others."""
-    rank.process.kill()
-
-
 def _kill_at_await(world: World, life: Life, rank: Rank, size: float) -> None:
     """One rank dies at one of its next 60 waits."""
     rank.process.die_after = 1 + int(size * 60)
@@ -125,29 +120,15 @@ def _kill_all(world: World, life: Life, rank: Rank, size: float) -> None:
             each.group.keeper.clear()
 
 
-def _stop(world: World, life: Life, rank: Rank, size: float) -> None:
-    """One rank stands still for 1 to 30 s."""
-    world.stop(rank.process, 1.0 + 29.0 * size**2)
-
-
 def _stop_group(world: World, life: Life, rank: Rank, size: float) -> None:
     for each in life.ranks:
         world.stop(each.process, 1.0 + 19.0 * size**2)
-
-
-def _hang(world: World, life: Life, rank: Rank, size: float) -> None:
-    """One rank stands still until its agent's watchdog ends the group."""
-    world.stop(rank.process, 200.0)
 
 
 def _last_message(world: World, life: Life, rank: Rank, size: float) -> None:
     """The last message of a sum does not reach one rank."""
     _only_if(rank.sums is not None and rank.sums.size > 0)
     rank.process.lose_next = True
-
-
-def _cut(world: World, life: Life, rank: Rank, size: float) -> None:
-    world.network.reset(life.host, _another(world, life).host)
 
 
 def _heal_fails(world: World, life: Life, rank: Rank, size: float) -> None:
@@ -171,10 +152,9 @@ def _lighthouse_out(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 def _lighthouse_frozen(world: World, life: Life, rank: Rank, size: float) -> None:
-    node, away_s = _lighthouse(world), 0.5 + 15.0 * size**2
+    node = _lighthouse(world)
     _only_if(not node.process.stopped)
-    node.process.stop(away_s)
-    world.disturbed(world.scheduler.now + away_s)
+    world.stop(node.process, 0.5 + 15.0 * size**2)
 
 
 def _lighthouse_moved(world: World, life: Life, rank: Rank, size: float) -> None:
@@ -406,9 +386,14 @@ def _lag(world: World, life: Life, rank: Rank, size: float) -> None:
 
 
 BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
-    "kill": _kill, "await": _kill_at_await, "group": _kill_group, "all": _kill_all, "stop": _stop,
-    "stop-group": _stop_group, "hang": _hang, "lose": _last_message, "cut": _cut, "heal": _heal_fails,
-    "lh-out": _lighthouse_out, "lh-freeze": _lighthouse_frozen, "lh-move": _lighthouse_moved,
+    "kill": lambda world, life, rank, size: rank.process.kill(),  # its agent ends the others
+    "await": _kill_at_await, "group": _kill_group, "all": _kill_all,
+    "stop": lambda world, life, rank, size: world.stop(rank.process, 1.0 + 29.0 * size**2),
+    "stop-group": _stop_group,
+    "hang": lambda world, life, rank, size: world.stop(rank.process, 200.0),  # until the watchdog ends the group
+    "lose": _last_message,
+    "cut": lambda world, life, rank, size: world.network.reset(life.host, _another(world, life).host),
+    "heal": _heal_fails, "lh-out": _lighthouse_out, "lh-freeze": _lighthouse_frozen, "lh-move": _lighthouse_moved,
     "lh-double": _lighthouse_double, "beats": _late_beats, "leave": _leave, "join": _join,
     "stop-all": _stop_all, "flip": _flip, "refuse": _refuse, "nan": _not_finite, "stray": _stray,
     "twin": _twin, "slow": _slow,

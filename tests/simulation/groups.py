@@ -161,8 +161,8 @@ class Life:
         for rank in self.ranks:
             rank.process.kill()
         if self.group.life is self and not self.endings:
-            low, high = self.world.plan.restart_s
-            self.world.scheduler.call_in(self.world.scheduler.random.uniform(low, high), self._again)
+            after_s = self.world.scheduler.random.uniform(*self.world.plan.restart_s)
+            self.world.scheduler.call_in(after_s, self._again)
 
     def _again(self) -> None:
         if self.group.life is self:
@@ -208,29 +208,17 @@ class Rank:
         self.voice = Voice(world, self, files.fenced) if self.number == 0 else None
         patience = timedelta(seconds=OPEN_PATIENCE_S)
         self.door = real.heal.StateServer(life.host, TOKEN, patience, f"rank {self.number}")
+        connects = timedelta(seconds=plan.connect_s)
         self.sums = real.process_group.RankColumn(
-            "gloo",
-            column=self.number,
-            host=life.host,
-            connect_timeout=timedelta(seconds=plan.connect_s),
-            token=TOKEN,
-            make=Communicator,
+            "gloo", column=self.number, host=life.host, connect_timeout=connects, token=TOKEN, make=Communicator
         )
         host = Host(SimpleNamespace(now=monotonic, sleep=sleep), files, SimEvents(world, self))
         ranks = GroupRanks(life.decisions, self.number, life.size)
         try:
-            protocol = StepProtocol(
-                group=OwnGroup(life.group.id, life.name, life.store, ranks, self.voice, self.sums, self.door),
-                rules=Rules(
-                    plan.slots,
-                    Dealing(plan.on_loss, plan.homes, plan.groups, plan.spares),
-                    plan.timeouts,
-                    plan.audit_slots,
-                ),
-                work=self.work,
-                reducer=self.work.reducer,
-                host=host,
-            )
+            group = OwnGroup(life.group.id, life.name, life.store, ranks, self.voice, self.sums, self.door)
+            dealing = Dealing(plan.on_loss, plan.homes, plan.groups, plan.spares)
+            rules = Rules(plan.slots, dealing, plan.timeouts, plan.audit_slots)
+            protocol = StepProtocol(group=group, rules=rules, work=self.work, reducer=self.work.reducer, host=host)
             end = Driver(protocol, self.work, host, timedelta(seconds=3600)).run()
         except (GroupBroken, DiskFull) as broken:
             if isinstance(broken, DiskFull) and world.is_calm() and world.with_state() == [life]:

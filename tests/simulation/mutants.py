@@ -40,12 +40,8 @@ NOT_SIMULATED = {f"step/{name}.py" for name in ("exact", "reduction")} | {
 _OTHER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {**_OTHER, **{turned: one for one, turned in _OTHER.items()}}
 LIKE = {"min": "max", "max": "min", "any": "all", "all": "any", "union": "intersection", "intersection": "union"}
-LIKE_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
+_LIKE: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.BitOr: ast.BitAnd}
+LIKE_OPERATORS = {**_LIKE, **{other: one for one, other in _LIKE.items()}}
 TELLS = {"emit", "debug", "info", "warning", "error", "exception"}
 """Names of methods that only report."""
 
@@ -100,9 +96,7 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Expr(value=ast.Constant()) | ast.Raise() | ast.Import() | ast.ImportFrom() | ast.JoinedStr():
             return
-        case ast.Call(func=ast.Attribute(attr=name)) if name in TELLS:
-            return
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if name in TELLS:
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Expr(ast.Call(ast.Attribute(attr=name))) if name in TELLS:
             return
         case ast.AnnAssign(value=value):
             if value is not None:

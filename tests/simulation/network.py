@@ -27,13 +27,8 @@ RETRANSMIT_S = 0.4
 BULK_BYTES = 8192
 """Data sent in one piece of at least this size is taken for a part of a state."""
 
-KEEPALIVE = {
-    (real_socket.SOL_SOCKET, real_socket.SO_KEEPALIVE),
-    *(
-        (real_socket.IPPROTO_TCP, option)
-        for option in (real_socket.TCP_KEEPIDLE, real_socket.TCP_KEEPINTVL, real_socket.TCP_KEEPCNT)
-    ),
-}
+PROBES = real_socket.TCP_KEEPIDLE, real_socket.TCP_KEEPINTVL, real_socket.TCP_KEEPCNT
+KEEPALIVE = {(real_socket.SOL_SOCKET, real_socket.SO_KEEPALIVE), *((real_socket.IPPROTO_TCP, one) for one in PROBES)}
 
 Way = tuple[str, str]
 
@@ -97,14 +92,8 @@ class Network:
         self.scheduler.call_in(seconds, self._open, ways)
 
     def _between(self, one: str, other: str) -> list[Socket]:
-        both = {one, other}
-        return [
-            sock
-            for process, sockets in self.sockets.items()
-            if process.host in both
-            for sock in sockets
-            if sock.peer is not None and {sock.host, sock.peer.host} == both
-        ]
+        every, both = (sock for sockets in self.sockets.values() for sock in sockets), {one, other}
+        return [sock for sock in every if sock.peer is not None and {sock.host, sock.peer.host} == both]
 
     def _unheard(self, sock: Socket, way: Way) -> None:
         """Reset a connection, as its kernel does if the keepalives found the way lost all the time."""
@@ -151,11 +140,9 @@ class Network:
 
     def process_died(self, process: Process) -> None:
         """Close all that a process had open, as the kernel does. If its host is dark, no peer hears of it."""
-        for place, listener in list(self.listeners.items()):
+        for listener in list(self.listeners.values()):
             if listener.process is process:
-                del self.listeners[place]
-                for waiting in listener.backlog:
-                    waiting.close()
+                listener.close()
         silent = process.host in self.dark
         for sock in self.sockets.pop(process, []):
             if silent:
@@ -317,8 +304,8 @@ class Socket(_Readable):
         if (level, option) in KEEPALIVE:
             self._keepalive[option] = value
             if len(self._keepalive) == len(KEEPALIVE):
-                every_s = self._keepalive[real_socket.TCP_KEEPINTVL] * self._keepalive[real_socket.TCP_KEEPCNT]
-                self.keepalive_s = float(self._keepalive[real_socket.TCP_KEEPIDLE] + every_s)
+                idle_s, interval_s, count = (self._keepalive[probe] for probe in PROBES)
+                self.keepalive_s = float(idle_s + interval_s * count)
                 if self.keepalive_s < self.network.silence_s:
                     HERE.judge.violate("lost too early", f"{self.host} waits {self.keepalive_s} s for a silent host")
         elif (level, option) == (real_socket.SOL_SOCKET, real_socket.SO_RCVTIMEO):

@@ -29,18 +29,13 @@ class LighthouseNode:
     def __init__(self, world: World, host: str, options: Options) -> None:
         self.world, self.host, self.options = world, host, options
         self.address = f"http://{host}:{PORT}"
-        self.process = self._start()
+        self.start()
 
     def start(self) -> None:
-        """Start the lighthouse again if it is dead. It has forgotten everything."""
-        if not self.process.alive:
-            self.process = self._start()
-
-    def _start(self) -> Process:
-        process = Process(self.world.scheduler, self.host, self.host)
-        process.on_death.append(partial(self.world.network.process_died, process))
-        self.world.scheduler.spawn(process, self._serve)
-        return process
+        """Start the lighthouse. If it was killed, it has forgotten everything."""
+        self.process = Process(self.world.scheduler, self.host, self.host)
+        self.process.on_death.append(partial(self.world.network.process_died, self.process))
+        self.world.scheduler.spawn(self.process, self._serve)
 
     def _serve(self) -> None:
         options = self.options

@@ -7,6 +7,7 @@ A thread is a task of the process that starts it. Each process has its own monot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,12 +51,7 @@ def _wait(signal: Signal, holds: Callable[[], bool], timeout: float | None) -> b
 
 class Thread:
     def __init__(
-        self,
-        *,
-        target: Callable[..., Any] | None = None,
-        name: str = "",
-        args: Iterable[Any] = (),
-        daemon: bool | None = None,
+        self, *, target: Callable[..., Any] | None = None, name: str = "", args: Iterable[Any] = (), daemon: bool = True
     ) -> None:
         self._target, self._args = target, args
         self.ident, self._over = None, False
@@ -163,15 +159,10 @@ threading = SimpleNamespace(
 )
 
 
-class ThreadPoolExecutor:
+class ThreadPoolExecutor(Executor):
     """`concurrent.futures.ThreadPoolExecutor` with `map` alone, for calls that do not raise."""
 
     def __init__(self, most: int) -> None: ...
-
-    def __enter__(self) -> ThreadPoolExecutor:
-        return self
-
-    def __exit__(self, *raised: object) -> None: ...
 
     def map(self, call: Callable[[Any], Any], *arguments: Iterable[Any]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -179,9 +170,7 @@ class ThreadPoolExecutor:
         def run(number: int, given: tuple[Any, ...]) -> None:
             results[number] = call(*given)
 
-        threads = [
-            Thread(target=run, args=(number, given)) for number, given in enumerate(zip(*arguments, strict=True))
-        ]
+        threads = [Thread(target=run, args=numbered) for numbered in enumerate(zip(*arguments, strict=True))]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,15 +51,11 @@ def draw(seed: int) -> tuple[list[Act], int]:
     return acts, chance.choice([1, 1, 2])
 
 
-Heard = tuple[int, tuple[str, ...]]
-"""A quorum's id and members."""
-
-
-def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
+def ported(acts: list[Act], min_replicas: int) -> dict[int, Announced | None]:
     """Return what the port answers to each request, by the request's number."""
     options = Options(min_replicas, JOIN_UNITS * UNIT_S, HEARTBEAT_UNITS * UNIT_S, quorum_tick_s=0.02)
     rules = Lighthouse(options)
-    heard: dict[int, Heard | None] = {}
+    heard: dict[int, Announced | None] = {}
     waiting: dict[int, tuple[float, Listener]] = {}
     steps: list[tuple[float, int, Act | None]] = [(act.unit * UNIT_S, number, act) for number, act in enumerate(acts)]
     last = max(act.unit for act in acts) * UNIT_S + 9 * UNIT_S
@@ -74,11 +71,7 @@ def ported(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
             rules.heartbeat(now, act.member)
         else:
             heard[number] = None
-
-            def answer(quorum: Announced, number: int = number) -> None:
-                heard[number] = (quorum.id, quorum.members)
-
-            listener = rules.ask(now, act.member, answer)
+            listener = rules.ask(now, act.member, partial(heard.__setitem__, number))
             if heard[number] is None:
                 waiting[number] = (now + act.patience * UNIT_S, listener)
     return heard
@@ -88,9 +81,9 @@ class Late(Exception):
     """This machine was too busy to keep the schedule's times."""
 
 
-def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
+def observed(acts: list[Act], min_replicas: int) -> dict[int, Announced | None]:
     """Return what torchft's lighthouse answers to each request, by the request's number."""
-    heard: dict[int, Heard | None] = {}
+    heard: dict[int, Announced | None] = {}
     slack_s = 0.1 * UNIT_S
 
     def ask(client: Any, number: int, act: Act) -> None:
@@ -98,7 +91,8 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Heard | None]:
             quorum = client.quorum(act.member, timedelta(seconds=act.patience * UNIT_S))
         except (TimeoutError, RuntimeError):
             return
-        heard[number] = (int(quorum.quorum_id), tuple(member.replica_id for member in quorum.participants))
+        members = tuple(member.replica_id for member in quorum.participants)
+        heard[number] = Announced(int(quorum.quorum_id), members)
 
     server = LighthouseServer(
         bind="127.0.0.1:0",
@@ -133,12 +127,10 @@ def compare(seed: int) -> int | None:
     expected = ported(acts, min_replicas)
     found = None
     for _ in range(4):
-        try:
+        with contextlib.suppress(Late):
             found = observed(acts, min_replicas)
-        except Late:
-            continue
-        if found == expected:
-            return sum(answer is not None for answer in expected.values())
+            if found == expected:
+                return sum(answer is not None for answer in expected.values())
     assert found is None, f"schedule {seed}: {acts}"
     return None
 

@@ -58,8 +58,8 @@ def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_a
         connected = Counter(who for who, _ in world.judge.keys)
         assert max(connected.values()) <= plan.groups, "a group connects anew only when another one joins"
         last = min(outcome.plan.steps, outcome.plan.data_ends[0] - 1)
-        assert outcome.commits == last
-        assert outcome.virtual_s > 12.0
+        assert outcome.costs["commit"] == last
+        assert outcome.costs["virtual_s"] > 12.0
         attempts = [text for _, _, kind, step, text in outcome.trace if kind == "attempt" and (step or 0) > 2]
         assert all(text.startswith("attempt=1 ") for text in attempts)
 

@@ -129,7 +129,9 @@ class SimWork:
             world.judge.violate("slot added twice", f"{self.rank.name} computes {step, slot}, which it holds")
         if self.rank.number == 0:
             life.heals_in_vain = (0, 0)
-            self._recomputed(step, slot)
+            if thrown := life.thrown.get((self.state.history, step, slot)):
+                text = f"{self.rank.name} computes slot {slot} of step {step} again, discarded {thrown}"
+                world.judge.violate("thrown away", text)
         self._forward_and_backward(step, slot, summed=True)
         self.gradient[step, slot] += 1
         wrong, errs = life.checks.is_wrong(self._computed, step, slot), life.checks.errs(self.rank.number, slot)
@@ -175,12 +177,6 @@ class SimWork:
             raise OutOfData
         self._forward_and_backward(step, slot, summed=False)
         return self._bits_of(step, slot, life.checks.is_wrong(self._computed, step, slot))
-
-    def _recomputed(self, step: int, slot: int) -> None:
-        thrown = self.rank.life.thrown.get((self.state.history, step, slot))
-        if thrown:
-            text = f"{self.rank.name} computes slot {slot} of step {step} again, discarded {thrown}"
-            self._world.judge.violate("thrown away", text)
 
     def refused(self) -> frozenset[int]:
         self._world.scheduler.check()

@@ -6,7 +6,7 @@ import gc
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
@@ -110,16 +110,16 @@ class Plan:
     tail_s: tuple[float, ...]
     quorum_s: float
     reduce_s: float
-    connect_s: float
-    stall_s: float
-    startup_s: tuple[float, float]
-    restart_s: tuple[float, float]
     lighthouse: Options
     faults: tuple[Fault, ...]
     homes: int
     spares: int
     audit_slots: float
     """Share of the slots that are audited. In these, checks see no errors."""
+    connect_s: float = 2.0
+    stall_s: float = STALL_S
+    startup_s: tuple[float, float] = 0.2, 1.5
+    restart_s: tuple[float, float] = 1.0, 5.0
 
     @property
     def timeouts(self) -> Timeouts:
@@ -165,10 +165,6 @@ def draw_plan(seed: int, settings: Settings) -> Plan:
         tail_s=chance.choice([(0.002, 0.02), (0.002, 0.02, 0.3)]),
         quorum_s=chance.choice([10.0, 60.0]),
         reduce_s=chance.choice([3.0, 10.0]),
-        connect_s=2.0,
-        stall_s=STALL_S,
-        startup_s=(0.2, 1.5),
-        restart_s=(1.0, 5.0),
         lighthouse=Options(1, join_timeout_s=chance.choice([2.0, 10.0]), heartbeat_timeout_s=heartbeat_s),
         faults=placed,
         homes=groups if settings.homes else 0,
@@ -182,15 +178,12 @@ class Outcome:
     seed: int
     plan: Plan
     violations: list[Violation]
-    virtual_s: float
-    commits: int
-    applied: int
     trace: list[tuple[float, str, str, int | None, str]]
-    fell: Counter[str] = field(default_factory=Counter)
+    fell: Counter[str]
     """Kind -> number of faults that happened."""
-    unfit: int = 0
+    unfit: int
     """Number of starts of groups that were found at fault."""
-    costs: Counter[str] = field(default_factory=Counter)
+    costs: Counter[str]
     """The run's figures; see `simulation.costs.RECORDED`."""
 
 
@@ -247,7 +240,6 @@ class World:
         """Rank -> heals that failed in a row while nothing broke."""
         self.top = self.rewound = 0
         """The newest step that some group has had. Steps that were lost because all groups with their state died."""
-        self.applied_count = 0
         self.failed: Counter[str] = Counter()
         """Group -> attempts that committed nothing."""
         self._waits_for_state = False
@@ -274,10 +266,6 @@ class World:
     @property
     def finished(self) -> int:
         return self.end.read()[0]
-
-    @property
-    def finished_for_all(self) -> bool:
-        return self.end.read()[1]
 
     def seen_at(self, host: str, when: float | None = None) -> float:
         """Return the time as of which a host sees the run directory, now or at time `when`."""
@@ -338,6 +326,10 @@ class World:
             self._set_s = self.setting.uniform(-60.0, 60.0)
         return self.scheduler.now + self._set_s
 
+    def starts(self) -> list[Life]:
+        """Return all lives of all groups."""
+        return [life for group in self.groups.values() for life in group.lives]
+
     def lives(self) -> list[Life]:
         """Return the newest life of every group, if it is alive."""
         return [group.life for group in self.groups.values() if group.life is not None and group.life.alive]
@@ -372,22 +364,18 @@ class World:
             self._judge_audit(rank, commit)
             if rank.life.group.id in commit.able:  # a group that catches up applies old commits
                 self._judge_members(rank.life, commit)
-            self.applied_count += 1
             self.top = max(self.top, commit.step)
             self._judge_pause(self.scheduler.now - self.last_event)
             self.last_event = max(self.last_event, self.scheduler.now)
-            if self._tracing:
-                self.note(
-                    rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups}
-                )
+            self.note(rank.name, "applied", commit.step, {"history": f"{commit.history:x}", "groups": commit.groups})
 
     def judge_commit(self, rank: Rank, step: int, took_s: float) -> None:
         """Judge a group's commit in an attempt of `took_s` seconds: when the attempt began, the run had not ended, as
         the host saw it, and the group had not been asked to leave. STAYS commits after that are allowed."""
         looked = self.seen_at(rank.life.host, self.scheduler.now - took_s)
-        ended = self.finished_for_all and looked > self.finished_at + 0.5
-        if ended and step <= self.finished:
-            text = f"{rank.name} commits step {step}, though the run ended after {self.finished}"
+        finished, for_all = self.end.read()
+        if for_all and looked > self.finished_at + 0.5 and step <= finished:
+            text = f"{rank.name} commits step {step}, though the run ended after {finished}"
             self.judge.violate("after the end", text)
         if self.scheduler.now - took_s > max(other.leave_at for other in rank.life.ranks):
             rank.life.stayed += 1
@@ -426,14 +414,14 @@ class World:
                 text = f"{life.name} asks since {life.asks_since:.1f}, but is not in steps {sorted(life.passed_by)}"
                 self.judge.violate("not let in", text)
 
-    def is_calm(self) -> bool:
-        return self.scheduler.now - self.last_fault > CALM_S and self.network.is_open()
+    def is_calm(self, for_s: float = CALM_S) -> bool:
+        return self.scheduler.now - self.last_fault > for_s and self.network.is_open()
 
     def _is_missed(self, commit: Commit, life: Life, missed: set[int], excused: bool, calm_s: float = 0.0) -> bool:
         """Collect in `missed` the steps made without a group in calm, and return whether these are too many."""
         if excused or life.group.id in commit.groups or life.size != self.groups[commit.able[0]].ranks:
             missed.clear()
-        elif self.scheduler.now - self.last_fault > (calm_s or self.bound_s()) and self.network.is_open():
+        elif self.is_calm(calm_s or self.bound_s()):
             missed.add(commit.step)
             return len(missed) > MISSES
         return False
@@ -444,8 +432,7 @@ class World:
         healed since its last quorum."""
         self.costs["ask"] += 1
         before = {member.name for member in life.met}
-        lives = [other for group in self.groups.values() for other in group.lives if not other.ended]
-        alive = {name_of(other.group.id, other.name) for other in lives}
+        alive = {name_of(other.group.id, other.name) for other in self.starts() if not other.ended}
         calm = self.is_calm()
         names, since = {member.name for member in members}, self.scheduler.now - HEARD_S
         late = {name_of(one.group.id, one.name) for one in self.lives() if one.asks_since < since} - names
@@ -476,8 +463,7 @@ class World:
 
     def _judge_failed_quorum(self, who: str, reason: str) -> None:
         """Judge that, while nothing breaks, a gate tells a group in time why there is no quorum."""
-        calm = self.scheduler.now - self.last_fault > CALM_S + self.plan.quorum_s and self.network.is_open()
-        if calm and any(node.host in reason for node in self.lighthouses.values()):
+        if self.is_calm(CALM_S + self.plan.quorum_s) and any(node.host in reason for node in self.lighthouses.values()):
             self.judge.violate("no reason", f"{who} gets no quorum and is not told why: {reason}")
 
     def _judge_commits(self) -> None:
@@ -496,9 +482,8 @@ class World:
             mine = other.group is rank.life.group
             heard = step > 0 and not other.endings and now - beaten < self.plan.stall_s - 2 * LOOK_S
             if not mine and heard and other.able_since < looked:
-                self.judge.violate(
-                    "went back", f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
-                )
+                text = f"{rank.name} restores while {other.name} has {other.ranks[0].work.state}"
+                self.judge.violate("went back", text)
 
     def judge_heal(self, rank: Rank, state: State) -> None:
         """Judge a heal: if most groups are sound, an audit does not make a sound one take over the ill one's state."""
@@ -515,8 +500,7 @@ class World:
             self.judge.violate("no reason", f"{who} reports a failed heal without a reason")
         if "memory" in reason:
             return
-        calm = self.scheduler.now - self.last_fault > CALM_S and self.network.is_open() and not self.plan.heal_fails
-        self.failed_heals[who] = self.failed_heals[who] + 1 if calm else 0
+        self.failed_heals[who] = self.failed_heals[who] + 1 if self.is_calm() and not self.plan.heal_fails else 0
         if self.failed_heals[who] > FAILED_HEALS:
             self.judge.violate("does not heal", f"{who} failed {self.failed_heals[who]} times in a row: {reason}")
 
@@ -535,18 +519,13 @@ class World:
         held = {(step, slot) for step, slot in work.gradient if slot >= 0 and step == state.step + 1}
         if not held or life.accused or held & (life.checks.erred | self.narrow | self.infinite):
             return
-        lives = [rival for other in self.groups.values() for rival in other.lives]
-        if self.plan.audit_slots and any(held & rival.checks.erred for rival in lives):
+        if self.plan.audit_slots and any(held & rival.checks.erred for rival in self.starts()):
             return  # the owner or the auditor erred, and a third group has to decide
-        for other in self.groups.values():
-            for rival in other.lives:
-                theirs = rival.ranks[0].work
-                if rival is life:
-                    continue
-                if theirs.state.step > state.step or held & set(theirs.gradient):
-                    return
-                if theirs.has_state and theirs.state.step == state.step and theirs.state.history != state.history:
-                    return
+        for theirs in (rival.ranks[0].work for rival in self.starts() if rival is not life):
+            if theirs.state.step > state.step or held & set(theirs.gradient):
+                return
+            if theirs.has_state and theirs.state.step == state.step and theirs.state.history != state.history:
+                return
         if any(link.step > state.step for link in self.judge.chain.values()):
             return
         for step, slot in held:
@@ -569,8 +548,7 @@ class World:
         life = rank.life
         if life.chosen is None:
             choices = [[START] * life.size, *self.disk.values()]
-            own = life.group
-            for group in [own, *(group for group in self.groups.values() if group is not own)]:
+            for group in sorted(self.groups.values(), key=lambda group: group is not life.group):
                 for step in group.keeper[0]:
                     states = [group.keeper[number].get(step) for number in range(group.ranks)]
                     whole = [state for state in states if state is not None]
@@ -634,17 +612,16 @@ class World:
     def _look(self) -> None:
         """Act as the agents' watchdogs, and judge whether the run makes progress."""
         now = self.scheduler.now
-        for group in self.groups.values():
-            for life in group.lives:
-                late = [rank for rank in life.ranks if rank.process.alive and now - rank.beaten > self.plan.stall_s]
-                if life.alive and late and not life.endings:
-                    self.note(life.name, "watchdog", None, {"late": [rank.name for rank in late]})
-                    recently = now - self.plan.stall_s - 60.0
-                    if not any(when > recently for rank in life.ranks for when in rank.process.stops):
-                        text = f"{life.name} ended by its watchdog, but nothing was stopped; {late[0].name} beat last"
-                        self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
-                    life.end()
-                    self.disturbed()
+        for life in self.starts():
+            late = [rank for rank in life.ranks if rank.process.alive and now - rank.beaten > self.plan.stall_s]
+            if life.alive and late and not life.endings:
+                self.note(life.name, "watchdog", None, {"late": [rank.name for rank in late]})
+                recently = now - self.plan.stall_s - 60.0
+                if not any(when > recently for rank in life.ranks for when in rank.process.stops):
+                    text = f"{life.name} ended by its watchdog, but nothing was stopped; {late[0].name} beat last"
+                    self.judge.violate("stalled", f"{text} at {late[0].beaten:.1f}")
+                life.end()
+                self.disturbed()
         if now - self.last_event > STUCK * self.bound_s() and not self.over():
             states = [(life.name, life.ranks[0].work.state.step) for life in self.lives()]
             self.judge.violate("no progress", f"no commit since {self.last_event:.1f}; alive: {states}")
@@ -665,7 +642,7 @@ class World:
             self.sessions == 0
             and self._starting == 0
             and all(group.life is not None and group.life.ended and group.life.endings for group in waiting)
-            and all(life.ended for group in self.groups.values() for life in group.lives)
+            and all(life.ended for life in self.starts())
         )
 
     def run(self) -> Outcome:
@@ -676,29 +653,14 @@ class World:
         # A sick group that the others cannot outvote makes attempts fail in every step.
         if max(self.failed.values(), default=0) > FAILURES * (self.fell.total() + 1) and not self.fell["sick"]:
             self.judge.violate("attempts fail", f"{dict(self.failed)} by group, with {self.fell.total()} faults")
-        virtual_s = self.scheduler.now
-        self.costs.update(virtual_s=virtual_s, commit=self.judge.commits, failed=self.failed.total())
+        self.costs.update(virtual_s=self.scheduler.now, commit=self.judge.commits, failed=self.failed.total())
         self.costs.update(message=self.network.carried, connection=self.network.connected)
-        for group in self.groups.values():
-            for life in group.lives:
-                for rank in life.ranks:
-                    rank.process.on_death.clear()
-                    rank.process.kill()
-        for node in self.lighthouses.values():
-            node.process.on_death.clear()
-            node.process.kill()
-        return Outcome(
-            self.seed,
-            self.plan,
-            self.judge.violations,
-            round(virtual_s, 3),
-            self.judge.commits,
-            self.applied_count,
-            self.trace,
-            self.fell,
-            len(self.unfit),
-            self.costs,
-        )
+        ranks = [rank for life in self.starts() for rank in life.ranks]
+        for one in (*ranks, *self.lighthouses.values()):
+            one.process.on_death.clear()
+            one.process.kill()
+        violations, unfit = self.judge.violations, len(self.unfit)
+        return Outcome(self.seed, self.plan, violations, self.trace, self.fell, unfit, self.costs)
 
     def _judge_the_end(self) -> None:
         if self.stuck:
@@ -710,9 +672,8 @@ class World:
             return
         saved = self.disk.get(self.finished)
         if saved is None:
-            self.judge.violate(
-                "no last state", f"step {self.finished} is reported as saved, but the disk has {list(self.disk)}"
-            )
+            text = f"step {self.finished} is reported as saved, but the disk has {list(self.disk)}"
+            self.judge.violate("no last state", text)
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
         # Under `shrink` a step may be made without the slot at which the data ends, if that slot was lost.
@@ -730,9 +691,7 @@ class World:
 
     def finishing(self) -> bool:
         """Return whether a group has reached the end of the run."""
-        return self.finished >= self.plan.steps or any(
-            COMPLETE.intersection(life.endings) for group in self.groups.values() for life in group.lives
-        )
+        return self.finished >= self.plan.steps or any(COMPLETE.intersection(life.endings) for life in self.starts())
 
 
 def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:
