@@ -215,15 +215,6 @@ def test_a_fault_for_a_result_that_this_path_does_not_have_is_refused():
         build(plain_sdpa(1), AttentionCheck(enable=True, inject=Inject(kind="nan", section="scores")))
 
 
-def compiled_or_not(backend, checkpointing):
-    spec = plain_sdpa(2)
-    model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="fused"), checkpointing)
-    if backend:
-        for block in model.layers.values():
-            block.compile(backend=backend, fullgraph=True)
-    return spec, model, checks
-
-
 @pytest.mark.parametrize("checkpointing", [None, SelectiveAC.Config()], ids=["none", "selective"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing, monkeypatch):
@@ -234,7 +225,10 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing, mon
     found, results = [], []
     for compiler in (None, backend):
         torch.manual_seed(0)
-        spec, model, checks = compiled_or_not(compiler, checkpointing)
+        spec = plain_sdpa(2)
+        model, checks = build(spec, AttentionCheck(enable=True, frequency=1.0, path="fused"), checkpointing)
+        for block in model.layers.values() if compiler else ():
+            block.compile(backend=compiler, fullgraph=True)
         aimed = []
         for step, section in enumerate(("wqkv.y", "wo.dx", "wqkv.dw", "context", "dq", ""), 1):
             checks.begin(step, 0)
