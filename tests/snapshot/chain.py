@@ -73,8 +73,7 @@ class Chain:
         if kind == "keepers":
             for group in killed:
                 run.kill_keeper(group)
-        alive = [group for group in range(self._most) if group not in lost]
-        for group in alive:  # a host that comes back adopts what it held
+        for group in set(range(self._most)).difference(lost):  # a host that comes back adopts what it held
             run.start_keeper(group)
         run.tensors = dict.fromkeys(range(self._most), state_of(1, 0, self._scale).tensors)
 

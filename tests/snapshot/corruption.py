@@ -7,7 +7,7 @@ is in the files now, fetches, decodes and verifies. After a case, only the chang
 import json
 import random
 import struct
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,14 +31,11 @@ SCALE = 0.1
 """Size of the state relative to `state_of`'s: parts of some 10 KB, of the same tensors."""
 
 
-def poisoned(length: int):
+def poisoned(length: int, aligned=parity.aligned_bytes):
     """Return memory with old contents, as the system may give it."""
-    array = _aligned(length)
+    array = aligned(length)
     array[:] = 0xA5
     return array
-
-
-_aligned = parity.aligned_bytes
 
 
 class Site:
@@ -86,10 +83,6 @@ class Site:
         assert_is_step(found.restored, found.restored.step, self.scale)
         return found.restored.step
 
-    def restore_files(self, changed: set[Path]) -> None:
-        for path in changed:
-            path.write_bytes(self.files[path])
-
     def corrupt(self, chance: random.Random) -> tuple[set[Path], list[str]]:
         """Apply one to three random faults. Returns the changed files and what was done."""
         changed: set[Path] = set()
@@ -98,8 +91,8 @@ class Site:
             path = chance.choice([path for path in self.files if path.exists()])
             what = chance.choice(FAULTS)
             told.append(f"{what.__name__} {path.parent.name[-7:]}/{path.name}")
-            for touched in what(self, chance, path):
-                changed.add(touched)
+            what(self, chance, path)
+            changed.add(path)
         return changed, told
 
 
@@ -114,26 +107,24 @@ def _used(data: bytes) -> int:
     return HEADER_BYTES + header.payload_bytes + 16 if header else len(data)
 
 
-def hurt(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def hurt(site: Site, chance: random.Random, path: Path) -> None:
     """Change bytes in the header or anywhere; sometimes cut off what follows."""
     data = path.read_bytes()
     end = chance.choice((1500, _used(data)))
     path.write_bytes(damaged(data[:end], chance) + chance.choice((data[end:], data[end:], b"")))
-    return [path]
 
 
-def foreign(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def foreign(site: Site, chance: random.Random, path: Path) -> None:
     """Replace the file by another one of this run, one of an older step, or one of another run."""
     path.write_bytes(chance.choice([*site.files.values(), *site.strangers]))
-    return [path]
 
 
-def lie(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def lie(site: Site, chance: random.Random, path: Path) -> None:
     """Change several fields of the header, or take them from another file's, and make its checksum right again."""
     data = path.read_bytes()
     body, other = _body(data), _body(chance.choice([*site.files.values(), *site.strangers]))
     if body is None or other is None:
-        return [path]
+        return
     for name in chance.sample(sorted(body), chance.choice((1, 1, 2, 4, 8))):
         value = body[name]
         if chance.random() < 0.5:
@@ -149,40 +140,36 @@ def lie(site: Site, chance: random.Random, path: Path) -> list[Path]:
         else:
             body[name] = chance.choice(({}, [], 1.5, {"part": [0, 1]}, None))
     path.write_bytes(_packed(body) + data[HEADER_BYTES:])
-    return [path]
 
 
-def disguise(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def disguise(site: Site, chance: random.Random, path: Path) -> None:
     """Replace the file by another one whose header has this file's run, kind, group, rank, step and members."""
     body, data = _body(path.read_bytes()), chance.choice([*site.files.values(), *site.strangers])
     other = _body(data)
     if body is None or other is None:
-        return [path]
+        return
     names = ["run", "kind", "group", "rank", "step", "shared_by", "history"]
     names += chance.sample(["part", "sequence", "start", "code", "parity_group", "roots"], 3)
     path.write_bytes(_packed({**other, **{name: body[name] for name in names if name in body}}) + data[HEADER_BYTES:])
-    return [path]
 
 
-def forge(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def forge(site: Site, chance: random.Random, path: Path) -> None:
     """Change a bit of the layout, and make table, root and header fit it, except the topology that the header names."""
     data = bytearray(path.read_bytes())
     header, body = _unpack_header(bytes(data[:HEADER_BYTES])), _body(bytes(data))
     if header is None or body is None or header.kind != "data" or HEADER_BYTES + header.payload_bytes > len(data):
-        return [path]
+        return
     end = HEADER_BYTES + header.payload_bytes
     if root_of(chunk_digests(memoryview(data[HEADER_BYTES:end]))) != header.root:
-        return [path]  # new checksums would make bytes valid that another fault has changed
+        return  # new checksums would make bytes valid that another fault has changed
     data[HEADER_BYTES + chance.randrange(header.last_section, header.payload_bytes)] ^= 1 << chance.randrange(8)
     table = chunk_digests(memoryview(data[HEADER_BYTES:end]))
     data[end : end + table.nbytes] = table.tobytes()
     path.write_bytes(_packed({**body, "root": root_of(table)}) + bytes(data[HEADER_BYTES:]))
-    return [path]
 
 
-def lose(site: Site, chance: random.Random, path: Path) -> list[Path]:
+def lose(site: Site, chance: random.Random, path: Path) -> None:
     path.unlink()
-    return [path]
 
 
 FAULTS = (hurt, hurt, hurt, hurt, foreign, foreign, lie, lie, disguise, forge, lose)
@@ -208,11 +195,8 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
     """Return how often each step was restored (0: none). Raises AssertionError at the first wrong state. `shape`:
     arguments of `Site`."""
     found: dict[int, int] = {}
-    with ExitStack() as stack:
-        site = Site(groups, **shape)
-        stack.callback(site.close)
-        stack.enter_context(mock.patch.object(parity, "aligned_bytes", poisoned))
-        stack.enter_context(mock.patch.object(recovery, "FIRST_TIMEOUT", PATIENT))
+    patient = mock.patch.object(recovery, "FIRST_TIMEOUT", PATIENT)
+    with closing(Site(groups, **shape)) as site, mock.patch.object(parity, "aligned_bytes", poisoned), patient:
         assert site.start(0) == NEW
         for case in range(cases):
             chance = random.Random(f"{seed}/{case}")
@@ -225,5 +209,6 @@ def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]
                 error.add_note(f"seed {seed}, case {case}: {told}")
                 raise
             found[step] = found.get(step, 0) + 1
-            site.restore_files(changed)
+            for path in changed:
+                path.write_bytes(site.files[path])
     return found

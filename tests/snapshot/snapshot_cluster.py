@@ -124,9 +124,7 @@ class Cluster(contextlib.AbstractContextManager):
     def statuses(self, members) -> dict:
         return {g: replace(self.copiers[g].status(), location=1 + self.host_of(g)) for g in members}
 
-    def restart(
-        self, found: recovery.Recovery, start: str = "again", scale: float = 1, history: int | None = None
-    ) -> None:
+    def restart(self, found: recovery.Recovery, start="again", scale: float = 1, history: int | None = None) -> None:
         """Start all trainers again from what was found. They publish it before they go on."""
         restored = found.restored
         for group in self.groups:
@@ -140,12 +138,9 @@ class Cluster(contextlib.AbstractContextManager):
             moment = (restored.step, history or restored.history, start)
             self.copiers[group].restored(moment, self.groups, statuses, state)
 
-    def commit(
-        self, step: int, members=None, history=1, scale: float = 1, seed: int = 0, settle: bool = True, apart_s=0.0
-    ) -> None:
+    def commit(self, step: int, members=None, history=1, scale=1.0, seed=0, settle=True, apart_s=0.0) -> None:
         """Commit one step on every member. Waits first for the copies of the snapshot before, as before a vote; with
-        `settle` also until the keepers are done with it, as in a long step. `apart_s`: seconds between members.
-        """
+        `settle` also until the keepers are done with it, as in a long step. `apart_s`: seconds between members."""
         members = members or self.groups
         for group in members:
             self.copiers[group].wait()
@@ -206,16 +201,9 @@ class Cluster(contextlib.AbstractContextManager):
         return sources.decide(self.held(), run=run_id(self.token), disk_step=None)
 
     def recover(self, group: int = 0, patience_s: float = 0, timeout: timedelta = TIMEOUT) -> recovery.Recovery:
-        return recovery.recover(
-            self.run_dir,
-            group=group,
-            rank=0,
-            ranks=1,
-            layout=Layout.of(self.tensors.get(group) or next(iter(self.tensors.values()))),
-            disk_step=None,
-            timeout=timeout,
-            patience=timedelta(seconds=patience_s),
-        )
+        layout = Layout.of(self.tensors.get(group) or next(iter(self.tensors.values())))
+        waits = {"timeout": timeout, "patience": timedelta(seconds=patience_s)}
+        return recovery.recover(self.run_dir, group=group, rank=0, ranks=1, layout=layout, disk_step=None, **waits)
 
     def resumes(self, source: str, step: int, group: int = 0, **state) -> recovery.Recovery:
         """Recover, and check that the start restores this step from this source. `state`: see `assert_is_step`."""

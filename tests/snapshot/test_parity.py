@@ -8,25 +8,15 @@ import pytest
 from everstep.snapshot import parity
 
 
-def some_shards(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    shards = [parity.aligned_bytes(length) for _ in range(count)]
-    for shard in shards:
-        shard[:] = random.integers(0, 256, length, dtype=np.uint8)
-    return shards
-
-
-def encode(data, m):
-    out = [parity.aligned_bytes(len(data[0])) for _ in range(m)]
-    parity.combine(parity.encoding_rows(len(data), len(out)), data, out)
-    return out
-
-
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("k", [1, 2, 3, 8])
 def test_every_loss_within_the_promise_is_repaired(k, m):
-    data = some_shards(k, 264, seed=k)
-    everything = data + encode(data, m)
+    data, coded = ([parity.aligned_bytes(264) for _ in range(count)] for count in (k, m))
+    random = np.random.default_rng(k)
+    for shard in data:
+        shard[:] = random.integers(0, 256, 264, dtype=np.uint8)
+    parity.combine(parity.encoding_rows(k, m), data, coded)
+    everything = data + coded
     for count in range(m + 1):
         for gone in itertools.combinations(range(k + m), count):
             have = [i for i in range(k + m) if i not in gone]

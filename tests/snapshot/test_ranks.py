@@ -73,14 +73,10 @@ def run(tmp_path, monkeypatch):
 
 def commit(run, step: int) -> None:
     said = {group: on_both_ranks(lambda rank, group=group: run[group, rank].status()) for group in GROUPS}
+    columns = [{group: said[group][rank] for group in GROUPS} for rank in RANKS]
     what = SimpleNamespace(step=step, history=1, able=tuple(GROUPS))
     for group in GROUPS:
-
-        def committed(rank: int, group: int = group) -> None:
-            statuses = {each: said[each][rank] for each in GROUPS}
-            run[group, rank].committed(what, statuses, lambda: state_of(step))
-
-        on_both_ranks(committed)
+        on_both_ranks(lambda rank, group=group: run[group, rank].committed(what, columns[rank], lambda: state_of(step)))
     wait_until(lambda: all(each.copier.idle for each in run.values()))
 
 

@@ -1,5 +1,6 @@
 """A snapshot restores into groups of any shape, tensor by tensor as it was saved."""
 
+import itertools
 from datetime import timedelta
 
 import pytest
@@ -66,13 +67,10 @@ SHAPES = {
 def save(run: Cluster, ranks: list[Rank]) -> None:
     """Commit one step of groups with these ranks."""
     run.kill_trainers()
-    copiers = [
-        (Copier(run.segment(group), rank, len(ranks), run.settings_of(group), lambda *a, **k: None), rank)
-        for group in run.groups
-        for rank in range(len(ranks))
-    ]
-    run.copiers = dict(enumerate(copier for copier, _ in copiers))
-    for copier, rank in copiers:
+    for group, rank in itertools.product(run.groups, range(len(ranks))):
+        segment, settings = run.segment(group), run.settings_of(group)
+        run.copiers[group, rank] = Copier(segment, rank, len(ranks), settings, lambda *a, **k: None)
+    for (_, rank), copier in run.copiers.items():
         tensors, shards = ranks[rank]
         state = State(tensors, {"step": 1}, {"data": bytes([rank])}, shards)
         copier.committed(1, 1, run.groups, {}, lambda state=state: state)
