@@ -47,13 +47,9 @@ def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path,
 @pytest.mark.timeout(3600)
 def test_a_campaign_costs_no_step_no_sample_and_no_loss(tmp_path):
     steps = max(fault.at_step for fault in read_campaign(CAMPAIGN).faults) + 20
-    config = write_config(
-        tmp_path / "campaign.toml",
-        training={"steps": steps},
-        snapshot={"enable": True, "failure_domain": "group"},
-        attention_check={"enable": True, "frequency": 1.0},
-    )
-    run_dir = tmp_path / "run"
+    snapshot, checks = {"enable": True, "failure_domain": "group"}, {"enable": True, "frequency": 1.0}
+    sections = {"training": {"steps": steps}, "snapshot": snapshot, "attention_check": checks}
+    config, run_dir = write_config(tmp_path / "campaign.toml", **sections), tmp_path / "run"
 
     def start(*words):
         command = [sys.executable, "-m", "everstep.cli", *map(str, words)]

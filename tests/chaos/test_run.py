@@ -44,13 +44,8 @@ def broken(run, tmp_path, *entries):
 
 def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_path):
     telling = until(lambda: tellers(run), "the page's process")
-    begin, said = broken(
-        run,
-        tmp_path,
-        'name = "kill-worker"\ngroup = 0\nrank = 1',
-        'name = "kill-group"\ngroup = 1',
-        'name = "kill-lighthouse"',
-    )
+    kills = 'name = "kill-worker"\ngroup = 0\nrank = 1', 'name = "kill-group"\ngroup = 1', 'name = "kill-lighthouse"'
+    begin, said = broken(run, tmp_path, *kills)
     assert "fault: kill-worker on group 0" in said
     assert "fault: kill-lighthouse\n" in said
     died = run.wait_for("workers_died", after=begin, group=0)
@@ -67,12 +62,8 @@ def test_workers_groups_and_lighthouse_die_as_ordered_and_come_back(run, tmp_pat
     assert not run.events("workers_died", after=begin, group=2)
     assert tellers(run) == telling, "it is no orphan of theirs"
     address = run.events("page")[0]["address"]
-
-    def shown() -> bool:
-        with urllib.request.urlopen(address, timeout=30) as page:
-            return "kill-lighthouse" in page.read().decode()
-
-    until(shown, "the page, which is written every few seconds, to show the fault")
+    page = "the page, which is written every few seconds, to show the fault"
+    until(lambda: b"kill-lighthouse" in urllib.request.urlopen(address, timeout=30).read(), page)
 
 
 def test_a_stopped_worker_goes_on_when_its_time_is_up(run, tmp_path):

@@ -140,12 +140,5 @@ def _sized(suite: str, name: str, config: Any) -> Recipe:
         sections["validator.dataloader"] = {"dataset": "c4_test"}
     if config.profiler.enable_profiling:
         sections["profiler"] = {"profile_freq": 4, "profiler_active": 1, "profiler_warmup": 1}
-    return Recipe(
-        suite,
-        name,
-        groups=groups,
-        ranks=shard * tensor * context * pipeline,
-        replicas=replicas,
-        tolerance=COARSE_TOLERANCE if "float8" in name else LOSS_TOLERANCE,
-        sections=sections,
-    )
+    ranks, tolerance = shard * tensor * context * pipeline, COARSE_TOLERANCE if "float8" in name else LOSS_TOLERANCE
+    return Recipe(suite, name, groups, ranks, replicas, tolerance, sections)

@@ -21,18 +21,11 @@ def add_kill(run, t, *groups):
     return run
 
 
-def add_rejoin(run, t, step, history):
-    """Add events: group 0 restarts, heals and takes part in a step together with group 1."""
-    run.start(t, 0).heal(t + 0.5, 0, 1, step, history)
-    return run.attempt(t + 2, step, 0, [0, 2]).attempt(t + 2, step, 1, [1, 3]).commit(t + 2.1, step, [0, 1])
-
-
 STORIES = {
     "a group that dies with a commit that no other has": (
-        lambda run: add_rejoin(
-            add_kill(run.commit(4, 2, [0, 1], by=[0], loss=9.0), 4.1, 0).attempt(6, 2, 1, [0, 2]).commit(6.1, 2, [1]),
-            7, 3, None,
-        ),
+        lambda run: add_kill(run.commit(4, 2, [0, 1], by=[0], loss=9.0), 4.1, 0)
+        .attempt(6, 2, 1, [0, 2]).commit(6.1, 2, [1]).start(7, 0).heal(7.5, 0, 1, 3)
+        .attempt(9, 3, 0, [0, 2]).attempt(9, 3, 1, [1, 3]).commit(9.1, 3, [0, 1]),
         [1.0, 2.0, 3.0], {"commits_dropped": 1, "kills": 1, "attempts": 3, "rejoins": [5.0]},
     ),
     "all die and load an older state": (

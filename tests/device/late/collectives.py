@@ -54,11 +54,7 @@ def here() -> torch.Event:
 def register() -> None:
     from torch import distributed as dist
 
-    dist.Backend.register_backend("lateccl", _made, devices=["late"])
-
-
-def _made(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return _backend()(store, rank, size, timeout)
+    dist.Backend.register_backend("lateccl", lambda *given: _backend()(*given), devices=["late"])
 
 
 def work_of(tensors: Sequence[torch.Tensor], *, host: bool = False) -> Any:

@@ -1,5 +1,6 @@
 """What other packages are told of the device, when they are imported."""
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -13,22 +14,10 @@ def _plain_random_numbers(module: ModuleType) -> None:
     module.is_rng_supported_mesh = lambda mesh: mesh.device_type != "late" and supported(mesh)
 
 
-def _collectives(module: ModuleType) -> None:
-    from late import collectives
-
-    collectives.register()
-
-
-def _column(module: ModuleType) -> None:
-    from late import column
-
-    column.replace(module)
-
-
 HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.tensor._random": _plain_random_numbers,
-    "torch.distributed.distributed_c10d": _collectives,
-    "everstep.quorum.communicator": _column,
+    "torch.distributed.distributed_c10d": lambda module: importlib.import_module("late.collectives").register(),
+    "everstep.quorum.communicator": lambda module: importlib.import_module("late.column").replace(module),
 }
 
 
