@@ -67,10 +67,9 @@ def same(runs: Mapping[str, Sequence[Counter[str]]]) -> bool:
 
 
 def record(seeds: str, runs: Sequence[Counter[str]]) -> None:
-    PRINTS.write_text(
-        "".join(f"{name}\t{' '.join(told)}\n" for name, told in (prints() | {seeds: printed(runs)}).items())
-    )
     every = recorded()
+    told = prints() | {seeds: printed(runs)}
+    PRINTS.write_text("".join(f"{name}\t{' '.join(each)}\n" for name, each in told.items()))
     every |= {(seeds, n): summed(runs[:n], every[MOST]) for n in (*PARTS, len(runs)) if n <= len(runs)}
     with RECORDED.open("w") as file:
         rows = csv.writer(file, delimiter="\t", lineterminator="\n")
