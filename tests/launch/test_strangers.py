@@ -3,8 +3,10 @@
 The attacks run as that user (nobody), so these tests need root.
 """
 
+import contextlib
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,8 @@ import pytest
 
 from everstep import cli
 from everstep.run.directory import lock_run_dir
+from everstep.run.events import EventLog
+from everstep.run.files import open_own
 from everstep.run.token import own_token
 from everstep.snapshot import keepers
 from everstep.snapshot.buffer import SnapshotError
@@ -22,6 +26,8 @@ from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment
 
 NOBODY = 65534
+ENTRIES = ((1, 7, -1), (4, 5, -1), (8, 7, NOBODY), (16, 7, -1), (32, 5, -1))  # setfacl -d -m g:NOBODY:rwx
+ACL = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in ENTRIES)
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
@@ -92,11 +98,15 @@ def test_commands_that_act_on_a_run_refuse_another_users(foreign, tmp_path, word
 def test_a_run_below_a_folder_of_many_is_this_users_alone(shared, mode):
     shared.chmod(mode)
     os.chown(shared, NOBODY, NOBODY)
+    with contextlib.suppress(OSError):  # this file system has no ACLs
+        os.setxattr(shared, "system.posix_acl_default", ACL)
     before = os.umask(0o002)
     try:
         run_dir = shared / "runs" / "one"
         lock_run_dir(run_dir)
+        EventLog(run_dir, 0, 0, "worker").close()
+        os.close(open_own(run_dir / "logs" / "group-0" / "rank-0.log"))
         assert own_token(run_dir)
     finally:
         os.umask(before)
-    assert run_dir.stat().st_mode & 0o022 == 0
+    assert [path for path in (run_dir, *run_dir.rglob("*")) if path.stat().st_mode & 0o022] == []

@@ -117,6 +117,7 @@ def main():
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only pytest handles a terminal's Ctrl-C
+    os.umask(0)  # what a run makes is for its owner alone even so
     forking.preload()
     for command in cli.COMMANDS.values():
         importlib.import_module(f"everstep.{command.place}")

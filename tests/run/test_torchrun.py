@@ -88,6 +88,10 @@ def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, p
     for process in (groups[0], *psutil.Process(groups[1].pid).children()):
         process.send_signal(signal.SIGTERM)
     assert [process.wait(DEADLINE_S) for process in groups] == [0, 0]
+    assert (run.run_dir / "checkpoint").exists()
+    open_to_all = {path for path in run.run_dir.rglob("*") if path.lstat().st_mode & 0o022 and not path.is_symlink()}
+    titans = run.run_dir / "structured_logs"  # which torchtitan opens first
+    assert open_to_all <= {titans, *titans.rglob("*")}
     figures = score.score(run.run_dir)
     assert figures["first_step"] == 1
     assert figures["steps"] == figures["last_step"] > 2

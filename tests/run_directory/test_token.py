@@ -30,13 +30,19 @@ def pipe(path):
     os.mkfifo(path)
 
 
+def state_of_all(path):
+    path.with_name("state").mkdir()
+    path.with_name("state").chmod(0o777)
+
+
 REFUSED = {
     "holds no token": lambda path: path.write_text("not a token"),
     "with mode 644: others": lambda path: path.chmod(0o644),
     "with mode 620: others": lambda path: path.chmod(0o620),
     "is a link": link,
     "not a regular file": pipe,
-    "chmod go-w": lambda path: path.parent.chmod(0o777),
+    "chmod -R go-w": lambda path: path.parent.chmod(0o777),
+    "/state .mode 777.: chmod -R go-w": state_of_all,
 }
 
 

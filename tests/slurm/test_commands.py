@@ -76,7 +76,8 @@ def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):
         (tmp_path / name).chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SLURM_JOB_ID": "9"}
     job = ["bash", slurm.SCRIPTS / "lighthouse.sbatch", "run.toml", "--run-dir", tmp_path]
-    assert [subprocess.run(job, env=path).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
+    assert [subprocess.run(job, env=path, umask=0).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
+    assert (tmp_path / "state").stat().st_mode & 0o022 == 0
     assert subprocess.run(job[:-2], env=path, capture_output=True).returncode != 0, "it would write to /state"
     assert (tmp_path / "requeued").read_text() == "requeue\n" * 5
 

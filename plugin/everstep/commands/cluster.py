@@ -135,11 +135,9 @@ def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
 
 def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: int) -> Prepared:
     """Make the run directory with the config in it. Raises LaunchError."""
-    if run_dir.is_dir():
-        require_own(run_dir)
-    alive = slurm.alive_jobs(run_dir)  # raises if the run is submitted already
     make_run_dir(run_dir)
-    found = prepare_in_subprocess(replace(options, run_dir=str(run_dir), begins="groups" not in alive))
+    require_own(run_dir)
+    alive = slurm.alive_jobs(run_dir)  # raises if the run is submitted already
     _print_findings(found, nodes_per_group, run_dir)
     own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)

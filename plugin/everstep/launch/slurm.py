@@ -29,7 +29,7 @@ from everstep.run.directory import (
 )
 from everstep.run.events import event_path
 from everstep.run.fence import groups_held
-from everstep.run.files import read_json, write_json
+from everstep.run.files import make_folder, read_json, write_json
 
 SCRIPTS = files.folder("slurm")
 FOR_GOOD = ("done", "failed")
@@ -112,7 +112,7 @@ def submit(submission: Submission) -> dict[str, str]:
     stop_file(run_dir).unlink(missing_ok=True)
     ended_file(run_dir).unlink(missing_ok=True)
     for group in range(submission.groups):
-        (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir / "logs" / f"group-{group}")
         if "groups" not in alive:
             over_file(run_dir, group).unlink(missing_ok=True)
             starts_file(run_dir, group).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ def scale(run_dir: Path, groups: int) -> str:
     said = []
     if missing:
         for group in missing:
-            (run_dir / "logs" / f"group-{group}").mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir / "logs" / f"group-{group}")
             over_file(run_dir, group).unlink(missing_ok=True)
         array = f"--array={','.join(map(str, missing))}"
         job = _sbatch([array if word.startswith("--array=") else word for word in jobs["sbatch"]])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.run.fence import groups_held
-from everstep.run.files import lock_for_life, lock_holder, read_json, read_typed
+from everstep.run.files import lock_for_life, lock_holder, make_folder, read_json, read_typed
 
 NO_ROOM = 1 << 16
 """Free bytes below which a disk counts as full."""
@@ -161,5 +161,5 @@ def finished_step(run_dir: Path) -> int:
 
 def ask_to_stop(run_dir: Path) -> None:
     """Make `stop_file`."""
-    stop_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stop_file(run_dir).parent)
     stop_file(run_dir).touch()

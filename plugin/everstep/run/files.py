@@ -25,6 +25,14 @@ LOCK_S, POLL_S = 2.0, 0.005
 """Seconds to wait for a lock, and between two attempts. A holder only reads and writes a small file."""
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder of the run's state, and missing ones above it, that only its owner can write to, whatever the umask
+    and a default ACL allow."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
 def write_json(path: Path, value: dict) -> None:
     """Replace a file with `value` as JSON, atomically."""
     write_whole(path, typed.dumps(value))
@@ -52,7 +60,7 @@ def write_first(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 @contextlib.contextmanager
 def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterator[Path]:
     """Make a temporary file beside `path` that holds `data`. It is removed afterwards unless the body renamed it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     # With a random name and O_EXCL, no other user can have put a link there.
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -105,7 +113,7 @@ def read_typed(kind: type[T], path: Path) -> T | None:
 def open_own(path: Path, flags: int = 0) -> int:
     """Open a file of the run's state to read and write in place, and return the descriptor. The file is made if it is
     missing. A link or a pipe of that name is replaced by a file, not followed. flags: further ones of `os.open`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(path, flags, 0o644)

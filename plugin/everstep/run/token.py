@@ -13,6 +13,8 @@ TOKEN_FILE = "token"
 TOKEN_BYTES = 32
 HOME_FILE = ".token-home"
 """JSON file that says for which directory the token was made."""
+FOLDERS = ("state", "events", "logs")
+"""Folders of a run directory whose files commands and reports believe."""
 
 
 class UnsafeError(LaunchError, ValueError):
@@ -86,22 +88,25 @@ def read_token(run_dir: Path) -> bytes:
 
 
 def require_own(run_dir: Path) -> None:
-    """Refuse a run directory that other users can write to, because commands act on what its files say.
+    """Refuse a run directory that other users can write to, because commands act on what its files say. From then on,
+    this process and those that it starts make nothing that others can write to, whatever the umask was.
 
     Raises:
-        UnsafeError: another user than this one or root owns it, or others may write to it.
+        UnsafeError: another user than this one or root owns it or a folder of FOLDERS in it, or others may write to it.
     """
-    found = os.stat(run_dir)
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (os.geteuid(), 0):
-        raise UnsafeError(
-            f"{run_dir} belongs to user {found.st_uid}, and commands act on what the files in it say: copy it and "
-            "work on the copy, or act as that user"
-        )
-    # On many systems each user has a group with the user's id and no other member: it lets nobody else in.
-    own_group = found.st_gid == found.st_uid
-    if mode & 0o002 or (mode & 0o020 and not own_group):
-        raise UnsafeError(f"other users can write to {run_dir} (mode {mode:03o}): chmod go-w {run_dir}")
+    os.umask(os.umask(0o022) | 0o022)  # for checkpoints, too, which torch writes
+    for folder in (run_dir, *filter(Path.exists, (run_dir / name for name in FOLDERS))):
+        found = os.stat(folder)
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (os.geteuid(), 0):
+            raise UnsafeError(
+                f"{folder} belongs to user {found.st_uid}, and commands act on what the files in it say: copy it and "
+                "work on the copy, or act as that user"
+            )
+        # On many systems each user has a group with the user's id and no other member: it lets nobody else in.
+        own_group = found.st_gid == found.st_uid
+        if mode & 0o002 or (mode & 0o020 and not own_group):
+            raise UnsafeError(f"other users can write to {folder} (mode {mode:03o}): chmod -R go-w {run_dir}")
 
 
 def require_run(run_dir: Path) -> None:

@@ -63,6 +63,7 @@ def open_run_context(config: Any) -> RunContext:
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.comm.save_traces_folder += f"/group-{ft.group_id}"
     os.environ.setdefault("RUST_LOG", "warn")  # by default torchft logs every quorum
+    token = run_token(run_dir)  # torchrun may have started this process with any umask
     events = EventLog(run_dir, ft.group_id, rank, "worker")
     files = RankFiles(
         run_dir,
@@ -72,7 +73,7 @@ def open_run_context(config: Any) -> RunContext:
         stall_timeout_s=ft.stall_timeout_s,
     )
     files.beat(STARTUP, 0)
-    token, snapshots = run_token(run_dir), None
+    snapshots = None
     if config.snapshot.enable:
         settings = Snapshot.of(config.snapshot)
         snapshots = Snapshots(run_dir, ft.group_id, host, settings, token, events)
