@@ -91,10 +91,18 @@ def test_workers_that_do_not_end_within_the_grace_time_are_killed(agent):
     until(lambda: not any(alive(child.pid) for child in below), "all below the agent to end")
 
 
-def test_a_worker_that_has_finished_and_does_not_end_is_stalled(agent):
+def test_a_worker_that_has_finished_and_does_not_end_is_stalled_and_links_in_place_of_logs_lead_nowhere(
+    agent, tmp_path
+):
+    logs = [log_path(tmp_path / "run", 0, 0).with_suffix(suffix) for suffix in (".log", ".stacks")]
+    logs[0].parent.mkdir(parents=True)
+    for log in logs:
+        log.symlink_to(tmp_path / "mine")
     one = agent("--training.steps", "2", "--tiny.linger", ranks=1, stall_timeout_s=2.0)
     assert one.process.wait(DEADLINE_S) == 0
     assert one.events("workers_stalled")[0]["phase"] == "done"
+    assert not (tmp_path / "mine").exists()
+    assert all(log.is_file() for log in logs)
 
 
 def test_a_worker_finds_what_torchrun_would_have_set(tmp_path):

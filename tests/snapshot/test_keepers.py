@@ -104,8 +104,11 @@ def test_a_keeper_starts_after_another_one_that_was_still_ending(tmp_path):
     settings = Snapshot(segment_dir=str(tmp_path))
     it = Segment.of(settings, run_id(run_token(tmp_path)), 3)
     it.create()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "keeper-3.log").symlink_to(tmp_path / "mine")
     Timer(5.0, lambda held: (it.remove(), os.close(held)), [keepers.take_lock(it.path)]).start()
     assert keepers.start_keeper(tmp_path, 3, "127.0.0.1", settings).segment == str(it.path)
+    assert not (tmp_path / "mine").exists()
     keepers.end_keepers(tmp_path)
 
 

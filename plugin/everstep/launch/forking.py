@@ -14,6 +14,7 @@ from pathlib import Path
 
 from everstep.launch.machine import LOOK_ONLY
 from everstep.run.directory import LaunchError
+from everstep.run.files import open_own
 from everstep.run.output import keep_on_without_output
 from everstep.run.stops import STOPS, die_with_parent
 from everstep.titan.imports import TORCHTITAN, import_all
@@ -69,8 +70,7 @@ def _do(main: Main, log: Path, env: Mapping[str, str]) -> int:
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(env)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        output = open_own(log, os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)

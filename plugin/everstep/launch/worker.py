@@ -18,7 +18,7 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
-from everstep.run.files import lock_for_life
+from everstep.run.files import lock_for_life, open_own
 
 EXIT_TIMEOUT_S = 10.0
 PREDECESSOR_TIMEOUT_S = 120.0
@@ -107,7 +107,8 @@ def _work(run_dir: Path, group: int, incarnation: int, argv: list[str], events: 
     follow_threads()
     heart = BeatFile(beat_path(run_dir, group, rank))
     heart.beat(STARTUP)
-    stacks = log_path(run_dir, group, rank).with_suffix(".stacks").open("a")  # those of its stalls, the newest last
+    stacks_path = log_path(run_dir, group, rank).with_suffix(".stacks")
+    stacks = os.fdopen(open_own(stacks_path, os.O_APPEND), "a")  # those of its stalls, the newest last
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     print(f"=== group {group} rank {rank} incarnation {incarnation} pid {os.getpid()} {now} ===", flush=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep import wire
 from everstep.run.events import EventLog
-from everstep.run.files import is_own_directory
+from everstep.run.files import is_own_directory, open_own
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError
@@ -66,11 +66,10 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
 def _launch_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, log_file: Path) -> subprocess.Popen[bytes]:
     """Start a keeper process. If it ends before this process, `subprocess` reaps it when it starts the next one;
     otherwise init does."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
     order = json.dumps({"run_dir": str(run_dir), "group": group, "host": host, "settings": asdict(settings)})
     # The keeper must find this package even if this process imported it from the working directory.
     search = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with log_file.open("ab") as output:
+    with os.fdopen(open_own(log_file, os.O_APPEND), "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "everstep.snapshot.keeper", order],
             stdin=subprocess.DEVNULL,
