@@ -7,6 +7,7 @@ from everstep.config.errors import ConfigError
 from everstep.launch import prepare
 from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.launch.supervisor import Supervisor
+from everstep.run.directory import config_file, prepared_file
 from everstep.titan.imports import import_all
 
 CONFIG = """
@@ -52,6 +53,11 @@ def test_workers_do_not_apply_flags_to_what_flags_have_decided(settled, tmp_path
     ft = config.fault_tolerance
     assert (ft.group_id, ft.groups, ft.lighthouse, ft.bind_host) == (1, 2, "", "127.0.0.1")
     assert config.dump_folder == str(tmp_path / "run")
+
+
+def test_only_the_owner_reads_files_that_may_hold_a_webhooks_address(settled, tmp_path):
+    files = (config_file(tmp_path / "run"), prepared_file(tmp_path / "run"))
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
 
 
 @pytest.mark.parametrize(("name", "flags", "ranks", "judged"), [

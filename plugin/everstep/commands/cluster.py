@@ -138,6 +138,7 @@ def _prepare_run_dir(options: PrepareOptions, run_dir: Path, nodes_per_group: in
     make_run_dir(run_dir)
     require_own(run_dir)
     alive = slurm.alive_jobs(run_dir)  # raises if the run is submitted already
+    found = prepare_in_subprocess(replace(options, run_dir=str(run_dir), begins="groups" not in alive))
     _print_findings(found, nodes_per_group, run_dir)
     own_token(run_dir)
     print(*found.warnings, sep="\n", end="\n" if found.warnings else "", file=sys.stderr)

@@ -29,6 +29,8 @@ from everstep.titan.imports import import_all
 ADAM_STATES = 2
 """Number of values that torchtitan's optimizers keep for each parameter, of the parameter's dtype."""
 TIMEOUT_S = 600.0
+SECRET = 0o600
+"""Mode of files with the whole config: the address of a webhook is a secret."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def prepare(options: PrepareOptions) -> Prepared:
             _refuse_folder(run_dir, config.checkpoint.folder)
         if options.begins:
             warnings += choose(config.checkpoint, run_dir)
-        write_whole(settled, resolved_toml(config).encode())
+        write_whole(settled, resolved_toml(config).encode(), mode=SECRET)
     return Prepared(
         groups=ft.groups,
         ranks=ranks,
@@ -231,7 +233,7 @@ def main(options: dict[str, Any], *, tells: bool = False) -> int:
     except ConfigError as error:
         answer = {"error": str(error)}
     if asked.run_dir:
-        write_json(prepared_file(Path(asked.run_dir)), answer)
+        write_json(prepared_file(Path(asked.run_dir)), answer, mode=SECRET)
     if tells:
         print(json.dumps(answer))
     return USAGE_EXIT if "error" in answer else 0

@@ -33,14 +33,14 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o755, exist_ok=True)
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict, *, mode: int = 0o644) -> None:
     """Replace a file with `value` as JSON, atomically."""
-    write_whole(path, typed.dumps(value))
+    write_whole(path, typed.dumps(value), mode=mode)
 
 
-def write_whole(path: Path, *data: bytes | memoryview) -> None:
+def write_whole(path: Path, *data: bytes | memoryview, mode: int = 0o644) -> None:
     """Replace a file atomically. If `path` is a link, the link is replaced; its target is not written to."""
-    with _draft(path, data, 0o644) as draft:
+    with _draft(path, data, mode) as draft:
         draft.replace(path)
 
 
