@@ -1,5 +1,6 @@
 """Tests of the server of page and figures: few connections, each for a short time, under names of this machine."""
 
+import contextlib
 import http.client
 import socket
 
@@ -44,6 +45,22 @@ def test_64_connections_that_say_nothing_hold_sixteen_at_most_and_not_for_long(m
     for connection in held:
         connection.close()
     assert get(place) == (200, b"<!doctype")
+
+
+def test_sixteen_that_send_a_byte_now_and_then_keep_others_out_for_a_while_only(monkeypatch):
+    monkeypatch.setattr(serve, "SILENT_S", 1.5)
+    place = served()
+    held = [socket.create_connection(place) for _ in range(16)]
+
+    def is_answered():
+        for connection in held:
+            with contextlib.suppress(OSError):
+                connection.send(b"a")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return get(place)[0] == 200
+
+    assert not is_answered()
+    until(is_answered, "a request beside them to be answered", 10.0)
 
 
 @pytest.mark.parametrize(("host", "status"), [

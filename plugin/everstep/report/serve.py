@@ -1,12 +1,15 @@
 """A small HTTP server for the page of a run and for its figures.
 
-It takes MOST_CONNECTIONS at once, and ends one that is silent for SILENT_S. It answers only requests whose Host
-header names this machine, so a web page that points its own domain at this address (DNS rebinding) can read nothing.
+It takes MOST_CONNECTIONS at once, and ends one that is silent for SILENT_S. When there is no room for another one, it
+also ends those that are older than that. It answers only requests whose Host header names this machine, so a web page
+that points its own domain at this address (DNS rebinding) can read nothing.
 """
 
+import contextlib
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Callable, Set
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -61,19 +64,26 @@ class Bounded(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]):
-        self._open: set[Any] = set()
+        self._open: dict[Any, float] = {}
+        """Open connection -> monotonic time of its beginning."""
         super().__init__(listening.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        now = time.monotonic()
+        if len(self._open) >= MOST_CONNECTIONS:
+            for other in [other for other, begin in [*self._open.items()] if now - begin > SILENT_S]:
+                self._open.pop(other, None)
+                with contextlib.suppress(OSError):  # it has ended
+                    other.shutdown(socket.SHUT_RDWR)
         if len(self._open) >= MOST_CONNECTIONS:
             return False
-        self._open.add(request)
+        self._open[request] = now
         return True
 
     def shutdown_request(self, request: Any) -> None:
-        self._open.discard(request)
+        self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
