@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -134,6 +135,8 @@ def _refuse_strangers(command: Command, names: Iterable[str], flags: Sequence[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `everstep` command; exits with the command's status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr, whatever the locale can write
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """The command line answers at once, and says in one sentence what the user can fix."""
 
+import io
 import os
 import re
 import subprocess
@@ -7,11 +8,21 @@ import sys
 
 import pytest
 
-from everstep.cli import COMMANDS
+from everstep.cli import COMMANDS, main
 from everstep.report.score import broken_promises, score
+from everstep.run.events import EventLog
 from launched import DEADLINE_S
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
+    run_dir, out = tmp_path / "läuft 日", io.BytesIO()
+    EventLog(run_dir, None, None, "supervisor").close()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "latin-1"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["stop", str(run_dir)])
+    assert "läuft \\u65e5".encode("latin-1") in out.getvalue()
 
 
 HELPS = """
