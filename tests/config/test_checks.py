@@ -191,12 +191,15 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, mes
     ("semi_sync", "mixing", 1.0, "less than 1"),
     ("semi_sync", "outer_lr", 0.0, "more than 0"),
     ("training", "steps", 0, "at least 1"),
+    ("training", "gc_freq", 0, "at least 1"),
+    ("metrics", "log_freq", 0, "at least 1"),
+    ("validator", "freq", 0, "at least 1"),
     ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
     ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
 ])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     config = load(GOOD, check=False)
-    config.semi_sync.method = "diloco"
+    config.semi_sync.method, config.validator.enable = "diloco", True
     setattr(getattr(config, section), key, value)
     assert [p.message for p in problems(config)] == [f"[{section}] {key} must be {bound}, got {value}"]
 

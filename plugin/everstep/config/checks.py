@@ -50,7 +50,14 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "outer_momentum": (0, _BELOW_1),
         "mixing": (0, _BELOW_1),
     },
-    "training": {"local_batch_size": (1, math.inf), "seq_len": (1, math.inf), "steps": (1, math.inf)},
+    "metrics": {"log_freq": (1, math.inf)},
+    "validator": {"freq": (1, math.inf)},
+    "training": {
+        "local_batch_size": (1, math.inf),
+        "seq_len": (1, math.inf),
+        "steps": (1, math.inf),
+        "gc_freq": (1, math.inf),
+    },
     "parallelism": {
         f"{name}_degree": (1, math.inf)
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
@@ -112,7 +119,11 @@ def _wrong(rows: Iterable[Row]) -> Iterator[Problem]:
 
 
 def _bounds(config: Any) -> Iterator[Problem]:
-    unread = {"fault_tolerance": not config.fault_tolerance.enable, "semi_sync": not config.semi_sync.enabled}
+    unread = {
+        "fault_tolerance": not config.fault_tolerance.enable,
+        "semi_sync": not config.semi_sync.enabled,
+        "validator": not config.validator.enable,
+    }
     for section, keys in _BOUNDS.items():
         if unread.get(section):
             continue
