@@ -10,9 +10,10 @@ import pytest
 
 from everstep.commands.status import status_of
 from everstep.launch import slurm
+from everstep.report.account import read
 from everstep.run import beats, fence, files
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
-from everstep.run.events import EventLog
+from everstep.run.events import EventLog, read_events
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holds
 from forked import Forked
@@ -67,17 +68,20 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     old.wait_for("workers_started", incarnation=2)
 
 
-def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent):
-    """A run of agents can be stopped, even if `everstep run` was there before them."""
-    one = agent("--training.steps", "1000000", ranks=1, job=7)
-    EventLog(one.run_dir, None, None, "supervisor")
+def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tmp_path):
+    """A run of agents, here without a batch system, can be seen and stopped, even if `everstep run` was there first."""
+    before = EventLog(tmp_path / "run", None, None, "supervisor")
+    before.emit("run_started", groups=1, steps=9)
+    before.emit("run_ended", status="done", reason="every group finished")
+    one = agent("--training.steps", "1000000", ranks=1)
     one.wait_for("commit")
     state = {path.name for path in (one.run_dir / "state").iterdir()}
     refused = TinyRun(one.run_dir, 1, 1)
     assert refused.process.wait(DEADLINE_S) == 2
     assert f"{one.run_dir}: in use by agents, which run group-0." in refused.console()
     assert state <= {path.name for path in (one.run_dir / "state").iterdir()}
-    assert "run     running (agents of group-0)" in status_of(one.run_dir)
+    assert "run     running (processes of group-0)" in status_of(one.run_dir)
+    assert read(read_events(one.run_dir)).status == "running"
     assert "asked every group" in slurm.stop(one.run_dir)
     assert one.process.wait(DEADLINE_S) == 0
     assert slurm.has_ended(one.run_dir)

@@ -9,10 +9,13 @@ import time
 import psutil
 import pytest
 
+from everstep.commands.status import status_of
 from everstep.launch import orphans
 from everstep.launch.machine import free_port
+from everstep.launch.slurm import has_ended
 from everstep.report import score
 from everstep.run.beats import lighthouse_beat_path, read_beat
+from everstep.run.events import EventLog
 from forked import Forked
 from watched import DEADLINE_S, Followed, environment, until, write_config
 
@@ -78,8 +81,11 @@ def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, p
     # More steps than the remaining group can make before torchrun has restarted the killed one.
     config = write_config(tmp_path / "torchrun.toml", training={"steps": 10_000}, fault_tolerance={"groups": 2})
     run = Torchrun(config, tmp_path / "run", processes)
+    EventLog(run.run_dir, None, None, "supervisor").emit("run_ended", status="failed", reason="an earlier start")
     groups = [run.group(0), run.group(1)]
     run.wait_for_step((0, 1))
+    assert "run     running (processes of group-0, group-1)" in status_of(run.run_dir)
+    assert (score.score(run.run_dir)["status"], has_ended(run.run_dir)) == ("running", False)
     victim, killed = run.wait_for("worker_ready", group=1), time.time()
     os.kill(victim["pid"], signal.SIGKILL)
     run.wait_for("commit", after=killed + 1.0, group=1)
@@ -93,6 +99,7 @@ def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, p
     titans = run.run_dir / "structured_logs"  # which torchtitan opens first
     assert open_to_all <= {titans, *titans.rglob("*")}
     figures = score.score(run.run_dir)
+    assert (figures["status"], has_ended(run.run_dir)) == ("done", True)
     assert figures["first_step"] == 1
     assert figures["steps"] == figures["last_step"] > 2
     assert (figures["samples_lost"], figures["samples_repeated"], figures["replicas_diverged"]) == (0, 0, 0)

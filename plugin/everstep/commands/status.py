@@ -84,12 +84,12 @@ def status_of(run_dir: Path) -> str:
 
 def _here(run_dir: Path, state: RunState) -> tuple[list[str], list[str]]:
     """Return the first lines, and the lines on each group, for a run without Slurm."""
-    holder, agents = holder_of(run_dir), groups_held(run_dir)
-    if holder is None and not agents:
+    holder, held = holder_of(run_dir), groups_held(run_dir)
+    if holder is None and not held:
         how = ", ".join(filter(None, (state.status, (state.current.ending or {}).get("reason"))))
         unknown = state.status == "running"
         return [f"run     {UNKNOWN_END if unknown else how}"], []
-    by = f"pid {holder}" if holder else "on another machine" if holder == 0 else f"agents of {', '.join(agents)}"
+    by = f"pid {holder}" if holder else "on another machine" if holder == 0 else f"processes of {', '.join(held)}"
     going = f"run     running ({by})" + "; asked to stop" * stop_file(run_dir).exists()
     beats = beats_of_groups(run_dir)
     return [going], [

@@ -48,7 +48,7 @@ def run_agent(settings: GroupSettings) -> int:
 
 def _run(settings: GroupSettings, launcher: Launcher) -> End:
     """Run the group in the launcher's loop, and return how it ended. Raises LaunchError."""
-    if settings.job and settings.node_rank == 0:
+    if settings.node_rank == 0:
         place = {"job": settings.job, "restart": settings.restart, "node": settings.node}
         launcher.events.emit("agent_up", pid=os.getpid(), **place)
     preload(PRELOAD, launcher.is_stopping)

@@ -154,11 +154,12 @@ def scale(run_dir: Path, groups: int) -> str:
 
 def has_ended(run_dir: Path) -> bool:
     """Return whether a run has ended. A submitted run has if all its groups ended for good, an `everstep run` if no
-    launcher holds its directory and no agent a group. False if only agents ever ran in it, as they may come later."""
+    launcher holds its directory and no process a group. False if only agents ever ran in it, as they may come later."""
+    if holder_of(run_dir) is not None or groups_held(run_dir):
+        return False
     if job_file(run_dir).exists():
         return all(ends_of_groups(run_dir))
-    gone = holder_of(run_dir) is None and not groups_held(run_dir)
-    return gone and event_path(run_dir, None, None, "supervisor").exists()
+    return event_path(run_dir, None, None, "supervisor").exists()
 
 
 def stop(run_dir: Path) -> str:

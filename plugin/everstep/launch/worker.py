@@ -18,6 +18,7 @@ from everstep.launch.machine import follow_threads
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path
 from everstep.run.events import EventLog
 from everstep.run.exits import TrainerEnds
+from everstep.run.fence import rank_lock
 from everstep.run.files import lock_for_life, open_own
 
 EXIT_TIMEOUT_S = 10.0
@@ -94,7 +95,7 @@ def _described(error: Exception) -> str:
 def await_predecessor(run_dir: Path, group: int, rank: int) -> None:
     """Lock this rank for this process, after waiting until no earlier one holds it: if its launcher was killed, it may
     take a while to die. Raises TimeoutError."""
-    path = run_dir / "state" / f"group-{group}.rank-{rank}.alive"
+    path = rank_lock(run_dir, group, rank)
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while not lock_for_life(path):
         if time.monotonic() > deadline:

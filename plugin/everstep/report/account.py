@@ -53,8 +53,14 @@ class Account:
     def take(self, event: dict[str, Any]) -> list[str]:
         """Process one event. Return the sentences of troubles that are new with it."""
         kind, t = event["kind"], event["t"]
-        again = kind == "run_started" and self.counts["run_started"]
-        if not self.sessions or again or (kind == "agent_up" and self.status != "running"):  # no run_started on Slurm
+        match kind:
+            case "run_started":
+                again = self.counts[kind] > 0
+            case "agent_up":  # there is no supervisor
+                again = self.current.supervised or self.status != "running"
+            case _:  # torchrun starts no agent either
+                again = kind == "worker_ready" and self.current.ending is not None
+        if again or not self.sessions:
             self._begin(t)
         session = self.sessions[-1]
         session.last = max(session.last, t)
@@ -66,7 +72,7 @@ class Account:
         session.nominal = session.nominal or event.get("nominal_groups", 0)
         match kind:
             case "run_started":
-                session.nominal, session.ending = event["groups"], None
+                session.nominal, session.ending, session.supervised = event["groups"], None, True
             case "scaled":
                 session.scales.append((t, event["count"]))
             case "run_ended":

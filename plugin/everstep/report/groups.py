@@ -133,6 +133,8 @@ class Session:
     begin: float
     """Wall time in seconds of its first event."""
     last: float
+    supervised: bool = False
+    """Whether `everstep run` started it."""
     nominal: int = 0
     """Number of groups with which it started."""
     scales: list[tuple[float, int]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.fence import groups_held
+from everstep.run.fence import CLAIMED, groups_held
 from everstep.run.files import lock_for_life, lock_holder, make_folder, read_json, read_typed
 
 NO_ROOM = 1 << 16
@@ -52,7 +52,7 @@ def lock_run_dir(run_dir: Path) -> None:
             f"{run_dir}: in use by a run that is still going (pid {lock_holder(lock) or 'unknown'}). "
             "Stop it, or give another --run-dir."
         )
-    if groups := groups_held(run_dir):
+    if groups := groups_held(run_dir, CLAIMED):  # ranks of a launcher that was killed may still be dying
         raise LaunchError(
             f"{run_dir}: in use by agents, which run {', '.join(groups)}. "
             f"Stop them with `everstep stop {run_dir}`, or give another --run-dir."

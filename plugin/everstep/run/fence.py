@@ -20,6 +20,7 @@ from everstep.run.files import lock_for_life, lock_holder, locked, read_typed, w
 LEASE_S = 10.0
 """Seconds without a beat after which an agent counts as gone. If it wakes up later, it looks at the fence first."""
 POLL_S = 0.2
+CLAIMED, TRAINED = "group-*.[0-9]*.[0-9]*.alive", "group-*.rank-0.alive"
 ENVIRONMENT = "EVERSTEP_FENCE"
 """Environment variable: the claim of a worker's start of its group, as text."""
 
@@ -55,10 +56,16 @@ def fence_file(run_dir: Path, group: int) -> Path:
     return Path(run_dir) / "state" / f"group-{group}.fence.json"
 
 
-def groups_held(run_dir: Path) -> list[str]:
-    """Return the groups ("group-0") that another live process holds by a claim, on any machine."""
-    locks = (Path(run_dir) / "state").glob("group-*.[0-9]*.[0-9]*.alive")
-    return sorted({lock.name.partition(".")[0] for lock in locks if lock_holder(lock) is not None})
+def rank_lock(run_dir: Path, group: int, rank: int) -> Path:
+    """Return the file that the process of a rank holds by `lock_for_life`, whatever started it."""
+    return Path(run_dir) / "state" / f"group-{group}.rank-{rank}.alive"
+
+
+def groups_held(run_dir: Path, *locks: str) -> list[str]:
+    """Return the groups ("group-0") of which another live process holds one of these `locks`, on any machine: an agent
+    a lock of CLAIMED, rank 0 that of TRAINED. Default: both, as no agent holds a group that torchrun started."""
+    found = (lock for kind in locks or (CLAIMED, TRAINED) for lock in (Path(run_dir) / "state").glob(kind))
+    return sorted({lock.name.partition(".")[0] for lock in found if lock_holder(lock) is not None})
 
 
 def holds(run_dir: Path, group: int, claim: Claim) -> bool:

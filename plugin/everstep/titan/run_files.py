@@ -8,7 +8,7 @@ from typing import Any
 from everstep.run import fence, typed
 from everstep.run.beats import DONE, STARTUP, BeatFile, beat_path, beats_of_groups
 from everstep.run.directory import ended_file, finished_file, finished_step, stop_file
-from everstep.run.files import read_json, write_first, write_json
+from everstep.run.files import lock_for_life, read_json, write_first, write_json
 
 AWAY = (DONE, STARTUP)
 """Phases of a beat in which a group has no state to offer."""
@@ -36,6 +36,7 @@ class RankFiles:
     def __init__(self, run_dir: Path, group: int, rank: int, *, steps: int, stall_timeout_s: float) -> None:
         self._run_dir, self._group, self._steps, self._stall_timeout_s = run_dir, group, steps, stall_timeout_s
         self._rank = rank
+        lock_for_life(fence.rank_lock(run_dir, group, rank))  # `everstep.launch.worker` has done so, but not torchrun
         self._heartbeat = BeatFile(beat_path(run_dir, group, rank))
         claim = os.environ.get(fence.ENVIRONMENT)
         self._claim = fence.Claim.parse(claim) if claim else None
