@@ -85,6 +85,7 @@ def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tm
     assert "asked every group" in slurm.stop(one.run_dir)
     assert one.process.wait(DEADLINE_S) == 0
     assert slurm.has_ended(one.run_dir)
+    assert "run     stopped" in status_of(one.run_dir)
 
 
 @pytest.mark.parametrize("skew_s", [-200.0, 200.0])

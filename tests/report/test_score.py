@@ -100,6 +100,13 @@ def test_how_a_run_that_nobody_supervises_ended_is_what_its_groups_say():
     run.add(100, "agent_up", 0, role="agent", pid=1)
     end(101, 0, "failed")
     assert told()[0] == "failed", "with fewer groups and before a step"
+    for killed in (False, True):
+        run = finished_run()
+        run.logged = run.logged[: -1 if killed else None]
+        run.add(20, "agent_up", 0, role="agent", pid=1)
+        run.start(21, 0, 1, 2, step=9, source="disk").commit(22, 9, [0, 1, 2]).logged[-1] |= {"steps": 9}
+        end(23, 0, "done", "training_done")
+        assert told() == ("done", []), "after `everstep run`"
 
 
 def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):

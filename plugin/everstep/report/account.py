@@ -150,7 +150,7 @@ class Account:
         killed before that, the run stays `running`. Without a supervisor the run is over when a group is done, or when
         all groups of the newest commit (before the first commit: all known groups) have ended."""
         session = self.current
-        if session.ending is not None or self.counts["run_started"]:
+        if session.ending is not None or session.supervised:
             return session.ending["status"] if session.ending else "running"
         trained = session.commits[-1].groups if session.commits else session.groups.keys()
         said = {session.groups[group].end for group in trained if group in session.groups}
