@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import psutil
@@ -36,7 +38,10 @@ def steps(first, last):
 
 
 def answer(address):
-    return urllib.request.urlopen(address, timeout=30).read().decode()
+    try:
+        return urllib.request.urlopen(address, timeout=30).read().decode()
+    except urllib.error.HTTPError as error:
+        return str(error.code)
 
 
 @pytest.fixture
@@ -162,10 +167,36 @@ def test_no_page_is_written_into_a_run_directory_that_was_removed(told, capfd):
     assert not (run_dir / "report.html").exists()
 
 
-def test_a_port_that_is_taken_costs_the_figures_alone(tmp_path, capfd):
+def test_a_port_that_is_taken_costs_the_figures_alone_and_until_it_is_free(tmp_path, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        Teller(tmp_path, "127.0.0.1", FaultTolerance(metrics_port=taken.getsockname()[1]), {}).close()
-        assert f"no metrics on 127.0.0.1:{taken.getsockname()[1]} (fault_tolerance.metrics" in capfd.readouterr().out
+        port = taken.getsockname()[1]
+        teller = Teller(tmp_path, "127.0.0.1", FaultTolerance(metrics_port=port), {})
+        assert f"no metrics on 127.0.0.1:{port} (fault_tolerance.metrics" in capfd.readouterr().out
+    until(lambda: teller.keep() or "metrics" in teller._sockets, "the port")
+    teller._process.wait()
+    until(lambda: teller.keep() or teller._process.poll() is None, "another process")
+    until(lambda: "everstep_loss" in answer(f"http://127.0.0.1:{port}/metrics"), "the figures")
+    teller.close()
+
+
+WITH_A_LONG_LOG = """
+import sys, time
+from pathlib import Path
+from everstep.report import live
+from everstep.run.events import EventTail
+EventTail.past, live.CLOSE_S = lambda tail: time.sleep(60), 1
+live.tell(Path(sys.argv[1]), live.FaultTolerance(), {}, {"metrics": int(sys.argv[2])})
+"""
+
+
+def test_while_a_long_log_is_read_there_are_no_figures_and_they_end_with_their_launcher(tmp_path):
+    listening = socket.create_server(("127.0.0.1", 0))
+    command = [sys.executable, "-c", WITH_A_LONG_LOG, tmp_path, str(listening.fileno())]
+    fds = {"pass_fds": [listening.fileno()], "stdin": subprocess.PIPE}
+    with subprocess.Popen(command, **fds, env=environment()) as process:
+        assert answer("http://127.0.0.1:{}/metrics".format(*listening.getsockname()[1:])) == "503"
+        process.stdin.close()
+        assert process.wait(30) == -signal.SIGALRM
 
 
 def test_they_end_with_their_launcher(tmp_path):

@@ -12,9 +12,11 @@ import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -27,8 +29,8 @@ from everstep.run import typed
 from everstep.run.output import keep_on_without_output
 
 LOOK_S = 2.0
-CLOSE_S = 20.0
-"""Seconds that the process has at the end for its last writes."""
+CLOSE_S = 20
+"""Seconds that the process has at the end for its last writes, also if its launcher was killed."""
 PAUSE_S, POLL_S = 2.0, 0.5
 SHARE = 0.5
 """Largest share of one core that rewriting the page may take."""
@@ -39,7 +41,7 @@ class Teller:
     """Keeps the process of this module running, from construction to `close`.
 
     The process ends with this one. If it dies earlier, `keep` starts it again; the sockets are opened here, so that
-    their addresses stay the same. If the port of the figures is taken, the run goes on without them.
+    their addresses stay the same. While the port of the figures is taken, the run goes on without them.
 
     Args:
         host: Address at which to serve figures for Prometheus.
@@ -60,17 +62,25 @@ class Teller:
         if page:
             self._sockets["page"] = socket.create_server(("127.0.0.1", 0))
             self.address = "http://{}:{}/".format(*self._sockets["page"].getsockname())
-        if ft.metrics_port:
-            try:
-                self._sockets["metrics"] = socket.create_server((host, ft.metrics_port))
-            except OSError as error:
-                print(f"everstep: no metrics on {host}:{ft.metrics_port} (fault_tolerance.metrics_port): {error}")
-        fds = {name: one.fileno() for name, one in self._sockets.items()}
-        self._asked = {"ft": asdict(ft), "metrics": dict(metrics), "fds": fds}
+        self._figures_at = (host, ft.metrics_port)
+        try:
+            self._open_figures()
+        except OSError as error:
+            print(f"everstep: no metrics on {host}:{ft.metrics_port} (fault_tolerance.metrics_port) yet: {error}")
+        self._asked = {"ft": asdict(ft), "metrics": dict(metrics)}
         self._run_dir = run_dir
         self._process = self._start()
 
+    def _open_figures(self) -> bool:
+        """Open the port of the figures if it is wanted and not open. Return whether it was opened now. Raises OSError
+        if it is taken, for instance by the process of a launcher that was killed."""
+        if "metrics" in self._sockets or not self._figures_at[1]:
+            return False
+        self._sockets["metrics"] = socket.create_server(self._figures_at)
+        return True
+
     def _start(self) -> subprocess.Popen[bytes]:
+        fds = {name: one.fileno() for name, one in self._sockets.items()}
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self._run_dir)],
             stdin=subprocess.PIPE,
@@ -79,7 +89,7 @@ class Teller:
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `keep` will see it
-            process.stdin.write(json.dumps(self._asked).encode() + b"\n")
+            process.stdin.write(json.dumps(self._asked | {"fds": fds}).encode() + b"\n")
             process.stdin.flush()
         return process
 
@@ -87,6 +97,9 @@ class Teller:
         """Restart the process if it has ended; checks at most every LOOK_S. Raises OSError if it cannot be started."""
         if time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
+            with contextlib.suppress(OSError):  # it is still taken
+                if self._open_figures():
+                    self._process.kill()  # the next one has the port
             if self._process.poll() is not None:
                 self._process = self._start()
 
@@ -143,11 +156,20 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     for name, fd in fds.items():
         paths = {"/", f"/{name}", "/report.html"}
         serve(socket.socket(fileno=fd), paths, TYPES[name], functools.partial(served.__getitem__, name))
+    ends = threading.Event()
+
+    def await_end() -> None:
+        """Wait until stdin ends, also while a long log is read. Then the kernel limits the rest to CLOSE_S."""
+        select.select([0], [], [])
+        signal.alarm(CLOSE_S)
+        ends.set()
+
+    threading.Thread(target=await_end, daemon=True).start()
     tail, over, due, first, pause_s = EventTail(run_dir), False, time.monotonic(), True, PAUSE_S
     begun = last_event(event_path(run_dir, None, None, "supervisor"), {"run_started"})
     since = begun["t"] if begun else 0.0
     while not over:
-        over = bool(select.select([0], [], [], POLL_S)[0])
+        over = ends.wait(POLL_S)
         said = []
         for event in tail.past() if first else tail.new():
             before = now.newest

@@ -20,7 +20,7 @@ SILENT_S = 10.0
 
 def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callable[[], bytes]) -> None:
     """Serve one document under some paths from a thread, on a listening socket, as long as this process lives. `kind`:
-    its content type. `document` is called for each request."""
+    its content type. `document` is called for each request; as long as it is empty, the answer is 503."""
     host = listening.getsockname()[0]
 
     class Handler(BaseHTTPRequestHandler):
@@ -33,7 +33,7 @@ def serve(listening: socket.socket, paths: Set[str], kind: str, document: Callab
                 self.send_error(404)
             else:
                 data = document()
-                self.send_response(200)
+                self.send_response(200 if data else 503)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))
                 self.send_header("Cache-Control", "no-store")
