@@ -36,6 +36,15 @@ def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
     assert slurm.alive_jobs(run_dir) == {"groups": "7"}
 
 
+def test_a_lighthouse_without_groups_is_replaced_as_it_may_be_about_to_end(squeue):
+    run_dir = squeue("9|N/A|9|RUNNING|n2|None")
+    for name in ("scancel", "sbatch"):
+        (run_dir / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{run_dir}/done\necho 12\n')
+        (run_dir / name).chmod(0o755)
+    assert slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1)) == {"lighthouse": "12", "groups": "12"}
+    assert (run_dir / "done").read_text().startswith("scancel --quiet 9\nsbatch --parsable --job-name=run-lighthouse")
+
+
 def test_a_job_knows_its_everstep_and_not_more_of_the_environment_than_it_is_to_know(tmp_path):
     venv = tmp_path / "everstep"
     venv.write_text('#!/bin/sh\necho "$@"')

@@ -103,12 +103,15 @@ def alive_jobs(run_dir: Path) -> dict[str, str]:
 
 
 def submit(submission: Submission) -> dict[str, str]:
-    """Submit the run's jobs and return their ids by name. A job that is queued or running already stays as it is.
+    """Submit the run's jobs and return their ids by name. Groups that are queued or running already stay as they are. A
+    lighthouse without them is replaced: it may be the one of an earlier start, which ends a while after its groups.
 
     Raises:
         LaunchError: Slurm refuses, or both jobs are queued or running already.
     """
     run_dir, alive = submission.run_dir, alive_jobs(submission.run_dir)
+    if "groups" not in alive and "lighthouse" in alive:
+        call(["scancel", "--quiet", alive.pop("lighthouse")])
     stop_file(run_dir).unlink(missing_ok=True)
     ended_file(run_dir).unlink(missing_ok=True)
     for group in range(submission.groups):
