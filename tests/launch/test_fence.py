@@ -13,9 +13,11 @@ from everstep.launch import slurm
 from everstep.report.account import read
 from everstep.run import beats, fence, files
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
+from everstep.run.directory import over_file
 from everstep.run.events import EventLog, read_events
 from everstep.run.exits import FENCED_EXIT
 from everstep.run.fence import Claim, Fenced, claim_group, holds
+from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, TinyRun, alive, until
 
@@ -68,7 +70,7 @@ def test_an_agent_that_was_overtaken_kills_its_workers_and_the_new_one_starts_on
     old.wait_for("workers_started", incarnation=2)
 
 
-def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tmp_path):
+def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tmp_path, request):
     """A run of agents, here without a batch system, can be seen and stopped, even if `everstep run` was there first."""
     before = EventLog(tmp_path / "run", None, None, "supervisor")
     before.emit("run_started", groups=1, steps=9)
@@ -86,6 +88,14 @@ def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tm
     assert one.process.wait(DEADLINE_S) == 0
     assert slurm.has_ended(one.run_dir)
     assert "run     stopped" in status_of(one.run_dir)
+    write_json(slurm.job_file(one.run_dir), {"groups": "7"})
+    write_json(over_file(one.run_dir, 0), {"status": "stopped", "reason": ""})
+    last, begin = TinyRun(one.run_dir, 1, 1, "--training.steps", "1000000"), time.time()
+    request.addfinalizer(last.end)
+    last.wait_for("commit", after=begin)
+    assert f"run     running (pid {last.process.pid})" in status_of(one.run_dir), "no Slurm is asked"
+    assert "asked every group" in slurm.stop(one.run_dir)
+    assert last.process.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.parametrize("skew_s", [-200.0, 200.0])

@@ -19,6 +19,7 @@ from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
 from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
 from everstep.launch.settings import GroupSettings
+from everstep.launch.slurm import job_file
 from everstep.launch.view import OnEvents
 from everstep.run.beats import forget_beats
 from everstep.run.directory import (
@@ -152,7 +153,9 @@ class Supervisor:
 
     def _begin(self, found: Prepared) -> None:
         """Report the start of the run and the config's warnings, and start the process of `chaos`, if wanted."""
-        launcher = self._launcher
+        launcher, state = self._launcher, self._run_dir / "state"
+        for path in (job_file(self._run_dir), *state.glob("group-*.over")):  # of an earlier run on Slurm
+            path.unlink(missing_ok=True)
         launcher.events.emit(
             "run_started",
             groups=found.groups,
