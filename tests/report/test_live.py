@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -179,13 +180,23 @@ def test_a_port_that_is_taken_costs_the_figures_alone_and_until_it_is_free(tmp_p
     teller.close()
 
 
+def test_the_last_progress_is_when_it_was_seen_whatever_clock_dates_the_commit(told):
+    run_dir, figures, tell = told
+    tell()
+    until(lambda: "everstep_committed_step 3.0" in answer(figures), "the steps of before")
+    begin = time.time()
+    steps(4, 4).write(run_dir)
+    until(lambda: "everstep_committed_step 4.0" in answer(figures), "a step")
+    (seen,) = re.findall(r"\neverstep_last_progress_timestamp_seconds (\S+)", answer(figures))
+    assert begin <= float(seen) <= time.time()
+
+
 WITH_A_LONG_LOG = """
-import sys, time
-from pathlib import Path
+import pathlib, sys, time
 from everstep.report import live
 from everstep.run.events import EventTail
 EventTail.past, live.CLOSE_S = lambda tail: time.sleep(60), 1
-live.tell(Path(sys.argv[1]), live.FaultTolerance(), {}, {"metrics": int(sys.argv[2])})
+live.tell(pathlib.Path(sys.argv[1]), live.FaultTolerance(), {}, {"metrics": int(sys.argv[2])})
 """
 
 

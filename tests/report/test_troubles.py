@@ -159,13 +159,10 @@ def add(line, t, step, kind, fields):
 
 def log_of(cause, cured=False):
     guarantee, events, words, cure = CAUSES[cause]
-    line = (
-        Timeline()
-        .add(1000, "run_started", role="supervisor", groups=3, steps=9)
-        .start(1001, 0, 1, 2)
-        .commit(1002, 3, (0, 1, 2))
-    )
-    several = events[0][0] == "commits"
+    line, several = Timeline(), events[0][0] == "commits"
+    if not several:  # several clocks, too, and so no supervisor
+        line.add(1000, "run_started", role="supervisor", groups=3, steps=9)
+    line.start(1001, 0, 1, 2).commit(1002, 3, (0, 1, 2))
     for index, (kind, fields) in enumerate(events):
         add(line, 1003 + index, 4 + index * several, kind, fields)
     for index in range(2 if cured and cure else 0):
@@ -224,11 +221,12 @@ def test_a_trouble_ends_when_its_process_recovers_or_is_replaced(cause, kind, fi
     assert told or read(line.logged).troubles.sentences == []
 
 
-def test_normal_events_make_no_trouble():
-    """A first snapshot that survives no host is no trouble either, for instance with one host only."""
-    line = Timeline().add(0, "run_started", role="supervisor", groups=3, steps=9).start(1, 0, 1, 2)
+@pytest.mark.parametrize(("begin", "later_s"), [("run_started", 3600.0), ("scaled", 30.0)])
+def test_normal_events_make_no_trouble(begin, later_s):
+    """Nor do a first snapshot that survives no host, and a clock that is set on the one host of `everstep run`."""
+    line = Timeline().add(0, begin, role="supervisor", groups=3, count=3, steps=9).start(1, 0, 1, 2)
     for index, (kind, fields) in enumerate([
-        ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=30.0),
+        ALONE, ("straggler", {"pace": 1.0}), *commits(3, later_s=later_s),
         *skipped(SKIPPED - 1), CODED, *skipped(SKIPPED - 1), ("quorum_failed", {"waited_s": 4.9, "reason": "a death"}),
         CODED, died("rank 0 was killed by SIGKILL"),
         ENDED, ("audit", {"differing": []}),
@@ -248,7 +246,7 @@ def test_normal_events_make_no_trouble():
     [("straggler", {"group": 1, "pace": pace}) for pace in (1.5, 1.0, 1.75)], commits(3, later_s=3600.0),
 ], ids=lambda told: told[-1][0])  # fmt: skip
 def test_each_is_told_once_whoever_says_it_and_however_often(told):
-    line = Timeline().add(1000, "run_started", role="supervisor", groups=2)
+    line = Timeline().start(1000, 0, 1)
     for step, (kind, fields) in enumerate(told, start=1):
         for group in (0, 1):
             add(line, 1000.0 + step, step, kind, {"group": group} | fields)

@@ -168,6 +168,7 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
     tail, over, due, first, pause_s = EventTail(run_dir), False, time.monotonic(), True, PAUSE_S
     begun = last_event(event_path(run_dir, None, None, "supervisor"), {"run_started"})
     since = begun["t"] if begun else 0.0
+    progress, progress_t = None, 0.0
     while not over:
         over = ends.wait(POLL_S)
         said = []
@@ -177,9 +178,12 @@ def tell(run_dir: Path, ft: FaultTolerance, metrics: Mapping[str, Any], fds: Map
             if event["t"] >= since and (event["kind"] == "validation" or now.newest is not before):
                 curves.put(event["step"], event["t"], scalars_of(event))
         say(now.troubles.sentences if first else said)  # not those that were over before this process began
+        if progress != (progress := (now.newest, len(now.sessions))):
+            logged_t = max(now.current.begin, now.newest.t if now.newest else 0.0)
+            progress_t = min(logged_t, time.time()) if first else time.time()
         first = False
         if "metrics" in fds:
-            served["metrics"] = prometheus_text(now, ft.min_groups)
+            served["metrics"] = prometheus_text(now, ft.min_groups, progress_t)
         if not over and time.monotonic() >= due:
             began = time.process_time()
             write()

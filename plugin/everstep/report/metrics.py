@@ -13,15 +13,16 @@ from everstep.report.troubles import GUARANTEES, ROWS
 from everstep.run.event_fields import NEEDED
 
 
-def prometheus_text(now: Account, min_groups: int) -> bytes:
+def prometheus_text(now: Account, min_groups: int, progress_t: float = 0.0) -> bytes:
     """Return the figures in Prometheus's text format. Counters do not fall back to 0 when the process that serves them
-    is started again, as it reads the log from its beginning."""
-    registry: Any = SimpleNamespace(collect=lambda: figures(now, min_groups))
+    is started again, as it reads the log from its beginning. `progress_t`: see `figures`."""
+    registry: Any = SimpleNamespace(collect=lambda: figures(now, min_groups, progress_t))
     return generate_latest(registry)
 
 
-def figures(now: Account, min_groups: int) -> Iterator[Metric]:
-    """Yield the figures of a run, one metric family each."""
+def figures(now: Account, min_groups: int, progress_t: float = 0.0) -> Iterator[Metric]:
+    """Yield the figures of a run, one metric family each. `progress_t`: wall time in seconds of the newest commit or of
+    this session's start, as events do not follow a wall clock that is corrected during the run."""
     checked, protection = checks(now), now.protection
     newest, going = now.newest, now.current.groups.values()
     coverage = (checked["attention_coverage"] or "").partition(" ")[0]
@@ -33,7 +34,7 @@ def figures(now: Account, min_groups: int) -> Iterator[Metric]:
         (
             "last_progress_timestamp_seconds",
             "Unix time of the newest commit, or of this session's start",
-            max(now.current.begin, newest.t if newest else 0.0),
+            progress_t,
         ),
         ("loss", "Loss of the newest committed step", newest.loss if newest else None),
         ("grad_norm", "Gradient norm of the newest committed step", newest.grad_norm if newest else None),
