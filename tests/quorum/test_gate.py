@@ -174,7 +174,7 @@ def test_a_port_that_is_taken_and_a_directory_without_trust_are_a_sentence(make,
     assert f"lighthouse: cannot listen on {taken}" in capsys.readouterr().err
     tmp_path.chmod(0o777)
     assert serve(taken, tmp_path) == 1
-    assert "chmod go-w" in capsys.readouterr().err
+    assert "chmod -R go-w" in capsys.readouterr().err
 
 
 def test_a_group_that_is_too_few_is_told_so(make):
