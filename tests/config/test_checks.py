@@ -3,6 +3,7 @@ expected type. The nearest settings that work are not refused."""
 
 import pytest
 
+from config.conftest import LLAMA
 from everstep.config.checks import _TIMEOUTS, problems
 from everstep.config.errors import ConfigError
 
@@ -27,153 +28,95 @@ OPTIMIZER = GOOD + '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_name =
 
 # Lines 1 to 3 are the base that the `load` fixture writes.
 WRONG = {
-    "unknown section": (
-        "[trainig]\nsteps = 1\n",
-        "run.toml:4: there is no section [trainig]; the nearest is [training]",
-    ),
-    "unknown key": (
-        "[training]\nsteps = 1\nseq_length = 128\n",
-        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)",
-    ),
-    "string for an integer": (
-        '[training]\nseq_len = "128"\n',
-        'run.toml:5: [training] seq_len must be an integer, got "128"',
-    ),
-    "a choice that is not there": (
-        '[fault_tolerance]\nprocess_group = "mpi"\n',
-        'run.toml:5: [fault_tolerance] process_group must be one of "gloo", "nccl", got "mpi"',
-    ),
-    "what torchtitan's section refuses itself": (
-        "[checkpoint]\nkeep_latest_k = 1\n",
+    "unknown section": ("[trainig]\nsteps = 1\n",
+        "run.toml:4: there is no section [trainig]; the nearest is [training]"),
+    "unknown key": ("[training]\nsteps = 1\nseq_length = 128\n",
+        "run.toml:6: [training] has no key 'seq_length'; the nearest is 'seq_len' (an integer)"),
+    "string for an integer": ('[training]\nseq_len = "128"\n',
+        'run.toml:5: [training] seq_len must be an integer, got "128"'),
+    "a choice that is not there": ('[fault_tolerance]\nprocess_group = "mpi"\n',
+        'run.toml:5: [fault_tolerance] process_group must be one of "gloo", "nccl", got "mpi"'),
+    "what torchtitan's section refuses itself": ("[checkpoint]\nkeep_latest_k = 1\n",
         "run.toml:4: [checkpoint]: We need to maintain at least 2 checkpoint replicas, as the last one "
-        "may be in the process of being saved.",
-    ),
-    "a key that a terminal would obey": (
-        '[training]\n"\\u001b[2Jsteps" = 1\n',
-        "run.toml:5: [training] has no key '?[2Jsteps'; the nearest is 'steps' (an integer)",
-    ),
+        "may be in the process of being saved."),
+    "a key that a terminal would obey": ('[training]\n"\\u001b[2Jsteps" = 1\n',
+        "run.toml:5: [training] has no key '?[2Jsteps'; the nearest is 'steps' (an integer)"),
     "not TOML": ("[training]\nsteps = \n", "run.toml:5: not valid TOML: Invalid value (column 9)"),
-}
-
+}  # fmt: skip
 
 BASES = {
     "nothing": ("", 'run.toml: no base config: write [job] module = "llama3" and config = "llama3_debugmodel"'),
-    "a section's key above all sections": (
-        'lr = 3e-4\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
-        "run.toml:1: there is no key 'lr' above the first section; [optimizer] has it",
-    ),
-    "an unknown model": (
-        '[job]\nmodule = "lama3"\nconfig = "llama3_8b"\n',
+    "a section's key above all sections": ('lr = 3e-4\n[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n',
+        "run.toml:1: there is no key 'lr' above the first section; [optimizer] has it"),
+    "an unknown model": ('[job]\nmodule = "lama3"\nconfig = "llama3_8b"\n',
         'run.toml:2: [job] module = "lama3" is neither a model of torchtitan nor a module that can be '
-        'imported; the nearest model is "llama3"',
-    ),
-    "an unknown flavor": (
-        '[job]\nmodule = "qwen3"\nflavor = "0.6b"\n',
+        'imported; the nearest model is "llama3"'),
+    "an unknown flavor": ('[job]\nmodule = "qwen3"\nflavor = "0.6b"\n',
         'run.toml:3: [job] flavor = "0.6b" is not a model of qwen3; the nearest is "0.6B" of "debugmodel", '
         '"debugmodel_non_fused_qkv", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "debugmodel_moe", "30B-A3B", '
-        '"235B-A22B"',
-    ),
-}
-
+        '"235B-A22B"'),
+}  # fmt: skip
 
 REFUSED = {
-    "fewer groups than the least": (
-        GOOD.replace("min_groups = 2", "min_groups = 4"),
-        "run.toml:11: [fault_tolerance] min_groups = 4 must be at most groups = 3",
-    ),
-    "more spares than groups": (
-        GOOD + "spares = 3\n",
-        "run.toml:12: [fault_tolerance] spares = 3 must be less than groups = 3: spares compute nothing",
-    ),
-    "exact sums that leave out what is lost": (
-        GOOD + 'exact = true\non_loss = "shrink"\n',
+    "fewer groups than the least": (GOOD.replace("min_groups = 2", "min_groups = 4"),
+        "run.toml:11: [fault_tolerance] min_groups = 4 must be at most groups = 3"),
+    "more spares than groups": (GOOD + "spares = 3\n",
+        "run.toml:12: [fault_tolerance] spares = 3 must be less than groups = 3: spares compute nothing"),
+    "exact sums that leave out what is lost": (GOOD + 'exact = true\non_loss = "shrink"\n',
         'run.toml:13: [fault_tolerance] on_loss = "shrink" leaves out the slots of a lost group, so the result depends '
-        'on failures: with [fault_tolerance] exact = true it must be "redistribute"',
-    ),
-    "audits without bits": (
-        GOOD + "audit_slots = 0.1\n",
-        "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits",
-    ),
-    "a learning rate in quotes": (
-        OPTIMIZER + '{lr = "0.1"}\n',
-        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'",
-    ),
+        'on failures: with [fault_tolerance] exact = true it must be "redistribute"'),
+    "audits without bits": (GOOD + "audit_slots = 0.1\n",
+        "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits"),
+    "a learning rate in quotes": (OPTIMIZER + '{lr = "0.1"}\n',
+        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'"),
     "a schedule that ends before the run": (
         GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),
         "run.toml:5: [lr_scheduler] total_steps = 9 must be at least [training] steps = 10: after it the learning rate "
-        "falls below 0, or rises again (cosine)",
-    ),
-    "an eps in quotes": (
-        OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
-        "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'",
-    ),
+        "falls below 0, or rises again (cosine)"),
+    "an eps in quotes": (OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
+        "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'"),
     "one beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers, got 0.9"),
-    "a port that nothing can listen on": (
-        GOOD + 'lighthouse = "http://h:0"\n',
-        'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"',
-    ),
-    "a path that is too long for a file": (
-        f'[data]\nsource = "tokens"\npath = "{"a" * 300}"\n',
-        f'run.toml:6: [data] path = "{"a" * 300}": there is no such file',
-    ),
-    "a folder of tokens": (
-        '[data]\nsource = "tokens"\npath = "/tmp"\n',
-        'run.toml:6: [data] path = "/tmp": this is a folder',
-    ),
-    "an indivisible batch": (
-        GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
+    "a port that nothing can listen on": (GOOD + 'lighthouse = "http://h:0"\n',
+        'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"'),
+    "a path that is too long for a file": (f'[data]\nsource = "tokens"\npath = "{"a" * 300}"\n',
+        f'run.toml:6: [data] path = "{"a" * 300}": there is no such file'),
+    "a folder of tokens": ('[data]\nsource = "tokens"\npath = "/tmp"\n',
+        'run.toml:6: [data] path = "/tmp": this is a folder'),
+    "an indivisible batch": (GOOD.replace("global_batch_size = 24", "global_batch_size = 25"),
         "run.toml:7: [training] global_batch_size = 25 must be a multiple of local_batch_size x DP ranks "
-        "of a group = 2 x 1",
-    ),
-    "fewer slots than groups": (
-        GOOD.replace("global_batch_size = 24", "global_batch_size = 4"),
+        "of a group = 2 x 1"),
+    "fewer slots than groups": (GOOD.replace("global_batch_size = 24", "global_batch_size = 4"),
         "run.toml:7: [training] global_batch_size = 4 has 2 slots of 2 rows (local_batch_size = 2 x 1 DP ranks) for 3 "
-        "groups: every group needs at least one",
-    ),
-    "pipeline parallelism with CUDA graphs, which torchtitan refuses": (
-        "[parallelism]\npipeline_parallel_degree = 2\n",
-        "run.toml: CUDA graphs do not support pipeline parallelism yet. Set --training.disable_cuda_graphs.",
-    ),
-    "workers that do not divide the batch": (
-        SEMI.replace("workers = 4", "workers = 5"),
+        "groups: every group needs at least one"),
+    "pipeline parallelism with CUDA graphs, which torchtitan refuses": ("[parallelism]\npipeline_parallel_degree = 2\n",
+        "run.toml: CUDA graphs do not support pipeline parallelism yet. Set --training.disable_cuda_graphs."),
+    "workers that do not divide the batch": (SEMI.replace("workers = 4", "workers = 5"),
         "run.toml:15: [semi_sync] workers = 5 must divide the batch: global_batch_size = 24 is not a multiple of 5 "
-        "workers x local_batch_size = 2",
-    ),
-    "fewer workers than groups": (
-        SEMI.replace("workers = 4", "workers = 2"),
-        "run.toml:15: [semi_sync] workers = 2 must be at least groups = 3: every group carries one",
-    ),
-    "fragments that are not equally far apart": (
-        SEMI + "fragments = 3\n",
+        "workers x local_batch_size = 2"),
+    "fewer workers than groups": (SEMI.replace("workers = 4", "workers = 2"),
+        "run.toml:15: [semi_sync] workers = 2 must be at least groups = 3: every group carries one"),
+    "fragments that are not equally far apart": (SEMI + "fragments = 3\n",
         "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: fragments are synchronised "
-        "in turn, at equal intervals",
-    ),
+        "in turn, at equal intervals"),
     "checkpoints of workers on object storage": (
         SEMI + '[checkpoint]\nenable = true\ninterval = 10\nfolder = "s3://bucket/run"\n',
         "run.toml:20: [checkpoint] folder and initial_load_path must be on a file system with [semi_sync] method = "
-        '"diloco": other values are not implemented yet',
-    ),
+        '"diloco": other values are not implemented yet'),
     **{
         f"{section} without groups, which torchtitan's trainer would leave out": (
             f"[{section}]\n{key} = {value}\n",
             f"run.toml:5: [{section}] {key} = {value} needs [fault_tolerance] enable = true",
         )
         for section, key, value in (
-            ("semi_sync", "method", '"diloco"'),
-            ("attention_check", "enable", "true"),
-            ("snapshot", "enable", "true"),
-            ("fault_tolerance", "exact", "true"),
+            ("semi_sync", "method", '"diloco"'), ("attention_check", "enable", "true"),
+            ("snapshot", "enable", "true"), ("fault_tolerance", "exact", "true"),
         )
     },
-    "snapshots of workers": (
-        SEMI + "[snapshot]\nenable = true\n",
+    "snapshots of workers": (SEMI + "[snapshot]\nenable = true\n",
         'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": other values are not '
-        "implemented yet",
-    ),
-}
+        "implemented yet"),
+}  # fmt: skip
 
-
-LLAMA = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
 ROWS = {
     **{what: (LLAMA, *row) for what, row in (WRONG | REFUSED).items()},
     **{what: (base, "", message) for what, (base, message) in BASES.items()},
@@ -222,15 +165,11 @@ def test_a_groups_ranks_are_those_that_its_degrees_need(load, degrees, ranks, ne
 
 def test_replicas_become_groups_and_it_is_said_in_a_line(load):
     warnings = []
-    config = load(
-        GOOD.replace("global_batch_size", "# ")
-        + "[parallelism]\ndata_parallel_replicate_degree = 3\ndata_parallel_shard_degree = 2\n",
-        warnings=warnings,
-    )
+    degrees = "[parallelism]\ndata_parallel_replicate_degree = 3\ndata_parallel_shard_degree = 2\n"
+    config = load(GOOD.replace("global_batch_size", "# ") + degrees, warnings=warnings)
     assert config.parallelism.data_parallel_replicate_degree == 1
-    assert config.training.global_batch_size == config.training.local_batch_size * 2 * 3, (
-        "torchtitan's, of all replicas"
-    )
+    training = config.training
+    assert training.global_batch_size == training.local_batch_size * 2 * 3, "torchtitan's, of all replicas"
     [told] = warnings
     assert told.endswith("data_parallel_replicate_degree = 3: trains as 3 replica groups of one replica each")
 

@@ -21,8 +21,7 @@ def test_mode_chooses_the_activation_checkpointing(load, mode, kind):
 
 def test_an_array_of_strings_may_be_one_string_with_commas(load):
     config = load('[compile]\ncomponents = "model, loss"\n[checkpoint]\nexclude_from_loading = "dataloader"\n')
-    assert config.compile.components == ["model", "loss"]
-    assert config.checkpoint.exclude_from_loading == ["dataloader"]
+    assert (config.compile.components, config.checkpoint.exclude_from_loading) == (["model", "loss"], ["dataloader"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -53,11 +53,9 @@ def assets(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<bos>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400, special_tokens=["<bos>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(["the slot of a step is a pure function of the step and the slot"] * 50, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
@@ -126,8 +124,6 @@ def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl,
         assert pack((jsonl,), out.with_name(str(size)), replace(BYTES, vocab_size=size)).dtype == dtype
 
 
-# Interrupted.
-
 PACK = """
 import itertools, os, signal, sys
 from pathlib import Path
@@ -179,9 +175,6 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
     assert not list(tmp_path.glob("out.tokens.*"))
 
 
-# Refused.
-
-
 @pytest.mark.parametrize(("name", "content", "sentence"), [
     ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl: not readable as json"),
     ("bad.jsonl", b'{"text": "a"}\n7\n', r"bad.jsonl: not readable as json after 1 documents"),
@@ -209,8 +202,6 @@ def test_pack_overwrites_nothing_but_a_complete_token_file(corpus, packed):
         with pytest.raises(DataError, match="is not a complete token file: choose another --out, or delete it"):
             pack(corpus, out)
 
-
-# Damaged.
 
 TAIL = struct.Struct("<Q32s8s")
 

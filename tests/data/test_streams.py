@@ -53,7 +53,6 @@ def flat(batch):
 
 def uninterrupted(config, tokenizer, slots, steps):
     """Return for each slot the batches of torchtitan's own dataloader, and None after the end of its data."""
-
     loaders = [iter(built(config, tokenizer, slot, slots)) for slot in range(slots)]
     return [[flat(batch) if (batch := next(loader, None)) else None for _ in range(steps)] for loader in loaders]
 

@@ -122,9 +122,6 @@ def test_the_audit_names_the_group_that_differs_from_the_others(rows, differing)
     assert ledger.differing_groups(rows) == differing
 
 
-# Slots that groups refuse
-
-
 def refusing(group, refused=(), disputed=(), held=(), not_finite=()):
     refused, disputed = frozenset(refused) | frozenset(disputed), frozenset(disputed)
     return replace(row(group, held=held), refused=refused, disputed=disputed, not_finite=frozenset(not_finite))
@@ -181,9 +178,6 @@ def test_ranks_that_would_scale_the_gradient_differently_do_not_see_the_same_tal
     assert mine.digest() == other.digest()
     other.sums.tokens[1] = 7.0
     assert mine.digest() != other.digest()
-
-
-# Audited slots, which two groups compute
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])

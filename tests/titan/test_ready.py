@@ -39,13 +39,11 @@ def test_a_group_that_compiles_holds_nobody_up(tmp_path):
     """With a cold compiler cache. The killed group asks for a quorum only when it has compiled."""
     waits = {"reduce_timeout_s": REDUCE_S, "connect_timeout_s": REDUCE_S - 1.0, "join_timeout_s": REDUCE_S}
     config = write_config(
-        tmp_path / "run.toml",
-        job={"module": "tiny_llama", "config": "cold"},
-        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4},
-        compile={"enable": True},
+        tmp_path / "run.toml", job={"module": "tiny_llama", "config": "cold"},
+        training={"steps": 100_000, "seq_len": 32, "global_batch_size": 4}, compile={"enable": True},
         fault_tolerance={"groups": 2, "quorum_timeout_s": 15.0, "stall_timeout_s": 120.0, **waits},
         checkpoint={"enable": False},
-    )
+    )  # fmt: skip
     run = Watched(config, tmp_path / "run")
     try:
         run.wait_for_step((0, 1), after=0.0)
