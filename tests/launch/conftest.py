@@ -6,28 +6,22 @@ from launched import TinyAgent, TinyRun
 
 
 @pytest.fixture
-def agent(tmp_path):
+def agent(tmp_path, request):
     """Starts agents that share one run directory, tmp_path/run."""
-    started = []
 
     def _start(*flags, **settings):
-        started.append(TinyAgent(tmp_path, *flags, **settings))
-        return started[-1]
+        one = TinyAgent(tmp_path, *flags, **settings)
+        request.addfinalizer(one.end)
+        return one
 
-    yield _start
-    for one in started:
-        one.end()
+    return _start
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    runs = []
-
+def start(tmp_path_factory, request):
     def _start(*args, **kwargs):
         run = TinyRun(tmp_path_factory.mktemp("run") / "run", *args, **kwargs)
-        runs.append(run)
+        request.addfinalizer(run.end)
         return run
 
-    yield _start
-    for run in runs:
-        run.end()
+    return _start

@@ -18,10 +18,9 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.settings import GroupSettings
 from everstep.run.address import publish_address
 from everstep.run.directory import config_file, prepared_file
-from everstep.run.events import read_events
 from everstep.run.files import write_json
 from forked import Forked
-from watched import Followed, environment, of_kind, until
+from watched import Followed, environment, until
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -46,8 +45,7 @@ class Tiny(Followed):
     """A started process. Subclasses set `process`, `output` and `temporary`."""
 
     def end(self):
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait(DEADLINE_S)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -93,20 +91,13 @@ sys.exit(agent.run_agent(settings))
         }  # fmt: skip
         with self.output.open("ab") as output:
             self.process = Forked(
-                [sys.executable, "-c", self.CODE, json.dumps(arguments)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(TMPDIR=str(self.temporary)) | more,
-                start_new_session=True,
-            )
+                [sys.executable, "-c", self.CODE, json.dumps(arguments)], stdout=output, stderr=subprocess.STDOUT,
+                env=environment(TMPDIR=str(self.temporary)) | more, start_new_session=True,
+            )  # fmt: skip
 
     def until(self, condition, what):
         """Wait for a condition, even if this agent has ended: another agent of the group may go on."""
         return until(condition, what)
-
-
-def events_of(run_dir, kind, **fields):
-    return of_kind(read_events(run_dir), kind, **fields)
 
 
 class TinyRun(Tiny):

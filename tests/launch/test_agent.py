@@ -61,8 +61,7 @@ def test_a_failure_before_others_made_steps_counts_no_more():
 @on_a_full_disk
 def test_an_agent_whose_output_is_on_a_full_disk_counts_deaths_and_says_how_it_ends(agent):
     one = agent("--training.steps", "9", "--tiny.fail_in", "2", ranks=1, output=FULL)
-    assert one.process.wait(DEADLINE_S) == GAVE_UP_EXIT
-    assert len(one.events("workers_died")) == 3
+    assert (one.process.wait(DEADLINE_S), len(one.events("workers_died"))) == (GAVE_UP_EXIT, 3)
     assert one.events("agent_ended")[0]["status"] == "failed"
 
 
@@ -70,8 +69,7 @@ def test_a_batch_systems_sigterm_to_every_process_is_a_clean_stop(agent):
     one = agent("--training.steps", "1000000")
     until(lambda: both_train(one), "both ranks to train")
     os.killpg(one.process.pid, signal.SIGTERM)
-    assert one.process.wait(DEADLINE_S) == 0
-    assert {event["rank"] for event in one.events("left")} == {0, 1}
+    assert (one.process.wait(DEADLINE_S), {event["rank"] for event in one.events("left")}) == (0, {0, 1})
     assert one.events("agent_ended")[0]["status"] == "stopped"
 
 
@@ -99,8 +97,7 @@ def test_a_worker_that_has_finished_and_does_not_end_is_stalled_and_links_in_pla
     for log in logs:
         log.symlink_to(tmp_path / "mine")
     one = agent("--training.steps", "2", "--tiny.linger", ranks=1, stall_timeout_s=2.0)
-    assert one.process.wait(DEADLINE_S) == 0
-    assert one.events("workers_stalled")[0]["phase"] == "done"
+    assert (one.process.wait(DEADLINE_S), one.events("workers_stalled")[0]["phase"]) == (0, "done")
     assert not (tmp_path / "mine").exists()
     assert all(log.is_file() for log in logs)
 

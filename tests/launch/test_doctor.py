@@ -61,8 +61,7 @@ def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path
     found = json.loads(done.stdout)
     by_check = {check["check"]: check for check in found["checks"]}
     assert not found["ok"]
-    assert by_check["run directory"]["verdict"] == "error"
-    assert by_check["config"]["verdict"] == "ok"
+    assert (by_check["run directory"]["verdict"], by_check["config"]["verdict"]) == ("error", "ok")
     assert "6.2 M parameters: 0.07 GB" in by_check["config"]["found"]
     seen, unseen = by_check["attention"]["found"].split(", in every slot for extremes alone: ")
     assert seen == "18 of 18 linear layers and kernels are checked"

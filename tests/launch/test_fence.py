@@ -22,24 +22,20 @@ from forked import Forked
 from launched import DEADLINE_S, TinyRun, alive, until
 
 
-def never():
-    return False
-
-
 @pytest.mark.parametrize(("later", "earlier"), [
     (Claim(7, 2), Claim(7, 1)), (Claim(8, 0), Claim(7, 5)), (Claim(10, 0), Claim(9, 0))])  # fmt: skip
 def test_claims_go_upwards_only(tmp_path, monkeypatch, later, earlier):
-    claim_group(tmp_path, 0, later, never)
+    claim_group(tmp_path, 0, later, lambda: False)
     before = os.listdir("/proc/self/fd")
-    claim_group(tmp_path, 0, later, never)
+    claim_group(tmp_path, 0, later, lambda: False)
     assert len(os.listdir("/proc/self/fd")) == len(before), "each try during a shortage would keep one more open"
     with pytest.raises(Fenced, match=f"{later.job}.{later.restart}"):
-        claim_group(tmp_path, 0, earlier, never)
+        claim_group(tmp_path, 0, earlier, lambda: False)
     assert holds(tmp_path, 0, later)
     assert not holds(tmp_path, 0, earlier)
     monkeypatch.setattr(fence, "lock_for_life", lambda path: False)
     with pytest.raises(Fenced, match="group 1 is run by another process already"):  # somebody removed its claim
-        claim_group(tmp_path, 1, later, never)
+        claim_group(tmp_path, 1, later, lambda: False)
 
 
 def test_a_lock_goes_with_its_file(tmp_path):

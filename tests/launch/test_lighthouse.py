@@ -19,14 +19,15 @@ from everstep.launch.prepare import Prepared
 from everstep.run.address import publish_address, published_address
 from everstep.run.beats import BeatFile, beat_path
 from everstep.run.directory import End, LaunchError, groups_file, over_file, prepared_file, stop_file
+from everstep.run.events import read_events
 from everstep.run.files import write_json
 from forked import Forked
-from launched import DEADLINE_S, alive, events_of, until
+from launched import DEADLINE_S, alive, environment, until
 
 
 @pytest.fixture
-def start(tmp_path):
-    config, processes = tmp_path / "run" / "config.toml", []
+def start(tmp_path, request):
+    config = tmp_path / "run" / "config.toml"
     config.parent.mkdir()
     config.write_text("")
     settled = Prepared(2, 1, seed=0, steps=1, identity="", fault_tolerance=FaultTolerance(enable=True))
@@ -34,15 +35,11 @@ def start(tmp_path):
     command = [sys.executable, "-m", "everstep.cli", "lighthouse", str(config), "--run-dir", str(tmp_path / "run")]
 
     def _start():
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        processes.append(Forked([*command, "--host", "127.0.0.1"], env=environment))
-        return processes[-1]
+        process = Forked([*command, "--host", "127.0.0.1"], env=environment())
+        request.addfinalizer(lambda: (process.kill(), process.wait()))
+        return process
 
-    yield _start
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+    return _start
 
 
 def test_a_lighthouse_of_a_stopped_run_says_why_it_ends(start, tmp_path, capfd):
@@ -118,7 +115,8 @@ def test_a_lighthouse_stays_for_groups_that_are_to_be_started_again(tmp_path, mo
 
 def started(run_dir, number):
     """Wait for `number` starts of a lighthouse, and return their events."""
-    return until(lambda: (found := events_of(run_dir, "lighthouse_started"))[number - 1 :] and found, "a lighthouse")
+    kinds = {"lighthouse_started"}
+    return until(lambda: (found := [*read_events(run_dir, kinds)])[number - 1 :] and found, "a lighthouse")
 
 
 def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_the_stop_file(agent, tmp_path):
@@ -128,8 +126,7 @@ def test_an_agent_without_an_address_says_so_takes_the_published_one_and_obeys_t
     publish_address(tmp_path / "run", "http://127.0.0.1:1")
     one.wait_for("commit")
     stop_file(tmp_path / "run").touch()
-    assert one.process.wait(DEADLINE_S) == 0
-    assert one.events("agent_ended")[-1]["status"] == "stopped"
+    assert (one.process.wait(DEADLINE_S), one.events("agent_ended")[-1]["status"]) == (0, "stopped")
     late = agent("--training.steps", "1000000", published=False)
     assert late.process.wait(DEADLINE_S) == 0
     assert f"stopped: {stop_file(tmp_path / 'run')} exists" in late.console()

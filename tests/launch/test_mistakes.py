@@ -1,7 +1,6 @@
 """Mistakes of a new user: each gives one sentence and the right exit status, and leaves nothing behind. Mistakes in a
 config are in tests/config/test_checks.py."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.files import write_json
 from everstep.titan.run_context import open_run_context
-from watched import DEADLINE_S, until
+from watched import DEADLINE_S, environment, until
 
 GOOD = """
 [job]
@@ -93,7 +92,7 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_nothing_behind(here, typed, 
 def start(*args, **more):
     return subprocess.Popen(
         [sys.executable, "-m", "everstep.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **more,
+        env=environment(), **more,
     )  # fmt: skip
 
 

@@ -72,8 +72,7 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     monkeypatch.setattr(prepare, "prepare_in_subprocess", lambda what: asked.append(what) or prepare.prepare(what))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
     found = prepare.read_or_prepare(tmp_path / name, tmp_path / "run", flags, ranks)
-    assert len(asked) == judged
-    assert (found.groups, found.fault_tolerance) == (2, settled.fault_tolerance)
+    assert (len(asked), found.groups, found.fault_tolerance) == (judged, 2, settled.fault_tolerance)
 
 
 def test_a_users_own_config_is_not_overwritten_by_the_resolved_one(settled, tmp_path):

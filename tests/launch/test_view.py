@@ -40,7 +40,7 @@ def test_a_reader_who_goes_away_or_reads_no_more_ends_the_view_and_nothing_else(
         os.set_blocking(write, blocks)
         if is_gone:
             os.close(read)
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=30, check=False)
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=30)
         assert os.get_blocking(write) == blocks, "other processes have it as well"
         os.close(write)
         assert (done.returncode, done.stderr) == (0, b"")

@@ -97,9 +97,8 @@ def prepare(order):
     """Stand in for `everstep.launch.prepare.main`, without torchtitan: the config consists of flags."""
     run_dir, flags = order["run_dir"], ["--fault_tolerance.groups", str(order["groups"]), *order["flags"]]
     (Path(run_dir) / "config.toml").write_text(f"flags = {json.dumps(flags)}")
-    ft = FaultTolerance(
-        enable=True, stall_timeout_s=5.0, startup_timeout_s=60.0, on_poison="skip" if "--tiny.skip" in flags else "stop"
-    )
+    on_poison = "skip" if "--tiny.skip" in flags else "stop"
+    ft = FaultTolerance(enable=True, stall_timeout_s=5.0, startup_timeout_s=60.0, on_poison=on_poison)
     steps = int(flag(flags, "--training.steps", "1000000"))
     found = Prepared(order["groups"], order["ranks"], seed=0, steps=steps, identity="tiny", fault_tolerance=ft)
     write_json(prepared_file(Path(run_dir)), asdict(found))

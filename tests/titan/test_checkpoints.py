@@ -54,8 +54,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monk
     (tmp_path / "checkpoint" / "writing-trainer-0-a").mkdir()  # as by a group that is killed while it writes
     assert manager._find_load_step() == -1
     save_via_draft(manager, 0, "b")
-    assert saved_at_last() == ["step-10"]
-    assert manager._find_load_step() == 10
+    assert (saved_at_last(), manager._find_load_step()) == (["step-10"], 10)
 
 
 def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_other(tmp_path, manager, monkeypatch):

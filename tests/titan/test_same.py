@@ -12,6 +12,8 @@ from everstep.commands.replay import same
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 
 def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(2, 4)):
     """A run of six steps; `loss` and `checksum` are those of step 4."""
@@ -29,7 +31,6 @@ def make_run(run_dir, *, loss=0.1, checksum="c0ffee", tensor=None, checkpoints=(
     return run_dir
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("other", "status", "said"), [
     ({}, 0, ("6 in both runs, 6 with a checksum", "after step 4, 2 tensors compared")),
     ({"loss": math.nextafter(0.1, 1)}, 1, ("they diverge at step 4: losses",)),
@@ -51,7 +52,6 @@ def test_the_first_difference_is_named(tmp_path, capsys, other, status, said):
     assert all(sentence in told for sentence in said), told
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", [".", "of-a-worker"])
 def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
     """Also if the same part is damaged in both runs."""
@@ -64,7 +64,6 @@ def test_damaged_checkpoints_are_not_the_same(tmp_path, capsys, part):
     assert f"{one / 'checkpoint' / 'step-4' / part / '.metadata'} is damaged" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_checkpoint_whose_data_is_cut_off_is_named(tmp_path):
     one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     os.truncate(next((two / "checkpoint" / "step-4").glob("*.distcp")), 40)

@@ -172,21 +172,18 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
             disk_at(tmp_path / "none", **of_it).load()
     disk = disk_at(tmp_path / "none", **of_it, exclude_from_loading=["dataloader"])
     disk.load()
-    assert disk.asked == [(-1, OURS if only_weights else set())]
-    assert disk._trainer.own_keys == OURS
+    assert (disk.asked, disk._trainer.own_keys) == ([(-1, OURS if only_weights else set())], OURS)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path):
     """With more steps, or if all groups died before the end was noted. Without an older checkpoint it is refused."""
-    before = checkpoint_of(
-        tmp_path / "step-10", f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
-    )
+    keys = f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
+    before = checkpoint_of(tmp_path / "step-10", *keys)
     checkpoint_of(tmp_path / "step-15", "model.w")
     disk = disk_at(tmp_path)
     disk.load()
-    assert disk.asked == [(10, {"history"})]
-    assert disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest() == 15
+    assert (disk.asked, disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest()) == ([(10, {"history"})], 15)
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match="step-15 has the model only"):
         disk_at(tmp_path).load()
@@ -238,9 +235,7 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     assert run_token(tmp_path) != token, "snapshots in memory are of another run"
     assert loaded() == (10, excludes), "also if all die before the next checkpoint"
     checkpoint_of(tmp_path / "step-15", *keys)
-    assert begin(**asks) == []
-    assert loaded() == (15, excludes[1:])
-    assert begin() == []
+    assert (begin(**asks), loaded(), begin()) == ([], (15, excludes[1:]), [])
     assert [said.rpartition(" ")[2] for said in begin(**asks)] == ["abandoned-15.0"], "it was not asked to in between"
 
 
@@ -255,8 +250,7 @@ def test_nothing_is_left_out_of_a_checkpoint_if_that_would_lose_steps(tmp_path, 
         choose(config, tmp_path)
     newest = sources.Decision("memory", 20)
     if excludes == "optimizer":
-        assert choose(config, tmp_path) == []
-        assert Choice(config, tmp_path).begun == 20
+        assert (choose(config, tmp_path), Choice(config, tmp_path).begun) == ([], 20)
 
 
 def test_what_a_group_of_another_version_says_of_its_streams_is_skipped():
