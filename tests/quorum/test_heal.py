@@ -56,8 +56,7 @@ def assert_same(got: HealState, sent: HealState) -> None:
     for name, tensor in sent.tensors.items():
         assert got.tensors[name].dtype == tensor.dtype
         assert torch.equal(got.tensors[name], tensor), name
-    assert got.meta == sent.meta
-    assert got.blobs == sent.blobs
+    assert (got.meta, got.blobs) == (sent.meta, sent.blobs)
 
 
 @pytest.fixture
@@ -144,9 +143,6 @@ def test_a_joiner_is_told_what_ended_a_copy_in_the_middle(server, monkeypatch):
         fetch(a_state(), server.address, step=2)
 
 
-# From several sources
-
-
 class Relay:
     """A proxy between a joiner and a source. After `after` bytes of what the source sends, it closes the connection
     ("dies"), forwards nothing more ("silent"), or flips a bit ("altered")."""
@@ -226,10 +222,8 @@ def test_whatever_sources_suffer_a_state_is_right_or_there_is_an_error_in_time(m
         fates = [chance.choice(["", *FATES, *STRANGE]) for _ in range(chance.randint(1, 4))]
         doors = [a_source(state, fate, number) for number, fate in enumerate(fates)]
         after = [chance.choice([chance.randrange(3000), chance.randrange(1_100_000)]) for _ in fates]
-        relays = [
-            Relay(door.address, fate if fate in FATES else "", at)
-            for door, fate, at in zip(doors, fates, after, strict=True)
-        ]
+        places = zip(doors, fates, after, strict=True)
+        relays = [Relay(door.address, fate if fate in FATES else "", at) for door, fate, at in places]
         sound, got, begun = "" in fates, None, time.monotonic()
         timeout = SOON if sound else timedelta(seconds=0.3)
         with contextlib.suppress(HealError):

@@ -31,8 +31,7 @@ def test_a_name_that_points_to_loopback_means_the_way_to_others(monkeypatch, hos
 def test_gloo_listens_there(address):
     """In a separate process, as Gloo reads the environment only once."""
     code = (
-        "import sys\n"
-        "from datetime import timedelta\n"
+        "import sys; from datetime import timedelta\n"
         "from everstep.quorum.interface import use_interface\n"
         "host = use_interface(sys.argv[1]).address\n"
         "import torch.distributed as dist\n"

@@ -28,16 +28,13 @@ def board():
 
 
 @pytest.fixture
-def crosses():
-    made = []
-
+def crosses(request):
     def _make(connect_timeout=LONG, backend="gloo", make=Communicator):
-        made.append(RankColumn(backend, column=0, make=make, host=HOST, connect_timeout=connect_timeout, token=TOKEN))
-        return made[-1]
+        cross = RankColumn(backend, column=0, make=make, host=HOST, connect_timeout=connect_timeout, token=TOKEN)
+        request.addfinalizer(cross.abort)
+        return cross
 
-    yield _make
-    for cross in made:
-        cross.abort()
+    return _make
 
 
 def place(board, key, members, rank=0):

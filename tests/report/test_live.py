@@ -46,22 +46,21 @@ def answer(address):
 
 
 @pytest.fixture
-def told(tmp_path, hook):
+def told(tmp_path, hook, request):
     """A run of three steps, in a directory whose name is a free port, and the arguments of its Teller."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    run_dir, tellers = tmp_path / str(port), []
+    run_dir = tmp_path / str(port)
     steps(1, 3).add(0, "run_started", role="supervisor", groups=3, steps=9).write(run_dir)
     (run_dir / "config.toml").write_text(f'[fault_tolerance]\nexact = false\nnotify = "{hook.address}"\n')
     ft = FaultTolerance(enable=True, groups=3, min_groups=2, metrics_port=port, notify=hook.address)
 
     def tell():
-        tellers.append(Teller(run_dir, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True))
-        return tellers[-1]
+        teller = Teller(run_dir, "127.0.0.1", ft, {"enable_tensorboard": True}, page=True)
+        request.addfinalizer(teller.close)
+        return teller
 
-    yield run_dir, f"http://127.0.0.1:{port}/metrics", tell
-    for one in tellers:
-        one.close()
+    return run_dir, f"http://127.0.0.1:{port}/metrics", tell
 
 
 def test_page_figures_and_curves_go_on_with_the_run_and_when_their_process_is_killed(told):

@@ -6,16 +6,13 @@ from watched import Watched
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(tmp_path_factory, request):
     """Starts `everstep run` in a new directory (or in `run_dir`). All that it starts is ended after the module."""
-    runs = []
 
     def _start(config, *args, run_dir=None, pace_s=0.0):
         run_dir = run_dir or tmp_path_factory.mktemp(config.stem) / "run"
         run = Watched(config, run_dir, *args, pace_s=pace_s)
-        runs.append(run)
+        request.addfinalizer(run.end)
         return run
 
-    yield _start
-    for run in runs:
-        run.end()
+    return _start

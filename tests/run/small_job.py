@@ -53,13 +53,9 @@ def llama(layers: int) -> Trainer.Config:
     model = config.model_spec.model
     model.lm_head.param_init = llama3._output_linear_init(DIM)
     model.layers = llama3._build_llama3_layers(
-        n_layers=layers,
-        dim=DIM,
-        n_heads=HEADS,
-        hidden_dim=4 * DIM,
-        rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
-        attn_backend="flex",
-    )
+        n_layers=layers, dim=DIM, n_heads=HEADS, hidden_dim=4 * DIM,
+        rope=ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000), attn_backend="flex",
+    )  # fmt: skip
     return config
 
 

@@ -13,22 +13,17 @@ from everstep.titan.same import compare
 from watched import everstep, write_config
 
 DILOCO = {"method": "diloco", "workers": 3, "sync_steps": 4}
+EXACT, ON = {"module": "exact_job", "config": "debugmodel"}, {"enable": True}
 SHAPES = {
-    "steps": {
-        "job": {"module": "exact_job", "config": "debugmodel"},
-        "snapshot": {"enable": True},
-        "attention_check": {"enable": True},
-    },
+    "steps": {"job": EXACT, "snapshot": ON, "attention_check": ON},
     "flips": {"job": {"module": "faulty_job", "config": "debugmodel"}},
-    "experts": {"job": {"module": "tiny_llama", "config": "tiny_moe"}, "snapshot": {"enable": True}},
+    "experts": {"job": {"module": "tiny_llama", "config": "tiny_moe"}, "snapshot": ON},
     "bfloat16": {  # tied and frozen weights, no clipping, and the schedule ends
-        "job": {"module": "exact_job", "config": "debugmodel"},
+        "job": EXACT, "snapshot": ON, "lr_scheduler": {"warmup_steps": 1, "total_steps": 8},
         "training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16", "max_norm": 1e9},
-        "lr_scheduler": {"warmup_steps": 1, "total_steps": 8},
-        "snapshot": {"enable": True},
     },
     "rounds": {"semi_sync": DILOCO, "training": {"global_batch_size": 6}, "checkpoint": {"interval": 8}},
-}
+}  # fmt: skip
 SHAPES["fragments"] = SHAPES["rounds"] | {"semi_sync": DILOCO | {"fragments": 2, "overlap_steps": 1}}
 STEPS_OF_COMMIT = {"rounds": 4, "fragments": 2}
 """Shape -> steps of a commit; 1 for other shapes."""
@@ -43,8 +38,7 @@ def config_of(folder, shape, *, steps, ranks=1, **more):
     training = {"global_batch_size": SLOTS} | sections.get("training", {})
     training["global_batch_size"] *= ranks
     sections["training"] = training | {"steps": steps}
-    settings = {"exact": True, "audit_interval": 1}
-    sections["fault_tolerance"] = settings | sections.get("fault_tolerance", {})
+    sections["fault_tolerance"] = {"exact": True, "audit_interval": 1} | sections.get("fault_tolerance", {})
     return write_config(folder / f"{shape}.toml", **sections)
 
 
@@ -136,11 +130,9 @@ def without_flips(start, tmp_path_factory):
 @pytest.mark.parametrize("wrong", [*list(WRONG)[:2], pytest.param("a weight", marks=SLOW)])
 def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, tmp_path, monkeypatch, wrong):
     """In the end the state is that of a run in which no bit was flipped."""
-    flip, groups, settings = WRONG[wrong]
-    clean = without_flips
+    (flip, groups, settings), clean = WRONG[wrong], without_flips
     sick(monkeypatch, flip)
-    config = config_of(tmp_path, "flips", steps=6, fault_tolerance=settings)
-    hit = start(config, "--groups", str(groups))
+    hit = start(config_of(tmp_path, "flips", steps=6, fault_tolerance=settings), "--groups", str(groups))
     assert [clean.wait(), hit.wait()] == [0, 0], hit.console()
     found = compare(clean.run_dir, hit.run_dir)
     assert (found.differing, found.checkpoint) == ("", hit.events("commit")[-1]["step"])
@@ -160,12 +152,8 @@ def test_an_audit_finds_a_flipped_bit_and_names_its_group(start, without_flips, 
 
 
 def test_an_operator_that_is_not_deterministic_ends_the_run_in_a_sentence(start, tmp_path):
-    config = write_config(
-        tmp_path / "operator.toml",
-        job={"module": "exact_job", "config": "undetermined"},
-        fault_tolerance={"exact": True, "groups": 1},
-    )
-    run = start(config)
+    job, ft = {"module": "exact_job", "config": "undetermined"}, {"exact": True, "groups": 1}
+    run = start(write_config(tmp_path / "operator.toml", job=job, fault_tolerance=ft))
     assert run.wait() == 1
     assert "\ngroup 0, incarnation 0: rank 0 exited with status 64: put_ has no deterministic" in run.console()
     assert "Traceback" not in run.console()

@@ -26,11 +26,7 @@ def refused(*words):
 
 
 def files_of(run_dir):
-    paths = (
-        path
-        for name in ("config.toml", "checkpoint", "events")
-        for path in (run_dir / name, *run_dir.glob(f"{name}/**/*"))
-    )
+    paths = (run_dir / "config.toml", *run_dir.glob("checkpoint/**/*"), *run_dir.glob("events/**/*"))
     return {path: path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -63,8 +59,7 @@ def test_a_group_killed_while_it_heals_heals_in_the_end(run):
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.time()
     run.wait_for_step(ALL, after=killed)
-    assert not run.events("workers_died", after=killed, group=0)
-    assert not run.events("workers_died", after=killed, group=2)
+    assert not [event for event in run.events("workers_died", after=killed) if event["group"] != 1]
 
 
 def test_all_groups_killed_at_once_go_on_from_the_checkpoint_with_the_same_losses(run):
@@ -86,11 +81,8 @@ def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint_even_if_a_group_i
     run.process.send_signal(signal.SIGINT)
     run.wait_for("stopping")
     run.kill(1)
-    assert run.wait() == 0
-    assert run.events("run_ended")[-1]["status"] == "stopped"
-    left = {event["step"] for event in run.events("left", after=asked)} | {
-        event["step"] for event in run.events("training_done", after=asked)
-    }
+    assert (run.wait(), run.events("run_ended")[-1]["status"]) == (0, "stopped")
+    left = {event["step"] for kind in ("left", "training_done") for event in run.events(kind, after=asked)}
     last = run.events("commit")[-1]["step"]
     assert last - 1 <= min(left) <= max(left) == last, "a group is asked a step later at most"
     assert run.events("checkpoint_saved", after=asked)[-1]["step"] == last
@@ -98,10 +90,8 @@ def test_one_interrupt_stops_the_run_cleanly_with_a_checkpoint_even_if_a_group_i
 
 
 def test_a_run_directory_is_not_taken_from_another_config(run, tmp_path):
-    other, before = (
-        write_config(tmp_path / "other.toml", training={"steps": 1_000_000, "seq_len": 32}),
-        files_of(run.run_dir),
-    )
+    other = write_config(tmp_path / "other.toml", training={"steps": 1_000_000, "seq_len": 32})
+    before = files_of(run.run_dir)
     said = refused("run", other, "--run-dir", run.run_dir)
     assert "holds a run of another config" in said
     assert "seq_len: 64 → 32" in said
@@ -144,5 +134,4 @@ def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
 
 def test_the_losses_are_those_of_the_run_in_which_nothing_failed(run, resumed, config, start):
     losses_match(resumed, start, config)
-    refusals = [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]
-    assert not refusals
+    assert not [e for e in read_events(run.run_dir, {"commit"}) if not e["coverage_ok"]]

@@ -68,8 +68,7 @@ def test_links_of_another_user_are_not_followed(tmp_path):
     (trap / "turn.lock").symlink_to(victim)
     memory.CLAIMS.symlink_to(trap)
     assert has_room(1000)
-    assert victim.read_text() == "dear"
-    assert list(trap.iterdir()) == [trap / "turn.lock"]
+    assert (victim.read_text(), list(trap.iterdir())) == ("dear", [trap / "turn.lock"])
 
 
 @pytest.mark.parametrize("version", [1, 2])

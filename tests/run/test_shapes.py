@@ -1,6 +1,5 @@
 """Groups of several ranks, other models and data, spares: runs that lose groups have the losses of the run in which
-nothing failed.
-"""
+nothing failed."""
 
 import json
 import os
@@ -32,20 +31,15 @@ def test_a_users_own_dataset_gives_the_same_batches_when_a_group_dies_and_a_spar
     texts = (f"note {n}: " + "the quick brown fox "[n % 7 :] * (n % 9) for n in range(400))
     notes.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = write_config(
-        tmp_path / "jsonl.toml",
-        job={"module": "small_job", "config": "jsonl"},
-        data={"source": "dataloader"},
+        tmp_path / "jsonl.toml", job={"module": "small_job", "config": "jsonl"}, data={"source": "dataloader"},
         dataloader={"dataset": "notes", "dataset_path": str(notes), "num_workers": 1},
-        training={"global_batch_size": 4},
-        fault_tolerance={"spares": 1},
-    )
+        training={"global_batch_size": 4}, fault_tolerance={"spares": 1},
+    )  # fmt: skip
     run = start(config, "--groups", "3", *ENDLESS, pace_s=PACE_S)
     at_work = [set(run.wait_for_step((0, 1, 2))["owners"]) for _ in range(5)][-1]  # two may heal in a first step
     [spare] = {0, 1, 2} - at_work
     killed = run.kill(min(at_work))
-    run.until(
-        lambda: [event for event in run.events("commit", killed) if spare in event["owners"]], "the spare to compute"
-    )
+    run.until(lambda: [e for e in run.events("commit", killed) if spare in e["owners"]], "the spare to compute")
     run.wait_for_step((0, 1, 2), after=killed)
     assert len(set(run.events("commit")[-1]["owners"])) == 2
     losses_match(run, start, config, "--fault_tolerance.spares", "0")

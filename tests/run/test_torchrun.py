@@ -46,11 +46,9 @@ class Torchrun(Followed):
         timeouts = ("--min-groups", "1", "--join-timeout-s", "1.0", "--heartbeat-timeout-s", "2.0")
         with (run_dir / "lighthouse.log").open("wb") as output:
             lighthouse = Forked(
-                [sys.executable, "-m", "everstep.quorum.lighthouse", *bind, *timeouts],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-            )
+                [sys.executable, "-m", "everstep.quorum.lighthouse", *bind, *timeouts], stdout=output,
+                stderr=subprocess.STDOUT, env=environment(),
+            )  # fmt: skip
         processes.append(lighthouse)
         self.lighthouse = f"http://127.0.0.1:{port}"
         until(lambda: read_beat(lighthouse_beat_path(run_dir)), "the lighthouse to serve")
@@ -99,7 +97,6 @@ def test_a_group_of_torchrun_trains_with_another_and_survives_a_kill(tmp_path, p
     titans = run.run_dir / "structured_logs"  # which torchtitan opens first
     assert open_to_all <= {titans, *titans.rglob("*")}
     figures = score.score(run.run_dir)
-    assert (figures["status"], has_ended(run.run_dir)) == ("done", True)
-    assert figures["first_step"] == 1
+    assert (figures["status"], has_ended(run.run_dir), figures["first_step"]) == ("done", True, 1)
     assert figures["steps"] == figures["last_step"] > 2
     assert (figures["samples_lost"], figures["samples_repeated"], figures["replicas_diverged"]) == (0, 0, 0)

@@ -27,13 +27,10 @@ def semi_config(path, **sections):
 def quick_config(path, rounds, model="tiny", *, workers=WORKERS, **sections):
     """Write a config of workers with one slot each, with short timeouts, so that groups soon notice a dead one."""
     return semi_config(
-        path,
-        job={"config": model},
-        training={"steps": rounds * SYNC_STEPS, "global_batch_size": workers},
-        semi_sync={"workers": workers},
-        fault_tolerance={"reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0},
+        path, job={"config": model}, training={"steps": rounds * SYNC_STEPS, "global_batch_size": workers},
+        semi_sync={"workers": workers}, fault_tolerance={"reduce_timeout_s": 8.0, "quorum_timeout_s": 15.0},
         **sections,
-    )
+    )  # fmt: skip
 
 
 def worst(run, expected, step):

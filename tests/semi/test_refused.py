@@ -28,22 +28,17 @@ class Group(rounds.Rounds):
         self._disk = MagicMock(**{"is_due.return_value": False})
         self._from_checkpoint = lambda key: None
         self.state = MagicMock(
-            marks={NOW - 1: None, NOW: None},
-            key=lambda worker, round_: StateKey(worker, round_, ""),
+            marks={NOW - 1: None, NOW: None}, key=lambda worker, round_: StateKey(worker, round_, ""),
             own_state=lambda: b"wrong5" if self._wrong else b"good5",
-        )
+        )  # fmt: skip
         self.store = MagicMock(
             held={}, read=lambda key: self.kept.get(key.round), hold=lambda key, own: self.kept.update({key.round: own})
         )
         self._slots = MagicMock(
-            number=1,
-            workers=1,
-            nominal_tokens=8.0,
-            trainable=[MagicMock(grad=torch.zeros(1))],
-            compute=self._compute,
+            number=1, workers=1, nominal_tokens=8.0, trainable=[MagicMock(grad=torch.zeros(1))], compute=self._compute,
             refused=lambda: frozenset({0}) if self._wrong else frozenset(),
             tokens_and_losses=lambda: (torch.zeros(1), torch.zeros(1)),  # every label of the step is masked
-        )
+        )  # fmt: skip
 
     def _compute(self, step, slot, *, check_all):
         self.checked.append(check_all)
@@ -101,5 +96,4 @@ def test_no_step_is_made_with_a_loss_or_gradient_that_is_not_finite(group, loss,
     assert group._events.emit.call_args.kwargs["reason"] == rounds.NOT_FINITE
     _, told = group._inner_step(NOW + 1, NOW + 1, 0, check_all=False)
     assert math.isnan(told), "the group will refuse the round"
-    assert group._slots.optimizer_step.call_count == 1
-    assert group.refused() == {0}
+    assert (group._slots.optimizer_step.call_count, group.refused()) == (1, {0})
