@@ -112,8 +112,7 @@ def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path)
     assert re.fullmatch(r"rank 0 \(process \d+\) has not ended since it was killed 1 s ago", found["reason"])
     assert "rank 1 (process" in waits.wait_for("resource_shortage", group=1)["reason"]
     waits.process.send_signal(signal.SIGTERM)
-    assert waits.process.wait(DEADLINE_S) == 1
-    assert waits.events("agent_ended", group=1)[0]["status"] == "killed"
+    assert (waits.process.wait(DEADLINE_S), waits.events("agent_ended", group=1)[0]["status"]) == (1, "killed")
 
 
 @pytest.mark.parametrize(("status", "settings", "reason"), [

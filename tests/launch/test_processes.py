@@ -84,9 +84,8 @@ def test_a_stopped_worker_is_noticed_and_its_group_restarted(run):
     victim = run.workers(1)[0]
     os.kill(victim, signal.SIGSTOP)
     stall = run.wait_for("workers_stalled", after=stopped, group=1)
-    assert stall["phase"] == "compute"
+    assert (stall["phase"], stall["stalled_rank"]) == ("compute", 0)
     assert stall["idle_s"] >= 3.0
-    assert stall["stalled_rank"] == 0
     run.wait_for("commit", after=stall["t"], group=1, rank=0)
     stacks = (run.run_dir / "logs/group-1/rank-1.stacks").read_text()
     assert "tiny_trainer.py" in stacks
@@ -185,8 +184,7 @@ def test_with_nohup_a_run_outlives_its_terminal(start):
     run.until(lambda: run.events("commit")[-1]["step"] > step + 100, "more steps than a stop would take")
     assert run.events("stopping") == []
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(DEADLINE_S) == 0
-    assert run.events("run_ended")[0]["reason"] == "stopped cleanly"
+    assert (run.process.wait(DEADLINE_S), run.events("run_ended")[0]["reason"]) == (0, "stopped cleanly")
 
 
 def test_nothing_that_a_worker_started_outlives_its_incarnation_or_the_launcher(start):

@@ -44,11 +44,9 @@ def venv(wheel, tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, env=outside())
     own = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True,
         check=True,
-    )
+    )  # fmt: skip
     # A path in a .pth file is searched after the wheel's own, and .pth files found there are not followed.
     (Path(own.stdout.strip()) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
@@ -57,8 +55,7 @@ def venv(wheel, tmp_path_factory):
 def everstep(venv, cwd, *args, timeout=300):
     return subprocess.run(
         [str(venv / "everstep"), *args],
-        cwd=cwd, env=outside(TMPDIR=str(cwd), OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False,
-        timeout=timeout,
+        cwd=cwd, env=outside(TMPDIR=str(cwd), OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
 
 

@@ -140,8 +140,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
                 one.chmod(modes[one])
         path.write_bytes(whole[path])
     assert statuses >= {0, 1, 2}
-    assert published_address(run_dir) == "http://[::1]:29510"
-    assert read_beat(beat_path(run_dir, 0, 0)).phase == "compute"
+    assert (published_address(run_dir), read_beat(beat_path(run_dir, 0, 0)).phase) == ("http://[::1]:29510", "compute")
     assert (read_typed(Claim, fence_file(run_dir, 0)), read_answer(run_dir).groups) == (Claim(1, 0), 2)
 
 

@@ -16,13 +16,9 @@ STEPS = ROUNDS * SYNC_STEPS
 
 def config(path, model="tiny", *, rounds=ROUNDS, workers=WORKERS, **checkpoint):
     return quick_config(
-        path,
-        rounds,
-        model,
-        workers=workers,
-        checkpoint={"interval": EVERY * SYNC_STEPS} | checkpoint,
+        path, rounds, model, workers=workers, checkpoint={"interval": EVERY * SYNC_STEPS} | checkpoint,
         snapshot={"segment_dir": str(path.parent)},
-    )
+    )  # fmt: skip
 
 
 def forget(run):
@@ -30,9 +26,7 @@ def forget(run):
     run.end()
     shutil.rmtree(run.run_dir / "state" / "workers")
     for segment in list(run.run_dir.parent.rglob("everstep-*")):
-        until(
-            lambda it=segment: shutil.rmtree(it, ignore_errors=True) or not it.exists(), "its keeper to write no more"
-        )
+        until(lambda it=segment: shutil.rmtree(it, ignore_errors=True) or not it.exists(), "its keeper to end")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -63,7 +57,6 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
     """The group that takes over its workers writes them. If all groups die, the previous checkpoint is loaded."""
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
-    monkeypatch.setenv("HELD_GROUP", "1")
     run = start(toml := config(tmp_path / "run.toml", "held"), run_dir=tmp_path / "run", pace_s=PACE_S)
     before = run.wait_for("checkpoint_saved")["step"]
     held.touch()
@@ -86,7 +79,6 @@ def test_a_carrier_that_dies_before_its_part_is_written(start, reference, tmp_pa
 def test_a_part_without_room_costs_the_checkpoint_and_not_the_room_of_the_others(start, tmp_path, monkeypatch):
     held = tmp_path / "held"
     monkeypatch.setenv("HELD", str(held))
-    monkeypatch.setenv("HELD_GROUP", "1")
     run = start(config(tmp_path / "run.toml", "held", rounds=400), pace_s=PACE_S)
     run.wait_for("checkpoint_saved")
     held.write_text("full")

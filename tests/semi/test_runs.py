@@ -11,16 +11,12 @@ from reference import build
 from semi_runs import SYNC_STEPS, semi_config, worst, worst_loss
 
 WAYS = {
-    "halves, late": {
-        "job": {"config": "struck"},
-        "semi_sync": {"sync_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5},
-    },
+    "halves, late": {"job": {"config": "struck"},
+                     "semi_sync": {"sync_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5}},
     "at once": {},
     "the whole, late": {"semi_sync": {"overlap_steps": 2, "mixing": 0.25}},
-    "quarters, late": {
-        "job": {"config": "tiny_4"},
-        "semi_sync": {"sync_steps": 12, "fragments": 4, "overlap_steps": 1, "mixing": 0.5},
-    },
+    "quarters, late": {"job": {"config": "tiny_4"},
+                       "semi_sync": {"sync_steps": 12, "fragments": 4, "overlap_steps": 1, "mixing": 0.5}},
     "local SGD": {"semi_sync": {"method": "local_sgd"}},
     "experts": {"job": {"config": "tiny_moe"}},
     "streams of a dataloader": {"job": {"config": "tiny_streams"}, "data": {"source": "dataloader"}},
@@ -28,7 +24,7 @@ WAYS = {
         "attention_check": {"enable": True, "mode": "detect", "frequency": 1.0},
         "attention_check.inject": {"kind": "nan", "first_step": 3, "every": 1000},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", [

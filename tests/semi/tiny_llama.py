@@ -56,18 +56,10 @@ def tiny_streams() -> Trainer.Config:
 def tiny_moe() -> Trainer.Config:
     config = sized(qwen3_moe_debug())
     config.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
-        n_layers=2,
-        dim=DIM,
-        n_heads=HEADS,
-        n_kv_heads=HEADS,
-        head_dim=DIM // HEADS,
-        moe_hidden_dim=DIM // 2,
-        num_experts=8,
-        top_k=2,
-        rope=CosSinRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
-        attn_backend="flex",
-        moe_comm_backend="standard",
-    )
+        n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=HEADS, head_dim=DIM // HEADS, moe_hidden_dim=DIM // 2,
+        num_experts=8, top_k=2, rope=CosSinRoPE.Config(dim=DIM // HEADS, max_seq_len=1024, theta=500000),
+        attn_backend="flex", moe_comm_backend="standard",
+    )  # fmt: skip
     for layer in config.model_spec.model.layers:
         routed = layer.moe.routed_experts
         routed.inner_experts = derive(routed.inner_experts, Float32Experts.Config)
@@ -114,12 +106,12 @@ def cold() -> Trainer.Config:
 
 
 def held() -> Trainer.Config:
-    """A config with which group HELD_GROUP, while the file HELD exists, creates HELD with suffix `.reached` before it
+    """A config with which group 1, while the file HELD exists, creates HELD with suffix `.reached` before it
     writes to a checkpoint, and then blocks forever, or fails as on a full disk if HELD is not empty."""
 
     def write(writer, *args, **kwargs):
         held = Path(os.environ.get("HELD", "none"))  # a process that called `held` may run other tests
-        if held.exists() and f"writing-trainer-{os.environ['HELD_GROUP']}-" in str(writer.path):
+        if held.exists() and "writing-trainer-1-" in str(writer.path):
             held.with_suffix(".reached").touch()
             if held.read_text():
                 raise OSError(errno.ENOSPC, "No space left on device")

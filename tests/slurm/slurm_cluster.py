@@ -91,9 +91,8 @@ class Cluster:
         until(lambda: self.idle_nodes() == set(NODES), "four idle nodes")
 
     def call(self, *command, check: bool = True) -> str:
-        done = subprocess.run(
-            [str(word) for word in command], env=self.environment, capture_output=True, text=True, check=False
-        )
+        words = [str(word) for word in command]
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 

@@ -24,9 +24,7 @@ class Submitted(Followed):
     def __init__(self, cluster, config, run_dir, *flags, groups=3):
         super().__init__(run_dir)
         self.cluster, self.config, self.groups = cluster, config, groups
-        self.said = self.everstep(
-            "submit", self.config, "--groups", self.groups, "--run-dir", self.run_dir, "--cpus-per-task=4", *flags
-        )
+        self.everstep("submit", config, "--groups", groups, "--run-dir", run_dir, "--cpus-per-task=4", *flags)
 
     def everstep(self, *words, check=True):
         done = everstep(*words, env=self.cluster.environment, timeout=600.0)
@@ -54,9 +52,8 @@ class Submitted(Followed):
     def stop(self):
         """Stop the run cleanly, and return the last step."""
         self.everstep("stop", self.run_dir)
-        until(
-            lambda: all(over_file(self.run_dir, group).exists() for group in range(self.groups)), "every group to end"
-        )
+        files = [over_file(self.run_dir, group) for group in range(self.groups)]
+        until(lambda: all(file.exists() for file in files), "every group to end")
         return self.events("commit")[-1]["step"]
 
     def assert_as_without_failures(self):
