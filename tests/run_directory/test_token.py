@@ -18,6 +18,10 @@ def test_everybody_gets_the_same_token_however_many_ask_at_once(tmp_path):
     for damaged in (3, "a\0b"):
         write_json(tmp_path / "run" / HOME_FILE, {"run_dir": damaged})
         assert own_token(tmp_path / "run") == token
+    (tmp_path / "run" / HOME_FILE).touch()
+    before = (tmp_path / "run").stat().st_mtime_ns
+    assert own_token(tmp_path / "run") == token
+    assert (tmp_path / "run").stat().st_mtime_ns == before, "nothing is written: the disk may be full"
 
 
 def link(path):

@@ -43,13 +43,21 @@ def own_token(run_dir: Path) -> bytes:
     """
     token, here = run_token(run_dir), run_dir.resolve()
     home = run_dir / HOME_FILE
-    before = Path(str(read_json(home).get("run_dir") or here))
+    told = read_json(home).get("run_dir")
+    before = Path(str(told or here))
     if before != here and _is_of(before, token) and not before.samefile(here):
-        (run_dir / TOKEN_FILE).unlink()
-        shutil.rmtree(run_dir / "state" / "keepers", ignore_errors=True)
-        token = run_token(run_dir)
-    write_json(home, {"run_dir": str(here)})
+        token = new_token(run_dir)
+    if told != str(here):  # else a full disk ends no lighthouse that starts again
+        write_json(home, {"run_dir": str(here)})
     return token
+
+
+def new_token(run_dir: Path) -> bytes:
+    """Replace the token of a run of which nothing lives: it is another run then, with its own snapshots and keepers.
+    Raises like `run_token`."""
+    (run_dir / TOKEN_FILE).unlink(missing_ok=True)
+    shutil.rmtree(run_dir / "state" / "keepers", ignore_errors=True)
+    return run_token(run_dir)
 
 
 def _is_of(run_dir: Path, token: bytes) -> bool:
