@@ -112,6 +112,10 @@ REFUSED = {
             ("snapshot", "enable", "true"), ("fault_tolerance", "exact", "true"),
         )
     },
+    "a part of a checkpoint that each worker has": (
+        SEMI + '[checkpoint]\nenable = true\ninterval = 10\nexclude_from_loading = ["optimizer"]\n',
+        "run.toml:20: [checkpoint] exclude_from_loading must not name optimizer, which each worker has with "
+        '[semi_sync] method = "diloco": other values are not implemented yet'),
     "snapshots of workers": (SEMI + "[snapshot]\nenable = true\n",
         'run.toml:18: [snapshot] enable must be false with [semi_sync] method = "diloco": other values are not '
         "implemented yet"),

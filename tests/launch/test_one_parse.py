@@ -1,5 +1,7 @@
 """A run's config is read and resolved once; all processes of the run use the result."""
 
+from dataclasses import replace
+
 import pytest
 from torchtitan.config.manager import ConfigManager
 
@@ -91,6 +93,18 @@ def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_
         again = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
         told = prepare.prepare(again).warnings
         assert len([text for text in told if text.endswith("it begins at step 1 again")]) == times, (more, told)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_only_a_start_of_a_run_of_which_nothing_lives_goes_back_to_a_checkpoint(settled, tmp_path, begins):
+    checkpoints = tmp_path / "run" / "checkpoint"
+    for step in (10, 20):
+        (checkpoints / f"step-{step}").mkdir(parents=True)
+    flags = [*FLAGS, "--checkpoint.enable", "--checkpoint.load_step", "10"]
+    options = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
+    told = prepare.prepare(replace(options, begins=begins)).warnings
+    assert [text for text in told if "is newer than" in text] == told[-1:] * begins
+    assert {path.name for path in checkpoints.iterdir()} == {"step-10", "abandoned-20.0" if begins else "step-20"}
 
 
 def test_a_checkpoint_folder_has_to_be_writable_unless_it_is_only_read(tmp_path):

@@ -14,7 +14,7 @@ import tyro
 
 from everstep.config.source import read_source
 from everstep.launch.prepare import Prepared, read_answer
-from everstep.run.directory import LaunchError, config_file
+from everstep.run.directory import LaunchError, config_file, loaded_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json
 from everstep.run.token import require_run
@@ -122,7 +122,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     if start:
         (again / "checkpoint").mkdir()
         (again / "checkpoint" / f"step-{start}").symlink_to(found[start].resolve())
-    if read_json(run_dir / "state" / "loaded.json").get("from") not in (None, start):  # they applied once, elsewhere
+    if read_json(loaded_file(run_dir)).get("from") not in (None, start):  # they applied once, elsewhere
         text = re.sub(r"(?m)^(exclude_from_loading = ).*$", r"\1[]", config.read_text())
         config = run_dir / f"{FOLDER}.toml"
         config.write_text(re.sub(r"(?m)^(load_step = ).*$", r"\1-1", text))

@@ -122,6 +122,11 @@ def prepared_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "prepared.json"
 
 
+def loaded_file(run_dir: Path) -> Path:
+    """Return the file that says which checkpoint the run went on from, and by which settings (`titan.load_once`)."""
+    return Path(run_dir) / "state" / "loaded.json"
+
+
 def groups_file(run_dir: Path) -> Path:
     """Return the file that holds a live run's changed number of groups: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"

@@ -10,7 +10,6 @@ Without a launcher (torchrun) nothing is chosen: as in torchtitan, both apply wh
 
 import contextlib
 import re
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 from torchtitan.tools import filesystem
 
 from everstep.config.errors import ConfigError
+from everstep.run.directory import loaded_file
 from everstep.run.files import read_json, write_json
-from everstep.run.token import TOKEN_FILE, run_token
+from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
 from everstep.titan.names import DATALOADER, TRAIN_STATE
 
@@ -32,7 +32,7 @@ class Choice:
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         self._config = config
-        self.record = run_dir / "state" / "loaded.json"
+        self.record = loaded_file(run_dir)
         self.asked = {"load_step": config.load_step, "exclude_from_loading": sorted(config.exclude_from_loading)}
         self.leaves_out = {*config.exclude_from_loading} - {DATALOADER}
         """What is left out once. That the data begins anew only once is ensured otherwise (`EverstepTrainer.data`)."""
@@ -86,9 +86,7 @@ def choose(config: Any, run_dir: Path) -> list[str]:
     if config.load_step == -1:
         _refuse_to_lose(run_dir, chosen)
     else:
-        (run_dir / TOKEN_FILE).unlink(missing_ok=True)  # snapshots in memory are of another run now
-        shutil.rmtree(run_dir / "state" / "keepers", ignore_errors=True)
-        run_token(run_dir)
+        new_token(run_dir)  # snapshots in memory are of another run now
     said = []
     for step in newer:
         path = Path(folder) / f"step-{step}"
