@@ -101,7 +101,7 @@ CAUSES = {
         "finite", [("not_finite", {"rank": 2, "slot": 3, "reason": "no group can do it"})], "Slot 3 of step 4", COMMIT),
     "a NaN gradient": (
         "finite", [("diverged", {"reason": "a gradient is not finite"})],
-        "Training diverged at step 4: a gradient is not finite. Lower [optimizer] lr or", COMMIT),
+        "Training diverged at step 4: a gradient is not finite. Begin another run from", COMMIT),
     "poison that ends the run": (
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "stop"})],
         "Slot 3 of step 4 ended the workers of groups 0, 1: IndexError: 7. The run ends. Check the data", None),

@@ -49,11 +49,13 @@ def test_a_job_knows_its_everstep_and_not_more_of_the_environment_than_it_is_to_
     venv = tmp_path / "everstep"
     venv.write_text('#!/bin/sh\necho "$@"')
     venv.chmod(0o755)
-    words = slurm.Submission(tmp_path / "run.toml", tmp_path, 1, lighthouse_flags=["--export=NONE"]).commands()
+    run_dir = tmp_path / "80%j"
+    words = slurm.Submission(tmp_path / "run.toml", run_dir, 1, lighthouse_flags=["--export=NONE"]).commands()
+    assert f"--output={tmp_path}/80%%j/logs/group-%a/job.log" in words["groups"], "sbatch would replace %j"
     job = words["lighthouse"][words["lighthouse"].index("--export=NONE") + 1 :]
     job[1] = str(venv)
     said = subprocess.run(["bash", *job], env={"PATH": os.defpath}, capture_output=True, text=True).stdout
-    assert said == f"lighthouse {tmp_path / 'config.toml'} --run-dir {tmp_path}\n"
+    assert said == f"lighthouse {run_dir / 'config.toml'} --run-dir {run_dir}\n"
 
 
 def test_a_stop_is_asked_for_where_slurm_cannot_be(tmp_path, squeue):

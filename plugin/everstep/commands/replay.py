@@ -131,7 +131,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]
     command += ["--checkpoint.folder", "checkpoint", "--checkpoint.interval", str(NEVER)]
     command += ["--checkpoint.keep_latest_k", "0", "--snapshot.no-enable"]
-    for key, value in (("audit_slots", 0), ("min_groups", 1), ("spares", 0)):
+    for key, value in (("audit_slots", 0), ("min_groups", 1), ("spares", 0), ("metrics_port", 0), ("notify", "")):
         command += [f"--fault_tolerance.{key}", str(value)]
     with log.open("wb") as output:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)

@@ -57,7 +57,7 @@ class Submission:
 
     def commands(self) -> dict[str, list[str]]:
         """Return the sbatch command of each job, by its name, in the order in which to run them."""
-        name, logs = self.config.stem, self.run_dir / "logs"
+        name, logs = self.config.stem, str(self.run_dir / "logs").replace("%", "%%")  # sbatch replaces %j and others
         # The path of this Everstep is an argument, as the user's flags may keep the environment from the job.
         everstep = str(Path(sys.executable).with_name("everstep"))
         common = [everstep, str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]

@@ -203,8 +203,8 @@ ROWS: dict[str, Row] = {
     "not_finite": Row("finite", "Slot {slot} of step {step}: {cause}.", ends=("commit",), who="{step}.{slot}"),
     "diverged": Row(
         "finite",
-        "Training diverged at step {step}: {cause}. Lower [optimizer] lr or [training] max_norm, and continue from "
-        "an older checkpoint ([checkpoint] load_step).",
+        "Training diverged at step {step}: {cause}. Begin another run from an older checkpoint ([checkpoint] "
+        "initial_load_path) with a lower [optimizer] lr or [training] max_norm.",
         ends=("commit",),
         who="{step}",
     ),
