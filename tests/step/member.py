@@ -38,10 +38,11 @@ from switch import enter
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a group. `settings`: the keys of its [fault_tolerance] section."""
+    """Options of a group. `settings`: the keys of its [fault_tolerance] section. `data`: its data's fingerprint."""
 
     run_dir: str
     settings: dict
+    data: str = "known vectors"
     slots: int = 6
     slot_s: float = 0.01
 
@@ -169,7 +170,7 @@ def main() -> None:
     context.files, context.events = Files(options, ft, rank), EventLog(context.run_dir, ft.group_id, rank, "worker")
     sections = {"semi_sync": SemiSync(), "parallelism": ParallelismConfig(), "debug": SimpleNamespace(seed=0)}
     config = SimpleNamespace(fault_tolerance=ft, **sections)
-    slots = SimpleNamespace(source=SimpleNamespace(fingerprint=lambda: "known vectors"))
+    slots = SimpleNamespace(source=SimpleNamespace(fingerprint=lambda: options.data))
     participation = Participation(SimpleNamespace(config=config, context=context, streams=Streams(), slots=slots))
     participation.run(ToyWork(options, context.files, context.events))
     participation.leave()

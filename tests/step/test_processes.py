@@ -14,6 +14,7 @@ import pytest
 from everstep.run.directory import groups_file
 from everstep.run.files import write_json
 from harness import Run, check_states, newest
+from watched import until
 
 SHORT = {"slots": 3, "slot_s": 0.1, "quorum_timeout_s": 4, "reduce_timeout_s": 2}
 COMMITS_ON = 8
@@ -93,6 +94,16 @@ def test_a_stopped_rank_costs_the_others_no_time_out_of_a_sum_and_its_group_heal
     os.kill(sleeper[0].process.pid, signal.SIGCONT)
     assert_goes_on([first, sleeper, third])
     assert run.events("heal")[-1]["group"] == 1
+
+
+def test_a_group_that_has_other_data_is_left_out_and_named(run):
+    first, second = together(run, 2, 1)
+    [other] = run.ranks(2, 1, data="others", **SHORT)
+    until(lambda: run.events("left_out"), "the other group", 30)
+    assert_goes_on([first, second])
+    assert (other.commits, run.events("left_out")[0]["reason"]) == (
+        {}, "group 2 has data = others and most have data = known vectors"
+    )  # fmt: skip
 
 
 def test_a_group_leaves_or_gives_up_where_no_quorum_ever_comes(run):
