@@ -28,7 +28,7 @@ from torch import nn
 
 from attention_flash import BACKWARD, FORWARD, Strike, flash, flash_operator, hooks, untouched
 from everstep.attention import fused, linear, operators
-from everstep.attention.guard import Checks, Guard
+from everstep.attention.guard import LARGE_STEP, Checks, Guard
 from everstep.attention.injection import Fault, Injector, inject
 from everstep.attention.section import AttentionCheck, Inject
 from everstep.step.reduction import LARGEST, all_within
@@ -130,7 +130,8 @@ class Campaign:
         torch.manual_seed(seed)
         self.length, tokens = length, tokens or length
         self.draw = random.Random(seed)
-        self.checks = Checks(AttentionCheck(enable=True, frequency=0.0), step_tokens=tokens)
+        self.checks = Checks(AttentionCheck(enable=True, frequency=0.0))
+        self.checks.looks_at_rows = tokens < LARGE_STEP
         self.shot = self.checks.injector = OneShot()
         self.model = Model(self.checks).to(dtype)
         self.compiled = self.shot.active = compiled

@@ -278,7 +278,7 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: in
     if section is not None:
         checked.make_checkable(holder)
     with mock.patch.object(cpu, "has_attention_kernels", return_value=True):
-        checks = None if section is None else checked.attach([holder], section, step_tokens=tokens)
+        checks = None if section is None else checked.attach([holder], section)
     x = torch.empty(1, LENGTH, spec.model.dim, device="meta", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.empty(1, LENGTH, device="meta", dtype=torch.int64)
     with (
@@ -293,6 +293,7 @@ def ran(name: str, section: AttentionCheck | None, *, in_graph: bool, tokens: in
         count,
     ):
         if checks is not None:
+            checks.looks_at_rows = tokens < guard.LARGE_STEP
             checks.begin(1, 0)
         attention: Any = holder.layers["1"].attention
         out = attention(x, None, positions)

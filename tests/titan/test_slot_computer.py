@@ -5,13 +5,17 @@ from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
+from torchtitan.components.loss import IGNORE_INDEX
 
+from everstep.attention.guard import Checks
+from everstep.attention.section import AttentionCheck
 from everstep.run.exits import TrainerEnds
 from everstep.titan import slot_computer, work
 from everstep.titan.data.slot_source import SlotSource
 from everstep.titan.slot_computer import SlotComputer
 from everstep.titan.steps import Steps
 
+ON = AttentionCheck(enable=True)
 HERE = SimpleNamespace(dp_enabled=False, dp_cp_enabled=False, pp_enabled=False)
 
 
@@ -65,3 +69,15 @@ def test_a_host_with_another_file_under_the_same_name_computes_no_slot(tmp_path,
     start("another file", "dataloader")
     with pytest.raises(TrainerEnds, match="it is another file here and one file there"):
         start("another file")
+
+
+@pytest.mark.parametrize(("workers", "labelled", "looks"), [(1, 1.0, False), (2, 1.0, True), (1, 0.5, True)])
+def test_an_optimizer_step_with_few_labels_has_its_lost_rows_looked_for(monkeypatch, workers, labelled, looks):
+    """A step of 65,536 tokens, in 8 slots; in semi-synchronous runs workers share it. The loss ignores some labels."""
+    labels = torch.full((1, 8192), IGNORE_INDEX)
+    labels[:, : int(8192 * labelled)] = 1
+    slots = MagicMock(_slot_tokens=8192, nominal_tokens=65_536 / workers, _tokens={}, _losses={}, _checks=Checks(ON))
+    slots._fetch.return_value, slots._on_device = [({}, labels)], lambda batch: batch
+    slots._trainer.forward_backward_step.return_value = torch.tensor(0.0)
+    SlotComputer.compute(slots, 1, 0, check_all=False)
+    assert slots._checks.looks_at_rows == looks

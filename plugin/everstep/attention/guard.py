@@ -41,9 +41,9 @@ def _between(begin: Any, end: Any) -> float:
 
 
 LARGE_STEP = 65_536
-"""Tokens of a step. In a step of this size or more, one lost row of P (an infinite score makes its sum 0) changes no
-gradient by 1 %. `bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the number of
-tokens."""
+"""Labels of an optimizer step. In a step with so many or more, one lost row of P (an infinite score makes its sum 0)
+changes no gradient by 1 %. `bench/attention_extremes.py` finds changes of up to 0.34 %. They fall with the root of the
+number of labels."""
 
 
 KEPT_BYTES = 32 << 20
@@ -61,18 +61,18 @@ class Checks:
         section: the config's `[attention_check]`.
         rank: this rank. Findings name it, and the injector draws the faults of each rank separately.
         seed: the layers to check are drawn from it and the rank.
-        step_tokens: tokens of a step.
     """
 
-    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0, step_tokens: int = LARGE_STEP) -> None:
+    def __init__(self, section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> None:
         self.mode = section.mode
         self.findings = FindingLog(rank)
         self.schedule = Schedule(section.rate(), section.max_overhead, seed=seed + rank)
         self.injector = Injector(section.inject, rank)
         self.weights_version = 0
         """A number that changes with the weights and after findings. Kept sums of weights are valid for one version."""
-        self.looks_at_rows = step_tokens < LARGE_STEP
-        """Whether lost rows of P and scores below -EXTREME_SCORE are looked for in layers that are not checked."""
+        self.looks_at_rows = False
+        """Whether lost rows of P and scores below -EXTREME_SCORE are looked for in layers that are not checked: in
+        steps smaller than LARGE_STEP. May change between slots."""
         self.coverage = ""
         """How much of the model is guarded, e.g. "12 of 12"; empty if that was not counted."""
         self.masks: dict[int, Any] = {}

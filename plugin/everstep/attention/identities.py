@@ -64,7 +64,7 @@ def probing_values(v: torch.Tensor, columns: int) -> torch.Tensor:
     root the run computes how large an error rounding P can cause.
     """
     sums = _signed_sums(v)[..., : columns - 1]
-    size = sums.square().mean(-1, keepdim=True).sqrt()
+    size = norms(sums, -1).unsqueeze(-1) / math.sqrt(sums.shape[-1])
     both = torch.cat([sums.to(v.dtype), size.to(v.dtype)], -1)
     return torch.nn.functional.pad(both, (0, columns - both.shape[-1]))
 
@@ -105,7 +105,7 @@ def agreement_deviation(
     expected, size = again[..., :count].to(acc), again[..., count].to(acc)
     unit = max(unit_roundoff(out.dtype) if out.dtype != acc else 0.0, operand_roundoff(out.dtype, out.device))
     order = growth(again.shape[1], out.dtype)
-    own = expected.square().mean(-1).sqrt()
+    own = norms(expected, -1) / math.sqrt(count)
     if out.dtype == acc:  # beside a narrow dtype's unit the errors of scores are negligible
         k_most = norms(k, -1).amax(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
         order = order + 8 * unit_roundoff(acc) * (1 + scale * norms(q, -1).amax(1, keepdim=True) * k_most)

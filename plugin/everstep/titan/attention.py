@@ -24,7 +24,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 
 from everstep.attention import explicit, fused, operators
-from everstep.attention.guard import LARGE_STEP, Checks, Guard
+from everstep.attention.guard import Checks, Guard
 from everstep.attention.linear import linear, result_names
 from everstep.attention.masks import Visible
 from everstep.attention.section import AttentionCheck
@@ -325,21 +325,13 @@ def _remember_masks(checks: Checks, module: nn.Module, args: tuple[Any, ...], kw
     checks.masks = {tensor.data_ptr(): mask for tensor, mask in told if tensor is not None}
 
 
-def attach(
-    model_parts: Iterable[nn.Module],
-    section: AttentionCheck,
-    *,
-    rank: int = 0,
-    seed: int = 0,
-    step_tokens: int = LARGE_STEP,
-) -> Checks:
+def attach(model_parts: Iterable[nn.Module], section: AttentionCheck, *, rank: int = 0, seed: int = 0) -> Checks:
     """Give the checked modules of a built model their guards.
 
     Args:
         model_parts: as the Trainer holds them, parallelized or not.
         rank: this rank in its group, named in findings.
         seed: the layers to check are drawn from it.
-        step_tokens: tokens of a step.
 
     Returns:
         The checks, which the training step calls before and after it computes a slot.
@@ -348,7 +340,7 @@ def attach(
         ValueError: a part of the attention would not be checked, because `apply` was called after the model was built,
             or because `apply` does not know this kind of attention; or no result matches the fault to inject.
     """
-    checks = Checks(section, rank=rank, seed=seed, step_tokens=step_tokens)
+    checks = Checks(section, rank=rank, seed=seed)
     model_parts = list(model_parts)
     checks.coverage, missing = coverage(model_parts)
     if missing:

@@ -11,7 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.observability import structured_logger as sl
 
-from everstep.attention.guard import Checks
+from everstep.attention.guard import LARGE_STEP, Checks
 from everstep.run.exits import UNFIT_EXIT, TrainerEnds
 from everstep.step.interfaces import OutOfData
 from everstep.step.private import local
@@ -116,6 +116,8 @@ class SlotComputer:
         inputs, labels = zip(*(self._on_device(batch) for batch in batches), strict=True)
         seen = trainer.ntokens_seen
         if self._checks is not None:
+            of_step = valid * self.nominal_tokens / self._slot_tokens  # labels, if each slot has as many
+            self._checks.looks_at_rows = of_step < LARGE_STEP
             self._checks.begin(step, slot, check_all=check_all)
         pipelined = trainer.parallel_dims.pp_enabled
         loss = trainer.forward_backward_step(

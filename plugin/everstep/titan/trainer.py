@@ -98,14 +98,8 @@ class EverstepTrainer(titan.Trainer):
         run = self.context
         self.checks: Checks | None = None
         if config.attention_check.enable:
-            source: Any = self.dataloader
-            rows = config.training.local_batch_size * source.dp_size * self.gradient_accumulation_steps
             self.checks = attention.attach(
-                self.model_parts,
-                config.attention_check,
-                rank=int(os.environ["RANK"]),
-                seed=config.debug.seed or 0,
-                step_tokens=rows * config.training.seq_len,
+                self.model_parts, config.attention_check, rank=int(os.environ["RANK"]), seed=config.debug.seed or 0
             )
         if ft.exact:
             exactness.require_same(run.run_dir, exactness.fingerprint(config, self.device))
