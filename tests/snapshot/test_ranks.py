@@ -58,10 +58,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "least_in_group", collectives.least)
     token, run = run_token(tmp_path), {}
     monkeypatch.setenv("WORLD_SIZE", "2")
+    where = {"segment_dir": str(tmp_path), "memory_reserve_gb": 0.0}
+    settings = Snapshot(interval=1, parity_group=2, coding_timeout_s=0.5, **where)
     for group in GROUPS:
         for rank in RANKS:
             monkeypatch.setenv("RANK", str(rank))
-            settings = Snapshot(interval=1, parity_group=2, segment_dir=str(tmp_path), memory_reserve_gb=0.0)
             log = EventLog(tmp_path, group, rank, "worker")
             run[group, rank] = Snapshots(tmp_path, group, "127.0.0.1", settings, token, log)
             run[group, rank]._location = HOSTS[rank][group]
@@ -92,10 +93,13 @@ def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
     """Otherwise different groups would share the next snapshot in each rank column, and it could not be restored."""
     commit(run, 1)
     for group, rank in run:
-        if (rank, group) in ((1, 0), (1, 1)):  # the keeper of group 0's second host stands still
+        if (rank, group) == (1, 0):  # the keeper of group 0's second host lives, and does not take it up
+            run[0, 1].copier._segment.write_notes(1, Notes(time.monotonic() + 60))
+        elif (rank, group) == (1, 1):
             write_notes(run, group, rank, blamed_group=0)
         else:
             write_notes(run, group, rank, coded=True)
+    time.sleep(0.6)
     commit(run, 2)
     assert {each.copier.agreed.members for each in run.values()} == {(1, 2, 3)}
     for group, rank in run:

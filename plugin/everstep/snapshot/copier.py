@@ -19,6 +19,7 @@ from everstep.quorum.streams import Event, Streams, streams_of
 from everstep.run.events import named
 from everstep.snapshot.agreement import Agreed, Status, conclude, members_of
 from everstep.snapshot.buffer import BufferWriter
+from everstep.snapshot.coding import SLOWEST_BYTES_S
 from everstep.snapshot.header import Header, Moment, pairs_of
 from everstep.snapshot.layout import VOLATILE, CopyPlan, State
 from everstep.snapshot.recovery import Share
@@ -54,6 +55,7 @@ class Copier:
         self._newest: Header | None = None
         self._published_at = 0.0
         """time.monotonic() of the last publication at which the keeper was not silent, or else of the first one."""
+        self._late_at = 0.0  # time.monotonic() at which the keeper must have taken up the newest snapshot
         self._unable_until = 0.0
         self._plan: CopyPlan | None = None
         self._streams: Streams | None = None
@@ -83,10 +85,12 @@ class Copier:
         # A keeper that has just been started has written no notes yet.
         silent = notes.is_silent and time.monotonic() - self._published_at > KEEPER_SILENT_S
         over = dealt and notes.settled
+        late = not dealt and time.monotonic() > self._late_at  # such as a keeper of another version
+        settled = over or silent or late
         coded = over and notes.coded
         blamed = notes.blamed_group if over and not silent else self._segment.group
         blamed_index = header.parity_group.index(blamed) if blamed in header.parity_group else -1
-        return Status(settled=over or silent, coded=coded, able=able, blamed_index=-1 if coded else blamed_index)
+        return Status(settled=settled, coded=coded, able=able, blamed_index=-1 if coded else blamed_index)
 
     def committed(
         self, step: int, history: int, groups: Sequence[int], statuses: Mapping[int, Status], state: Callable[[], State]
@@ -166,7 +170,10 @@ class Copier:
                 self._emit("snapshot_protected", over[0], members=members, survives=domains.survives, exposed=exposed)
             else:
                 late = f"{named(sorted(found.left_out))} did not keep up" if found.left_out else ""
-                why = "; ".join(filter(None, (late, self._segment.read_notes(self._rank).reason)))
+                notes, newest = self._segment.read_notes(self._rank), self._newest
+                ignored = newest is not None and newest.moment == over and notes.sequence != newest.sequence
+                own = f"the keeper of group {self._segment.group} did not take it up" if ignored else notes.reason
+                why = "; ".join(filter(None, (late, own)))
                 coded = self.agreed.anchor[0] if self.agreed.anchor else None
                 reason = why or "another group did not finish it"
                 self._emit("snapshot_unprotected", over[0], coded_step=coded, reason=reason)
@@ -245,6 +252,7 @@ class Copier:
         size = end + len(plan.layout_json)
         header = replace(header, last_section=end, payload_bytes=size)
         self._segment.create()  # does nothing unless the directory was removed
+        self._segment.claim(self._rank)
         buffer = self._buffers[buffer_to_write(job.agreed.anchor, self._segment.headers("data", self._rank))]
         buffer.reserve(size)
         buffer.begin()
@@ -252,6 +260,8 @@ class Copier:
         tail = own + plan.layout_json
         table = plan.copy(buffer.payload(size), tail, self._streams, job.ready, job.copied.set)
         self._newest = buffer.publish(header, table)
+        slowest_s = size * len(self._segment.columns()) / SLOWEST_BYTES_S  # it may code all other ranks' parts first
+        self._late_at = time.monotonic() + self._settings.coding_timeout_s + slowest_s
         self._segment.ring()
         job.told = {"bytes": size, "copy_s": round(time.perf_counter() - began, 6), "members": list(members)}
         if self._published_at == 0.0 or not self._segment.read_notes(self._rank).is_silent:
