@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import signal
@@ -192,13 +193,9 @@ class Cluster(contextlib.AbstractContextManager):
         """Wait until every group has settled its newest snapshot."""
         wait_until(lambda: all(copier.status().settled for copier in self.copiers.values()))
 
-    def held(self) -> list[peers.Held]:
-        """Return the buffers that the keepers say they hold."""
-        found, _ = peers.reachable(peers.read_records(self.run_dir), self.token, 6 * TIMEOUT)
-        return [buffer for buffers in found.values() for buffer in buffers]
-
     def decide(self) -> sources.Decision:
-        return sources.decide(self.held(), run=run_id(self.token), disk_step=None)
+        found, _ = peers.reachable(peers.read_records(self.run_dir), self.token, 6 * TIMEOUT)
+        return sources.decide(itertools.chain(*found.values()), run=run_id(self.token), disk_step=None)
 
     def recover(self, group: int = 0, patience_s: float = 0, timeout: timedelta = TIMEOUT) -> recovery.Recovery:
         layout = Layout.of(self.tensors.get(group) or next(iter(self.tensors.values())))

@@ -80,16 +80,6 @@ def test_a_keeper_that_is_slow_at_its_own_work_blames_itself(hosts, monkeypatch,
     assert hosts[2].blames(60.0) == [NOBODY, NOBODY], "with time enough it is coded"
 
 
-def test_a_keeper_that_stays_frees_the_memory_of_a_group_that_left(hosts):
-    it = hosts[0]
-    coder = Coder(it._segment, 0, it._settings, it.neighbours, threading.Event())
-    coder.code(coder.newer(), Waits(time.monotonic() + 60))
-    assert "rank-0.parity" in Path("/proc/self/maps").read_text()
-    it._segment.drop(0)
-    assert coder.newer() is None
-    assert "rank-0.parity" not in Path("/proc/self/maps").read_text()
-
-
 def test_each_rank_of_a_batch_blames_the_group_that_took_the_time(hosts, monkeypatch):
     """A rank whose turn comes after the deadline blames it too."""
     plain = hosts[0].neighbours.open

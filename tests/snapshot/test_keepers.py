@@ -1,14 +1,15 @@
 """When a keeper starts and ends, what it serves, and what it leaves behind."""
 
+import contextlib
 import os
 import shutil
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -18,6 +19,7 @@ from everstep.run.directory import LaunchError
 from everstep.run.files import write_json
 from everstep.run.token import own_token, run_token
 from everstep.snapshot import copier, keeper, keepers, peers, segment
+from everstep.snapshot.buffer import SnapshotError
 from everstep.snapshot.section import Snapshot
 from everstep.snapshot.segment import Segment, run_id
 from everstep.snapshot.worker_states import WorkerStates
@@ -25,16 +27,28 @@ from snapshot_cluster import TIMEOUT, Cluster, assert_is_step, wait_until
 
 
 def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     with Cluster(1, keeper_ttl_s=2.0) as run:
         run.take(1, coded=False)
         run.kill_keeper(0)
         monkeypatch.setattr(keeper, "GONE_S", 0.1)
         monkeypatch.setattr(keeper, "EMPTY_S", 0.0)
         it = keeper.Keeper(run.run_dir, run.segment(0), "127.0.0.1", run.settings_of(0))
-        try:
+        with contextlib.closing(it._server):
             assert it._reason_to_end() == ""
             wait_until(lambda: "nobody has used it" in it._reason_to_end())
             it.note_use()
+            run.run_dir.rename(run.home / "moved")
+            (run.home / "moved" / "token").chmod(0o640)
+            assert it._reason_to_end() == ""
+            time.sleep(0.2)
+            assert it._reason_to_end() == "", "the user mounts it again, and makes it safe"
+            (run.home / "moved").rename(run.run_dir)
+            watch = keepers.KeeperWatch(run.run_dir, "", run.settings_of(0), run.segment(0), Mock(), failed := Mock())
+            watch.looked.wait()
+            assert "chmod 600" in failed.call_args.args[0]
+            watch.end()
+            (run.run_dir / "token").chmod(0o600)
             (run.run_dir / "token").write_text("ab" * 32)
             assert "belongs to another run" in it._reason_to_end()
             shutil.rmtree(run.run_dir)
@@ -42,8 +56,6 @@ def test_a_keeper_ends_when_nobody_has_a_use_for_it_or_its_run_has_gone(monkeypa
             time.sleep(0.2)
             it.note_use()
             assert "has gone" in it._reason_to_end()
-        finally:
-            it._server.close()
 
 
 def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypatch, tmp_path, caplog):
@@ -53,7 +65,7 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
     it.create()
     it.claim(0)
     keeps = keeper.Keeper(tmp_path, it, "127.0.0.1", settings)
-    try:
+    with contextlib.closing(keeps._server):
         with monkeypatch.context() as full:
             full.setattr(peers, "write_json", Mock(side_effect=OSError(28, "No space left on device")))
             keeps._add_new_ranks()
@@ -62,6 +74,8 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         assert len(caplog.messages) == 1, "once, however often it is tried"
         keeps._add_new_ranks()
         assert list(keeps._coders) == [(3, 0)]
+        with patch.object(Path, "exists", side_effect=OSError(116, "Stale file handle")):
+            keeps._add_new_ranks()
         shutil.rmtree(peers.records_dir(tmp_path))
         keeps._add_new_ranks()
         assert [place.group for place in peers.read_records(tmp_path)] == [3]
@@ -70,8 +84,6 @@ def test_a_group_is_looked_after_only_when_a_start_can_find_its_keeper(monkeypat
         assert keeps._reason_to_end() == ""
         monkeypatch.setattr(keeper, "EMPTY_S", 0.0)
         assert "nobody has used it" in keeps._reason_to_end(), "a start that failed leaves nothing to keep"
-    finally:
-        keeps._server.close()
 
 
 def test_a_killed_keeper_is_replaced_and_a_removed_segment_made_anew(monkeypatch):
@@ -100,15 +112,19 @@ def test_a_killed_keeper_is_replaced_and_a_removed_segment_made_anew(monkeypatch
         assert_is_step(run.restore(run.decide()), step + 1)
 
 
-def test_a_keeper_starts_after_another_one_that_was_still_ending(tmp_path):
+def test_a_keeper_starts_after_another_one_that_was_still_ending_and_serves_no_other_directory(tmp_path):
     settings = Snapshot(segment_dir=str(tmp_path))
     it = Segment.of(settings, run_id(run_token(tmp_path)), 3)
     it.create()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "keeper-3.log").symlink_to(tmp_path / "mine")
+    peers.write_record(tmp_path, peers.KeeperRecord(3, "", "127.0.0.1:9", 4242, "", 0.0))
     Timer(5.0, lambda held: (it.remove(), os.close(held)), [keepers.take_lock(it.path)]).start()
     assert keepers.start_keeper(tmp_path, 3, "127.0.0.1", settings).segment == str(it.path)
     assert not (tmp_path / "mine").exists()
+    assert "process 4242" in (tmp_path / "logs" / "keeper-3.log").read_text()
+    with pytest.raises(SnapshotError, match=r"everstep-\w+-group-3: stop the run"):
+        keepers.start_keeper(tmp_path, 3, "127.0.0.1", replace(settings, failure_domain="group"))
     keepers.end_keepers(tmp_path)
 
 

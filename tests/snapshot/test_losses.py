@@ -48,7 +48,7 @@ def test_as_many_lost_hosts_as_there_is_parity_cost_nothing(groups, per_host, pa
 
 def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_of_it():
     """The keepers died too. New ones adopt what is on their hosts, and do not remove it however old it is. That a group
-    was once on another's host must not hide that host's new keeper."""
+    was once on another's host must not hide that host's new keeper, even if its clock was fast."""
     with Cluster(4, per_host=2, keeper_ttl_s=1800.0) as run:
         run.take(1, 2)
         killed = peers.read_records(run.run_dir, 2)[0]
@@ -61,8 +61,36 @@ def test_a_start_with_fewer_groups_long_after_the_death_of_everything_finds_all_
         assert run.decide().source == "nothing"
         for group in (0, 2):  # 1 and 3 do not start again
             run.start_keeper(group)
-        peers.write_record(run.run_dir, peers.KeeperRecord(**vars(killed) | {"group": 1}))
+        late = vars(killed) | {"group": 1, "started_at": time.time() + 9}
+        peers.write_record(run.run_dir, peers.KeeperRecord(**late))
         run.resumes("memory", 2)
+
+
+def test_what_a_group_that_left_holds_stays_until_the_others_hold_newer_snapshots(monkeypatch):
+    with Cluster(4, per_host=2, keeper_ttl_s=5.0) as run:
+        place, it, now = run.start_keeper(1), run.segment(1), time.time_ns
+        run.take(1, 2)
+        run.copiers.pop(1).close()
+        it.leave(0)
+        run.start_keeper(1)
+        assert not it.columns("left"), "it has come back"
+        it.leave(0)
+        for step in (3, 4):
+            time.sleep(1.0)
+            run.resumes("memory", step - 1)
+            run.take(step, members=[0, 2, 3])
+        wait_until(lambda: not list(it.path.glob("group-1.*")))
+        assert not [fd for fd in os.scandir(f"/proc/{place.pid}/fd") if "group-1." in os.readlink(fd)]
+        run.start_copier(1)
+        run.copiers[1].agreed = run.copiers[0].agreed
+        monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)  # the clock was set back meanwhile
+        run.take(5, 6)
+        run.kill_trainers()
+        for group in run.groups:
+            run.segment(group).leave(0)
+        time.sleep(1.0)
+        run.resumes("memory", 6)
+        wait_until(lambda: not it.path.exists())
 
 
 def test_a_restored_state_is_coded_before_the_first_commit_and_the_old_snapshot_stays_until_then():
@@ -134,6 +162,7 @@ def test_a_member_that_does_not_keep_up_does_not_keep_the_others_without_snapsho
             run.kill_trainers()
         [why] = [f["reason"] for g, kind, _, f in run.events if (g, kind) == (0, "snapshot_unprotected")]
         assert "group 0 did not keep up" in why
+        assert "the keeper of group 0 did not take it up" in why or duty[0] < 10
         for group in (0, groups - 1):
             run.lose_host(group)
         assert run.recover(group=1).decision.step >= protected(run)[-1]

@@ -109,16 +109,12 @@ class Coder:
                 log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
 
     def newer(self) -> Header | None:
-        """Return the header of the newest snapshot, if it was published after the one that was last dealt with. If the
-        rank has no snapshot here, its parity buffers are unmapped."""
+        """Return the header of the newest snapshot, if it was published after the one that was last dealt with."""
         try:
             newest = self._newest()
         except OSError as error:
             log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
             return None
-        if newest is None:  # the group may have left: mappings of its removed parity buffers would keep their memory
-            for writer in self._writers:
-                writer.release()
         return newest if newest and (self._last is None or newest.sequence > self._last.sequence) else None
 
     def code(self, newest: Header, waits: Waits) -> None:
@@ -138,6 +134,11 @@ class Coder:
             log.exception("group %d, rank %d", self._segment.group, self.rank)
             reason = f"the keeper failed: {type(error).__name__}: {error}"
         self.note(coded=not reason, settled=True, reason=reason, blamed_group=blamed_group if reason else NOBODY)
+
+    def release(self) -> None:
+        """Unmap the rank's parity buffers: mappings would keep the memory of removed ones."""
+        for writer in self._writers:
+            writer.release()
 
     def _newest(self) -> Header | None:
         held = [header for _, header in self._segment.held("data", self.rank)]

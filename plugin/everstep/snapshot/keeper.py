@@ -12,6 +12,7 @@ A keeper that gets SIGKILL leaves its segment behind. The next keeper of the sam
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -54,7 +55,10 @@ class Keeper:
         self.run_dir, self.segment, self.settings = run_dir, segment, settings
         self.token = read_token(run_dir)
         self.over = threading.Event()
+        self._opened = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._coders: dict[tuple[int, int], Coder] = {}
+        self._groups: set[int] = set()  # with a record in the run directory
+        self._changing = threading.Lock()  # the main thread adds coders, the coding thread removes them
         self._warned: set[str] = set()
         self._used_at = self._seen_at = time.monotonic()
         self.started_at = time.time()
@@ -80,15 +84,16 @@ class Keeper:
             why = self._reason_to_end()
             if why:
                 break
-            self._add_new_ranks()
-            for coder in list(self._coders.values()):
-                coder.note()
+            with self._changing:
+                self._add_new_ranks()
+                for coder in self._coders.values():
+                    coder.note()
         self.over.set()
         self._server.close()
         self.segment.ring()
         coding.join(JOIN_S)  # it could create files again in the segment that is being removed
         self.segment.remove()
-        for group in {group for group, _ in self._coders}:
+        for group in self._groups:
             with contextlib.suppress(OSError):  # the run directory may be gone, which may be why the keeper ends
                 peers.record_file(self.run_dir, group).unlink()
         return why or "it was told to end"
@@ -101,6 +106,7 @@ class Keeper:
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
                 self.note_use()
+            self._remove_left()
             seen = [(coder, header) for coder in list(self._coders.values()) if (header := coder.newer()) is not None]
             if seen:
                 self.note_use()
@@ -114,36 +120,62 @@ class Keeper:
         try:
             columns = self.segment.columns()
         except OSError as error:  # such as no free file descriptor: try again later, what is held remains of use
-            log.warning("%s cannot be read: %s", self.segment.path, error)
+            self._warn(f"{self.segment.path} cannot be read: {error}")
             return
         for group, rank in columns:
             watched = (group, rank) in self._coders
-            if watched and (peers.record_file(self.run_dir, group).exists() or not self.run_dir.is_dir()):
-                continue
             try:
+                if watched and (peers.record_file(self.run_dir, group).exists() or not self.run_dir.is_dir()):
+                    continue
                 # First, and again if it was removed: a snapshot that no start can find must not count as coded.
                 peers.write_record(self.run_dir, self.record(group))
+                self._groups.add(group)
                 if not watched:
                     segment = self.segment.beside(group)
                     self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
             except OSError as error:  # no run directory, or no room in it: try again later
-                why = f"rank {rank} of group {group} is not watched yet: {error}"
-                if why not in self._warned:
-                    self._warned.add(why)
-                    log.warning("%s", why)
+                self._warn(f"the record of the keeper of group {group} cannot be read or written: {error}")
+
+    def _remove_left(self) -> None:
+        """Remove what groups that left have here, once all buffers of the other groups hold newer snapshots: one of
+        these is the coded one then. On a host without other groups it stays until the keeper ends."""
+        with contextlib.suppress(OSError):  # such as no free file descriptor: try again later
+            left = self.segment.columns("left")
+            gone = {group for group, _ in left}
+            stay = [(self.segment.beside(group), rank) for group, rank in self.segment.columns() if group not in gone]
+            held = [header for segment, rank in stay if gone for header in segment.headers("data", rank)]
+            for group, rank in left if held else ():
+                segment = self.segment.beside(group)
+                own = [header for _, header in segment.held("data", rank)]
+                last, moments = max((one.sequence for one in own), default=0), {one.moment for one in own}
+                if all(one and one.sequence > last and one.moment not in moments for one in held):
+                    with self._changing:
+                        segment.drop(rank)
+                        if coder := self._coders.pop((group, rank), None):
+                            coder.release()
+
+    def _warn(self, why: str) -> None:
+        """Log a warning, once, however often it comes."""
+        if why not in self._warned:
+            self._warned.add(why)
+            log.warning("%s", why)
 
     def _reason_to_end(self) -> str:
         now = time.monotonic()
         try:
-            if read_token(self.run_dir) != self.token:
+            try:
+                token = read_token(self.run_dir)
+            except OSError:  # a directory that was moved or unmounted is not removed: look by its descriptor
+                token = read_token(Path(f"/proc/self/fd/{self._opened}"))
+            if token != self.token:
                 return f"{self.run_dir} belongs to another run"
             self._seen_at = now
-        except (FileNotFoundError, ValueError):  # a shared file system may not show it for a moment
-            if now - self._seen_at > GONE_S:
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", 0) not in (errno.ENOENT, errno.ESTALE):  # such as a token that others can read
+                self._warn(f"{self.run_dir} cannot be used: {error}")
+                self._seen_at = now
+            elif now - self._seen_at > GONE_S:  # a shared file system may not show it for a moment
                 return f"{self.run_dir} has gone"
-        except OSError as error:
-            log.warning("%s cannot be reached: %s", self.run_dir, error)
-            self._seen_at = now
         idle_s = now - self._used_at
         if idle_s > self.settings.keeper_ttl_s or (idle_s > EMPTY_S and self.segment.is_empty()):
             return f"nobody has used it for {idle_s:.0f} s"
@@ -243,7 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         take_lock(segment.path)
         keeper = Keeper(run_dir, segment, options["host"], settings)
     except BlockingIOError:
-        log.info("another process holds the lock of %s", segment.path)
+        told = peers.read_record(peers.record_file(run_dir, group))
+        who = f"process {told.pid}, by its record," if told else "another process"
+        log.info("%s holds the lock of %s: if it hangs, kill -9 it; the next keeper adopts it", who, segment.path)
         return LOCKED_EXIT
     except (SnapshotError, OSError, wire.WireError) as error:
         log.error("%s", error)

@@ -40,27 +40,31 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     """Start this host's keeper, or find the one that already runs, and have it look after a group.
 
     `rank`: a rank of the group on this host. `host`: address to listen on and advertise (fault_tolerance.bind_host).
-    Raises SnapshotError if the segment cannot be made or the keeper does not come up within START_TIMEOUT_S; then the
-    message has the last line of its log. Raises OSError."""
+    Raises SnapshotError if the segment cannot be made, if the keeper that runs has another one, or if the keeper does
+    not come up within START_TIMEOUT_S; then the message has the last line of its log. Raises OSError, UnsafeError."""
     run_dir = run_dir.resolve()
     log_file = run_dir / "logs" / f"keeper-{group}.log"
-    record, process = find_keeper(run_dir, group, settings), None
     segment, deadline = Segment.of(settings, run_id(read_token(run_dir)), group), time.monotonic() + START_TIMEOUT_S
-    while record is None and time.monotonic() < deadline:
+    process = None
+    while time.monotonic() < deadline:
+        record = find_keeper(run_dir, group, settings)
+        if record is not None and record.segment != str(segment.path):
+            raise SnapshotError(
+                f"keeper {record.pid} of the run uses {record.segment}, and snapshot.segment_dir or failure_domain now "
+                f"say {segment.path}: stop the run, which writes a checkpoint and ends its keepers, then start it again"
+            )
         # Again each time: a keeper that is ending may have removed the segment, and the claim in it.
         segment.create()
-        if not any(watched == group for watched, _ in segment.columns()):
-            segment.claim(rank)
+        segment.claim(rank)
+        if record is not None:
+            return record
         if process is None or process.poll() == LOCKED_EXIT:
             process = _launch_keeper(run_dir, group, host, settings, log_file)
         elif process.poll() is not None:
             break
         time.sleep(0.02)
-        record = find_keeper(run_dir, group, settings)
-    if record is None:
-        last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
-        raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
-    return record
+    last_words = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
+    raise SnapshotError(f"the keeper of group {group} did not start: {last_words[0]} ({log_file})")
 
 
 def _launch_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, log_file: Path) -> subprocess.Popen[bytes]:
@@ -128,7 +132,7 @@ class KeeperWatch(threading.Thread):
             record = start_keeper(self._run_dir, self._segment.group, self._host, self._settings, self._rank)
             own = f"/group-{record.group}" if self._settings.failure_domain == "group" else ""
             self._events.emit("keeper_found", pid=record.pid, address=record.address, host=record.host + own)
-        except (SnapshotError, OSError) as error:
+        except (SnapshotError, OSError, ValueError) as error:  # ValueError: others can read the token
             self._failed(str(error))
 
     def end(self) -> None:

@@ -149,11 +149,13 @@ def ask_keepers(
     answered: dict[KeeperRecord, list[Held]] = {}
     wait = FIRST_TIMEOUT
     while True:
-        # Ask a keeper of several groups once, and of a killed keeper and its successor only the successor.
         by_age = sorted(peers.read_records(run_dir), key=lambda record: record.started_at)
-        records = list({(record.host, record.segment): record for record in by_age}.values())
+        records = list({record.address: record for record in by_age}.values())  # some look after several groups
         left = [record for record in records if record not in answered]
         found, silent = peers.reachable(left, token, min(wait, timeout))
+        # A killed keeper's successor answers for it. Containers may have equal names: so all are asked.
+        heard = {(record.host, record.segment) for record in (*answered, *found)}
+        silent = {one: why for one, why in silent.items() if (one.host, one.segment) not in heard}
         if adopts:
             found |= {one: kept for one in silent if (kept := peers.left_by(one, run_id(token)))}
             silent = {one: why for one, why in silent.items() if one not in found}

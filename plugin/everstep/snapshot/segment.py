@@ -6,6 +6,7 @@ everstep-RUN/                       everstep-RUN-group-K if snapshot.failure_dom
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
     bell                            a pipe: trainers write to it at each publication, which wakes the keeper
     group-K.rank-R.notes            what the keeper reports to the trainer about the rank's newest snapshot
+    group-K.rank-R.left             the group left: the keeper removes the rank's files once no snapshot needs them
     worker-W.rank-R.round-N.HASH    a worker's own state (`worker_states`), in semi-synchronous runs only
 """
 
@@ -33,7 +34,7 @@ REASON_BYTES = 500
 """Longest reason in the notes: it fits into NOTES_BYTES, however JSON escapes it."""
 READ_TRIES = 100
 _FILE_WORD: dict[Kind, str] = {"data": "buffer", "parity": "parity"}
-_COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.buffer-0")
+_COLUMN = re.compile(r"group-(\d{1,9})\.rank-(\d{1,9})\.(\S+)")
 
 
 def run_id(token: bytes) -> str:
@@ -108,19 +109,19 @@ class Segment:
 
     def file(self, kind: Kind, rank: int, index: int) -> Path:
         """Return the path of one of the rank's buffers, which need not exist."""
-        return self.path / f"group-{self.group}.rank-{rank}.{_FILE_WORD[kind]}-{index}"
+        return self._own(rank, f"{_FILE_WORD[kind]}-{index}")
 
     def files(self, kind: Kind, rank: int) -> list[Path]:
         """Return the paths of the rank's buffers, which need not exist."""
         return [self.file(kind, rank, index) for index in range(BUFFERS)]
 
-    def columns(self) -> list[tuple[int, int]]:
-        """Return the (group, rank) pairs with a data buffer in this directory, which may still be empty (`claim`).
-        Raises OSError if the directory cannot be read."""
+    def columns(self, word: str = "buffer-0") -> list[tuple[int, int]]:
+        """Return the (group, rank) pairs with a data buffer in this directory, which may still be empty (`claim`), or
+        with another file of this last `word`. Raises OSError if the directory cannot be read."""
         found = []
         with contextlib.suppress(FileNotFoundError):  # the directory was removed: there are none
             found = [match for name in os.listdir(self.path) if (match := _COLUMN.fullmatch(name))]
-        return sorted((int(match.group(1)), int(match.group(2))) for match in found)
+        return sorted((int(match[1]), int(match[2])) for match in found if match[3] == word)
 
     def headers(self, kind: Kind, rank: int) -> list[Header | None]:
         """Return the header of each of the rank's buffers; None for a buffer that is missing, no regular file, another
@@ -149,10 +150,16 @@ class Segment:
         wanted = (self.run, kind, self.group, rank)
         return header if header and (header.run, header.kind, header.group, header.rank) == wanted else None
 
+    def leave(self, rank: int) -> None:
+        """Have the keeper remove this rank's files once no snapshot needs them."""
+        with contextlib.suppress(OSError):  # nothing can be written there, or there is nothing
+            self._own(rank, "left").touch(0o600)
+
     def claim(self, rank: int) -> None:
-        """Have the keeper look after this rank before it has published anything. Raises SnapshotError."""
+        """Have the keeper look after this rank, also if it has left or not published yet. Raises SnapshotError."""
         path = self.file("data", rank, 0)
         try:
+            self._own(rank, "left").unlink(missing_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise SnapshotError(f"{path} cannot be made: {error.strerror} (snapshot.segment_dir)") from error
@@ -173,15 +180,15 @@ class Segment:
             finally:
                 os.close(fd)
 
-    def _notes(self, rank: int) -> Path:
-        return self.path / f"group-{self.group}.rank-{rank}.notes"
+    def _own(self, rank: int, word: str) -> Path:
+        return self.path / f"group-{self.group}.rank-{rank}.{word}"
 
     def write_notes(self, rank: int, notes: Notes) -> None:
         """Write a rank's notes in place, so that a keeper can still report if the tmpfs is full. Raises OSError."""
         reason = notes.reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
         body = json.dumps(replace(notes, reason=reason).__dict__).encode()
         record = xxhash.xxh3_64_hexdigest(body).encode() + body
-        fd = os.open(self._notes(rank), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._own(rank, "notes"), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(fd, record.ljust(NOTES_BYTES), 0)
         finally:
@@ -191,7 +198,7 @@ class Segment:
         """Return the keeper's last notes on a rank, or empty notes if there are none."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             for _ in range(READ_TRIES):  # notes that are just being written are half old and half new
-                record = read_regular(self._notes(rank), NOTES_BYTES)
+                record = read_regular(self._own(rank, "notes"), NOTES_BYTES)
                 digest, body = record[:16], record[16:].rstrip()
                 if xxhash.xxh3_64_hexdigest(body).encode() == digest:
                     return Notes(**json.loads(body))

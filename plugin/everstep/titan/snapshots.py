@@ -127,12 +127,13 @@ class Snapshots:
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
     def close(self, *, over: bool, leaves: bool) -> None:
-        """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, remove its
-        snapshots. Else, if the run is `over` and needs nothing from memory again, tell all its keepers to end."""
+        """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, the keeper
+        removes its snapshots once they have newer ones. Else, if the run is `over` and needs nothing from memory again,
+        tell all its keepers to end."""
         if self._keeper is not None:
             self._keeper.end()  # a keeper that it started later would not hear that the run is over
         self.copier.close()
         if leaves:
-            self._segment.drop(self._rank)
+            self._segment.leave(self._rank)
         elif over and self._keeper is not None:
             end_keepers(self._run_dir)
