@@ -16,6 +16,7 @@ from launched import DEADLINE_S, environment
 def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
     run_dir, out = tmp_path / "läuft 日", io.BytesIO()
     EventLog(run_dir, None, None, "supervisor").close()
+    (run_dir / "token").touch()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "latin-1"))
     with pytest.raises(SystemExit, match="0"):
         main(["stop", str(run_dir)])

@@ -1,6 +1,7 @@
 """Mistakes of a new user: each gives one sentence and the right exit status, and leaves nothing behind. Mistakes in a
 config are in tests/config/test_checks.py."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,10 @@ import pytest
 
 from everstep import cli
 from everstep.config.sections import FaultTolerance
-from everstep.run.directory import groups_file
+from everstep.run.directory import groups_file, prepared_file
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
-from everstep.run.files import write_json
+from everstep.run.files import read_json, write_json
 from everstep.titan.run_context import open_run_context
 from watched import DEADLINE_S, environment, until
 
@@ -47,9 +48,10 @@ MISTAKES = {
     "init demo --out nothing/good.toml": "nothing/good.toml: No such file or directory",
     "agent good.toml --group 0 --run-dir text.txt": "text.txt: File exists",
     "lighthouse good.toml --run-dir text.txt": "text.txt: File exists",
-    "report nothing": "nothing is not a run directory: it has no events folder.",
+    "report nothing": "nothing is not a run directory: it has no events/*.jsonl.",
     "status folder": "folder is not a run directory",
     "scale folder --groups 2": "folder is not a run directory",
+    "stop foreign": "foreign is not a run directory: it has neither token nor config.toml.",
     "submit good.toml": "there is no sbatch here",
     "agent good.toml --run-dir folder": "--group is missing",
     "agent good.toml --run-dir folder --group -1": "--group at least 0",
@@ -68,6 +70,9 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "good.toml").write_text(GOOD)
     (tmp_path / "text.txt").write_text("hello\n")
     (tmp_path / "folder").mkdir()
+    for name in ("foreign", "started"):
+        EventLog(tmp_path / name, None, None, "elsewhere").close()
+    (tmp_path / "started" / "config.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -102,9 +107,12 @@ def start(*args, **more):
     ("--checkpoint.enable --checkpoint.folder /proc/no", '[checkpoint] folder = "/proc/no" cannot be written to'),
 ])  # fmt: skip
 def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it(here, flags, answer):
-    process = start("run", "good.toml", "--data.source", "stdlib", *flags.split(), cwd=here)
+    prepared = prepared_file(here / "mine")
+    write_json(prepared, {"of": "an earlier start"})
+    process = start("run", "good.toml", "--data.source", "stdlib", "--run-dir", "mine", *flags.split(), cwd=here)
     said = "".join(process.communicate(timeout=DEADLINE_S))
     assert (process.returncode, answer in said) == (2, True), said
+    assert read_json(prepared) == {"of": "an earlier start"}
 
 
 def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback_and_by_itself_if_the_launcher_was_killed(tmp_path):
@@ -117,10 +125,16 @@ def test_a_watcher_is_ended_by_ctrl_c_without_a_traceback_and_by_itself_if_the_l
     assert start("watch", str(tmp_path)).wait(DEADLINE_S) == 1
 
 
-def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here):
+def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here, capsys):
     before = contents(here)
     process = start("run", "good.toml", "--run-dir", "mine", cwd=here)
     until(lambda: list(here.glob("mine/events/*")), "the supervisor to be there")
+    os.link(here / "mine" / ".lock", here / "folder" / ".lock")  # as before the events are there
+    for command in ("status folder", "scale mine --groups 2"):
+        with pytest.raises(SystemExit):
+            cli.main(command.split())
+        assert f"is still starting (pid {process.pid})" in capsys.readouterr().err
+    (here / "folder" / ".lock").unlink()
     process.send_signal(signal.SIGTERM)
     said = "".join(process.communicate(timeout=DEADLINE_S))
     assert process.returncode == 2, said

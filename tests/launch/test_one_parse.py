@@ -10,6 +10,7 @@ from everstep.launch import prepare
 from everstep.launch.prepare import Prepared, PrepareOptions
 from everstep.launch.supervisor import Supervisor
 from everstep.run.directory import config_file, prepared_file
+from everstep.run.exits import USAGE_EXIT
 from everstep.titan.imports import import_all
 
 CONFIG = """
@@ -40,7 +41,7 @@ def settled(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     options = PrepareOptions(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
     assert prepare.main(vars(options)) == 0
-    found = prepare.read_answer(tmp_path / "run")
+    found = prepare.read_prepared(tmp_path / "run")
     assert isinstance(found, Prepared)
     assert (found.groups, found.steps) == (2, 7)
     return found
@@ -75,6 +76,13 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)
     found = prepare.read_or_prepare(tmp_path / name, tmp_path / "run", flags, ranks)
     assert (len(asked), found.groups, found.fault_tolerance) == (judged, 2, settled.fault_tolerance)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_config_that_is_refused_leaves_what_the_run_goes_by(settled, tmp_path, tells):
+    options = PrepareOptions(str(tmp_path / "run.toml"), ["--training.seq_len", "64"], run_dir=str(tmp_path / "run"))
+    assert prepare.main(vars(options), tells=tells) == USAGE_EXIT
+    assert prepare.read_prepared(tmp_path / "run") == settled
 
 
 def test_a_users_own_config_is_not_overwritten_by_the_resolved_one(settled, tmp_path):

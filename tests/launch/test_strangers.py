@@ -72,6 +72,7 @@ def foreign(shared, tmp_path, monkeypatch):
         for folder in ("events", "state"):
             os.makedirs(os.path.join(sys.argv[1], folder), mode=0o755)
         open(os.path.join(sys.argv[1], "state", "slurm.json"), "w").write('{"groups": "7"}')
+        open(os.path.join(sys.argv[1], "events", "supervisor.jsonl"), "w")
     """
     as_nobody(make, shared / "run")
     (shared / "run").chmod(0o755)

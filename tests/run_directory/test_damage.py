@@ -15,7 +15,7 @@ from everstep import cli
 from everstep.chaos.view import View
 from everstep.commands import status
 from everstep.data.pack import pack
-from everstep.launch.prepare import Prepared, read_answer
+from everstep.launch.prepare import Prepared, read_prepared
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.run.address import address_file, publish_address, published_address
@@ -43,7 +43,7 @@ def beat(run):
 def state(run):
     assert isinstance(read_typed(Claim, fence_file(run, 0)), Claim | None)
     assert number_of_groups(run) >= 0
-    assert isinstance(read_answer(run), Prepared | str)
+    assert isinstance(read_prepared(run), Prepared | None)
 
 
 def events(run):
@@ -141,7 +141,7 @@ def test_no_damage_ends_a_reader_or_is_believed_and_every_command_ends_with_a_st
         path.write_bytes(whole[path])
     assert statuses >= {0, 1, 2}
     assert (published_address(run_dir), read_beat(beat_path(run_dir, 0, 0)).phase) == ("http://[::1]:29510", "compute")
-    assert (read_typed(Claim, fence_file(run_dir, 0)), read_answer(run_dir).groups) == (Claim(1, 0), 2)
+    assert (read_typed(Claim, fence_file(run_dir, 0)), read_prepared(run_dir).groups) == (Claim(1, 0), 2)
 
 
 @pytest.mark.parametrize(("pid", "mono"), [(0, 1.0), (1, 1.0), (-1, 1.0), (99, math.nan), (99, math.inf)])
@@ -177,6 +177,6 @@ def test_what_stands_in_the_place_of_a_state_file_is_not_believed_followed_or_wa
     claim_group(run, 0, Claim(1, 0), lambda: True)
     EventLog(run, None, None, "scale").emit("scaled", count=1)
     assert (published_address(run), read_beat(beat_path(run, 0, 0)).step) == ("http://h:1", 5)
-    assert (read_typed(Claim, fence_file(run, 0)), number_of_groups(run), read_answer(run)) == (Claim(1, 0), 0, "")
+    assert (read_typed(Claim, fence_file(run, 0)), number_of_groups(run), read_prepared(run)) == (Claim(1, 0), 0, None)
     assert precious.read_text() == "precious"
     assert not list(tmp_path.rglob("nothing"))

@@ -13,7 +13,7 @@ import tyro
 from everstep.commands.doctor import as_text, has_errors, run_checks
 from everstep.config.grammar import ROOT_KEYS, is_flag
 from everstep.launch import lighthouse_job, slurm
-from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_answer, read_or_prepare
+from everstep.launch.prepare import Prepared, PrepareOptions, prepare_in_subprocess, read_or_prepare, require_prepared
 from everstep.run.directory import (
     LaunchError,
     config_file,
@@ -166,10 +166,10 @@ def scale(run_dir: tyro.conf.Positional[Path], groups: int) -> int:
     require_run(run_dir)
     if groups < 1:
         raise LaunchError("--groups must be at least 1; `everstep stop` ends a run.")
-    before, submitted = read_answer(run_dir), slurm.job_file(run_dir).exists()
-    over = slurm.has_ended(run_dir) or (submitted and not slurm.states_of(slurm.jobs_of(run_dir)["groups"]))
-    if over or not isinstance(before, Prepared):
+    submitted = slurm.job_file(run_dir).exists()
+    if slurm.has_ended(run_dir) or (submitted and not slurm.states_of(slurm.jobs_of(run_dir)["groups"])):
         raise LaunchError(f"nothing runs in {run_dir}: start it with --groups {groups}.")
+    before = require_prepared(run_dir)
     options = PrepareOptions(
         str(config_file(run_dir)), groups=groups, ranks=before.ranks, here=not submitted, together=not submitted
     )

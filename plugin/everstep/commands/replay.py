@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 
 from everstep.config.source import read_source
-from everstep.launch.prepare import Prepared, read_answer
+from everstep.launch.prepare import require_prepared
 from everstep.run.directory import LaunchError, config_file, loaded_file
 from everstep.run.events import read_events
 from everstep.run.files import read_json
@@ -106,8 +106,8 @@ def _compute_again(run_dir: Path, step: int) -> int:
     """Train one group up to a step, in `FOLDER`. Return the step of the checkpoint that it starts from, 0 for none."""
     from everstep.titan.same import checkpoints
 
-    config, prepared = config_file(run_dir), read_answer(run_dir)
-    if not isinstance(prepared, Prepared) or not prepared.fault_tolerance.exact:
+    config, prepared = config_file(run_dir), require_prepared(run_dir)
+    if not prepared.fault_tolerance.exact:
         raise LaunchError(f"{run_dir} holds no run with [fault_tolerance] exact = true: its bits cannot be reproduced.")
     settings = read_source(config).table
     steps = settings["training"]["steps"]

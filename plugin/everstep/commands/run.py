@@ -37,7 +37,7 @@ def run(
     """
     from everstep.chaos.runner import kill_groups
     from everstep.launch import supervisor, view
-    from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
+    from everstep.launch.prepare import PrepareOptions, read_prepared
     from everstep.report.page import write_report
     from everstep.report.score import summary
 
@@ -65,8 +65,8 @@ def run(
     except OSError as error:  # a full disk
         print(f"report.json could not be written ({error.strerror}). Try again later: everstep report {run_dir}")
         return status
-    found = read_answer(run_dir)
-    if isinstance(found, Prepared) and not found.fault_tolerance.enable:
+    found = read_prepared(run_dir)
+    if found and not found.fault_tolerance.enable:
         print(f"Without fault tolerance only torchtitan's log has the steps: {run_dir}/logs/group-0/rank-0.log")
     else:
         print(summary(figures))

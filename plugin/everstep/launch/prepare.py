@@ -1,7 +1,8 @@
 """Reading and checking a run's config: once for a run, and by the same function for every command that takes a config.
 
 `prepare` reads the user's file and flags with torchtitan, refuses a config that cannot work, and writes `config.toml`
-to the run directory, for the workers. `main` leaves the result in `state/prepared.json`, for all other processes.
+to the run directory, for the workers. `main` leaves the result in `state/prepared.json`, for all other processes; a
+config that is refused leaves the run's as it was.
 `prepare` imports torchtitan. `everstep run` therefore calls it in a fork of its warm process, and the other commands in
 a new process (`prepare_in_subprocess`). Both run `main`.
 """
@@ -20,9 +21,16 @@ from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import sharing_complaint, visible_devices, why_not_writable
 from everstep.run import typed
-from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file
+from everstep.run.directory import (
+    LaunchError,
+    config_file,
+    make_run_dir,
+    prepared_file,
+    refuse_if_starting,
+    refused_file,
+)
 from everstep.run.exits import USAGE_EXIT
-from everstep.run.files import read_json, read_typed, write_json, write_whole
+from everstep.run.files import read_typed, write_json, write_whole
 from everstep.run.token import require_own
 from everstep.titan.imports import import_all
 
@@ -223,19 +231,20 @@ def _check_model(config: Any) -> Iterator[Check]:
 
 
 def main(options: dict[str, Any], *, tells: bool = False) -> int:
-    """Prepare in this process, and return the exit status. If there is a run directory, leave the answer there for
-    `read_answer`. `tells`: also print the answer as the last line on stdout, which must then not be a log: the answer
-    may hold the address of a webhook."""
+    """Prepare in this process, and return the exit status. If there is a run directory, leave the result there for
+    `read_prepared`. `tells`: also print the answer, the result or {"error"}, as the last line on stdout, which must
+    then not be a log: the answer may hold the address of a webhook. Otherwise an error is left in `refused_file`."""
     asked = typed.parse(PrepareOptions, options)
     os.environ["WORLD_SIZE"] = str(max(1, asked.ranks))  # as for the workers
     try:
         answer = asdict(prepare(asked))
     except ConfigError as error:
         answer = {"error": str(error)}
-    if asked.run_dir:
-        write_json(prepared_file(Path(asked.run_dir)), answer, mode=SECRET)
     if tells:
         print(json.dumps(answer))
+    if asked.run_dir and not (tells and "error" in answer):
+        file = refused_file if "error" in answer else prepared_file
+        write_json(file(Path(asked.run_dir)), answer, mode=SECRET)
     return USAGE_EXIT if "error" in answer else 0
 
 
@@ -261,18 +270,23 @@ def read_or_prepare(config: Path, run_dir: Path, flags: Sequence[str], ranks: in
     make_run_dir(run_dir)
     require_own(run_dir)
     if config.resolve() == config_file(run_dir).resolve() and not flags:
-        found = read_answer(run_dir)
-        if isinstance(found, Prepared) and ranks in (0, found.ranks):
+        found = read_prepared(run_dir)
+        if found and ranks in (0, found.ranks):
             return found
     return prepare_in_subprocess(PrepareOptions(str(config), list(flags), ranks=ranks, run_dir=str(run_dir)))
 
 
-def read_answer(run_dir: Path) -> Prepared | str:
-    """Return what was prepared in a run directory, or the sentence that says why that failed; "" if there is none."""
-    found = read_json(prepared_file(run_dir))
-    if "error" in found:
-        return str(found["error"])
-    return read_typed(Prepared, prepared_file(run_dir)) or ""
+def read_prepared(run_dir: Path) -> Prepared | None:
+    """Return what was prepared last in a run directory; None if nothing was, or the file is damaged."""
+    return read_typed(Prepared, prepared_file(run_dir))
+
+
+def require_prepared(run_dir: Path) -> Prepared:
+    """Like `read_prepared`. Raises LaunchError if there is none."""
+    if found := read_prepared(run_dir):
+        return found
+    refuse_if_starting(run_dir)
+    raise LaunchError(f"{prepared_file(run_dir)} is missing or damaged: start the run again.")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from everstep.launch.incarnation import newest_commit
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
-from everstep.launch.prepare import Prepared, PrepareOptions, read_answer
+from everstep.launch.prepare import Prepared, PrepareOptions, read_prepared
 from everstep.launch.settings import GroupSettings
 from everstep.launch.slurm import job_file
 from everstep.launch.view import OnEvents
@@ -30,10 +30,11 @@ from everstep.run.directory import (
     groups_file,
     lock_run_dir,
     number_of_groups,
-    prepared_file,
+    refused_file,
     stop_file,
 )
 from everstep.run.events import EventLog, EventTail
+from everstep.run.files import read_json
 from everstep.run.token import own_token
 
 STOPPED_AT_ONCE_EXIT = 130
@@ -79,7 +80,7 @@ class Supervisor:
         with launcher:
             self._tail.skip_to_end()
             forget_beats(run_dir)
-            for file in (stop_file, ended_file, groups_file, prepared_file):
+            for file in (stop_file, ended_file, groups_file, refused_file):
                 file(run_dir).unlink(missing_ok=True)
             preload(PRELOAD, launcher.is_stopping)
             found = self._prepare()
@@ -144,11 +145,10 @@ class Supervisor:
             self._launcher.children.wait(TICK_S)
         if self._launcher.is_stopping():
             raise Refused("stopped before anything was started.")
-        found = read_answer(self._run_dir)
-        if isinstance(found, Prepared):
+        if child.exitcode == 0 and (found := read_prepared(self._run_dir)):
             return found
-        if found:
-            raise Refused(found)
+        if refused := read_json(refused_file(self._run_dir)).get("error"):
+            raise Refused(str(refused))
         raise LaunchError(f"checking the config failed (exit status {child.exitcode}), see {log}.")
 
     def _begin(self, found: Prepared) -> None:

@@ -64,10 +64,17 @@ def holder_of(run_dir: Path) -> int | None:
     return lock_holder(lock_file(run_dir))
 
 
+def refuse_if_starting(run_dir: Path) -> None:
+    """Raise LaunchError if a run holds the directory, in which the caller misses what a started run has."""
+    if (pid := holder_of(run_dir)) is not None:
+        raise LaunchError(f"{run_dir}: the run is still starting (pid {pid or 'unknown'}). Try again in a moment.")
+
+
 def require_events(run_dir: Path) -> None:
-    """Raise LaunchError if `run_dir` has no events, which means that it is no run directory."""
-    if not (run_dir / "events").is_dir():
-        raise LaunchError(f"{run_dir} is not a run directory: it has no events folder.")
+    """Raise LaunchError if `run_dir` has no events: it is no run directory, or its run is still starting."""
+    if not any((run_dir / "events").glob("*.jsonl")):
+        refuse_if_starting(run_dir)
+        raise LaunchError(f"{run_dir} is not a run directory: it has no events/*.jsonl.")
 
 
 def check_room(run_dir: Path) -> None:
@@ -120,6 +127,11 @@ def stop_file(run_dir: Path) -> Path:
 def prepared_file(run_dir: Path) -> Path:
     """Return the file with what processes other than trainers need of the config (`launch.prepare.Prepared`)."""
     return Path(run_dir) / "state" / "prepared.json"
+
+
+def refused_file(run_dir: Path) -> Path:
+    """Return the file that says why the config of the last `everstep run` was refused: {"error"}."""
+    return Path(run_dir) / "state" / "refused.json"
 
 
 def loaded_file(run_dir: Path) -> Path:

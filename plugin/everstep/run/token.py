@@ -6,7 +6,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from everstep.run.directory import LaunchError, make_run_dir, require_events
+from everstep.run.directory import LaunchError, config_file, make_run_dir, require_events
 from everstep.run.files import NotRegularError, open_regular, read_json, write_first, write_json
 
 TOKEN_FILE = "token"
@@ -122,3 +122,5 @@ def require_run(run_dir: Path) -> None:
     UnsafeError like `require_own`."""
     require_events(run_dir)
     require_own(run_dir)
+    if not any(map(Path.exists, (run_dir / TOKEN_FILE, config_file(run_dir)))):
+        raise LaunchError(f"{run_dir} is not a run directory: it has neither {TOKEN_FILE} nor config.toml.")
