@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from everstep.run.directory import LaunchError
-from everstep.run.token import require_run
+from everstep.run.token import TOKEN_FILE, require_run
 
 TIMEOUT = timedelta(seconds=10)
 """How long to wait for a keeper's answer."""
@@ -25,6 +25,10 @@ def snapshots(
     if sweep:
         from everstep.snapshot import keepers
 
+        if run_dir is not None:
+            raise LaunchError("--sweep is for all of this machine's memory: give no run directory with it.")
+        if not segment_dir.is_dir():
+            raise LaunchError(f"--segment-dir {segment_dir}: there is no such folder.")
         print("\n".join(keepers.sweep(segment_dir)) or f"{segment_dir} holds no snapshots without a live run")
         return 0
     if run_dir is None:
@@ -32,6 +36,8 @@ def snapshots(
     from everstep.snapshot.recovery import ask_keepers
 
     require_run(run_dir)
+    if not (run_dir / TOKEN_FILE).exists():
+        raise LaunchError(f"{run_dir / TOKEN_FILE} is missing: without it no snapshot of the run can be found.")
     found = ask_keepers(run_dir, timeout=TIMEOUT, patience=timedelta(0), adopts=True)
     for reason in found.reasons:
         print(f"not restorable: {reason}")
