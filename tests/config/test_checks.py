@@ -67,6 +67,8 @@ REFUSED = {
         'on failures: with [fault_tolerance] exact = true it must be "redistribute"'),
     "audits without bits": (GOOD + "audit_slots = 0.1\n",
         "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits"),
+    "two learning rates": (OPTIMIZER.replace("[[", "[optimizer]\nlr = 1e-3\n[[") + "{lr = 1e-4}\n",
+        "run.toml:13: [optimizer] lr = 0.001 and 0.0001 in its param_groups: keep one"),
     "a learning rate in quotes": (OPTIMIZER + '{lr = "0.1"}\n',
         "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'"),
     "a schedule that ends before the run": (
@@ -112,6 +114,12 @@ REFUSED = {
             ("snapshot", "enable", "true"), ("fault_tolerance", "exact", "true"),
         )
     },
+    "workers without a method": ("[semi_sync]\nworkers = 4\n",
+        'run.toml:5: [semi_sync] workers is read with method = "diloco" or "local_sgd" only: remove it, or change the '
+        "method"),
+    "a part that no checkpoint has": ('[checkpoint]\nenable = true\nexclude_from_loading = ["optimiser"]\n',
+        "run.toml:6: [checkpoint] exclude_from_loading has optimiser: it may name optimizer, lr_scheduler, dataloader, "
+        "train_state only"),
     "a part of a checkpoint that each worker has": (
         SEMI + '[checkpoint]\nenable = true\ninterval = 10\nexclude_from_loading = ["optimizer"]\n',
         "run.toml:20: [checkpoint] exclude_from_loading must not name optimizer, which each worker has with "
@@ -140,13 +148,14 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, mes
     ("training", "steps", 0, "at least 1"),
     ("training", "gc_freq", 0, "at least 1"),
     ("metrics", "log_freq", 0, "at least 1"),
+    ("checkpoint", "load_step", -5, "at least -1"),
     ("validator", "freq", 0, "at least 1"),
     ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
     ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
 ])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     config = load(GOOD, check=False)
-    config.semi_sync.method, config.validator.enable = "diloco", True
+    config.semi_sync.method, config.validator.enable, config.checkpoint.enable = "diloco", True, True
     setattr(getattr(config, section), key, value)
     assert [p.message for p in problems(config)] == [f"[{section}] {key} must be {bound}, got {value}"]
 

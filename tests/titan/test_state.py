@@ -215,6 +215,8 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
 def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     """If all groups die again and again, it goes on from what they had committed. What it left is kept."""
     keys = f"{TRAIN_STATE}.step", "dataloader.rows_read"
+    with pytest.raises(ConfigError, match="has no checkpoints"):
+        choose(disk_at(tmp_path, load_step=10)._config, tmp_path)
     for step in (10, 20):
         checkpoint_of(tmp_path / f"step-{step}", *keys)
     asks, token = {"load_step": 10, "exclude_from_loading": excludes}, run_token(tmp_path)

@@ -50,6 +50,7 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "outer_momentum": (0, _BELOW_1),
         "mixing": (0, _BELOW_1),
     },
+    "checkpoint": {"load_step": (-1, math.inf)},
     "metrics": {"log_freq": (1, math.inf)},
     "validator": {"freq": (1, math.inf)},
     "training": {
@@ -64,6 +65,10 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 """Section -> key -> (smallest, largest) value. A group_id has at most six digits."""
+
+
+_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+"""What a checkpoint has beside the model."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ def _bounds(config: Any) -> Iterator[Problem]:
         "fault_tolerance": not config.fault_tolerance.enable,
         "semi_sync": not config.semi_sync.enabled,
         "validator": not config.validator.enable,
+        "checkpoint": not config.checkpoint.enable,
     }
     for section, keys in _BOUNDS.items():
         if unread.get(section):
@@ -130,7 +136,7 @@ def _bounds(config: Any) -> Iterator[Problem]:
         for key, (least, most) in keys.items():
             value = getattr(getattr(config, section), key)
             if not value >= least:
-                bound = f"at least {least:g}" if least in (0, 1) else "more than 0"
+                bound = f"at least {least:g}" if least in (-1, 0, 1) else "more than 0"
             elif not value <= most:
                 bound = "less than 1" if most == _BELOW_1 else f"at most {most:.0f}"
             else:
@@ -252,6 +258,12 @@ def _data(config: Any) -> Iterator[Row]:
     yield bool(data.path) and not tokens, "data.path", unread
 
 
+def _checkpoint(config: Any) -> Iterator[Row]:
+    checkpoint, key = config.checkpoint, "checkpoint.exclude_from_loading"
+    none = sorted({*checkpoint.exclude_from_loading}.difference(_STATES))
+    yield checkpoint.enable and bool(none), key, f"has {', '.join(none)}: it may name {', '.join(_STATES)} only"
+
+
 def _ranks(config: Any, ranks: int) -> Iterator[Row]:
     """Refuse parallel degrees that do not fit the ranks of a group."""
     parallelism = config.parallelism
@@ -299,6 +311,8 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
 
 def _semi_sync(config: Any) -> Iterator[Row]:
     semi, training, ft = config.semi_sync, config.training, config.fault_tolerance
+    if not semi.enabled:
+        yield from _unread(semi, "workers", "sync_steps", *_OF_DILOCO, needs='"diloco" or "local_sgd"')
     if not semi.enabled or not ft.enable:
         return
     workers, batch = semi.workers or ft.groups, training.global_batch_size
@@ -341,12 +355,20 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         yield is_wrong, key, f'{what} with [semi_sync] method = "{semi.method}": other values are not implemented yet'
 
 
+_OF_DILOCO = ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing")
+
+
+def _unread(semi: Any, *keys: str, needs: str) -> Iterator[Row]:
+    """Refuse keys that only other methods read."""
+    for key in keys:
+        changed = getattr(semi, key) != getattr(type(semi)(), key)
+        yield changed, f"semi_sync.{key}", f"is read with method = {needs} only: remove it, or change the method"
+
+
 def _outer(semi: Any, layers: int) -> Iterator[Row]:
     """Refuse keys of the outer step and the schedule of fragments that cannot work."""
-    defaults, other = type(semi)(), 'is read with method = "diloco" only: remove it, or change the method'
-    for key in ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing"):
-        changed = semi.method == "local_sgd" and getattr(semi, key) != getattr(defaults, key)
-        yield changed, f"semi_sync.{key}", other
+    if semi.method == "local_sgd":
+        yield from _unread(semi, *_OF_DILOCO, needs='"diloco"')
     many, uneven = 1 < semi.fragments > layers, semi.sync_steps % semi.fragments > 0
     yield (
         many,
@@ -373,5 +395,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _training,
     _exact,
     _data,
+    _checkpoint,
     _semi_sync,
 )

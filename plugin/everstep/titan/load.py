@@ -162,6 +162,10 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
                 f"{describe(path)} cannot apply to all {len(now)} parameter groups, which have {listed}: "
                 "write [[optimizer.param_groups]] instead",
             )
+        if "param_groups" in table and now[0] not in (None, value):
+            raise source.error(
+                path, f"{describe(path)} = {shown(value)} and {shown(now[0])} in its param_groups: keep one"
+            )
         for group in config.param_groups:
             _set_in_group(group, key, value)
 

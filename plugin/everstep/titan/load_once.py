@@ -75,7 +75,8 @@ def choose(config: Any, run_dir: Path) -> list[str]:
     newer = sorted(step for step in steps if step > chosen)
     there = f"[checkpoint] load_step = {chosen}: {folder}"
     if config.load_step != -1 and chosen not in steps:
-        raise ConfigError(f"{there} has no step-{chosen}, only {', '.join(f'step-{step}' for step in sorted(steps))}")
+        only = f"step-{chosen}, only {', '.join(f'step-{step}' for step in sorted(steps))}" if steps else "checkpoints"
+        raise ConfigError(f"{there} has no {only}")
     if newer and filesystem.is_remote(folder):
         raise ConfigError(f"{there} has newer checkpoints: move {', '.join(f'step-{step}' for step in newer)} away")
     if chosen != -1 and TRAIN_STATE in choice.leaves_out:
