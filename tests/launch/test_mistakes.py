@@ -61,6 +61,9 @@ MISTAKES = {
     "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "run good.toml --run-dir=": "run-dir is empty: give a path",
+    "doctor good.toml --nodes-per-group 0": "--nodes-per-group and --ranks-per-group must be at least 1.",
+    "doctor good.toml --nodes-per-group 2": "--ranks-per-group must be a multiple of --nodes-per-group 2.",
+    "replay started --step 4 --slot 2": "--slot 2: step 4 has 2 slots, counted from 0.",
     "chaos folder": "give --every SECONDS",
     "chaos folder --every nan": "--every must be more than 0 seconds.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
@@ -74,7 +77,8 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("hello\n")
     (tmp_path / "folder").mkdir()
     for name in ("foreign", "started"):
-        EventLog(tmp_path / name, None, None, "elsewhere").close()
+        log = EventLog(tmp_path / name, 0, 0, "worker")
+        log.emit("commit", 4, groups=[0], loss=1.0, tokens=1.0, history="", parent="", owners=[0, 0])
     (tmp_path / "started" / "config.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -59,11 +59,13 @@ class Told:
     Attributes:
         sums: Pairs of loss and gradient norm that were committed: one, unless groups or attempts differ.
         checksums: Checksums of the parameters after the step.
+        slots: Number of slots.
         bits: (slot, rank) -> checksum of the gradient -> the groups that computed it.
     """
 
     sums: set[tuple[Any, Any]] = field(default_factory=set)
     checksums: set[str] = field(default_factory=set)
+    slots: int = 0
     bits: dict[tuple[int, int], dict[str, set[int]]] = field(default_factory=dict)
 
 
@@ -84,6 +86,8 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
     if step not in then:
         has = f"steps {min(then)} to {max(then)}" if then else "none"
         raise LaunchError(f"{run_dir} has no commit of step {step}: it has {has}.")
+    if slot is not None and slot not in range(then[step].slots):
+        raise LaunchError(f"--slot {slot}: step {step} has {then[step].slots} slots, counted from 0.")
     start = _compute_again(run_dir, step)
     now = _told(run_dir / FOLDER)
     if step not in now:
@@ -148,6 +152,7 @@ def _told(run_dir: Path) -> dict[int, Told]:
         told = found.setdefault(event["step"], Told())
         if event["kind"] == "commit":
             told.sums.add((event["loss"], event.get("grad_norm")))
+            told.slots = len(event.get("owners") or ())
         if event.get("checksum") is not None:
             told.checksums.add(event["checksum"])
         for slot, bits in event.get("bits", {}).items():
