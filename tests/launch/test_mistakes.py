@@ -63,7 +63,7 @@ MISTAKES = {
     "run good.toml --run-dir=": "run-dir is empty: give a path",
     "doctor good.toml --nodes-per-group 0": "--nodes-per-group and --ranks-per-group must be at least 1.",
     "doctor good.toml --nodes-per-group 2": "--ranks-per-group must be a multiple of --nodes-per-group 2.",
-    "replay started --step 4 --slot 2": "--slot 2: step 4 has 2 slots, counted from 0.",
+    "replay started --step 4 --slot 2": "step 4 has no slot 2: it has 2, counted from 0.",
     "chaos folder": "give --every SECONDS",
     "chaos folder --every nan": "--every must be more than 0 seconds.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",

@@ -107,7 +107,6 @@ def test_a_replay_names_the_slots_of_a_group_whose_arithmetic_was_wrong(start, t
         assert f"slot {slot}, rank 0: {says} that group {owner} committed" in told
     status, told = replayed(run.run_dir, 5, "--slot", str(owners.index(0)))
     assert (status, told.count("slot ")) == (0, 1)
-    assert "step 5 has no slot 99" in replayed(run.run_dir, 5, "--slot", "99")[1]
     flip_a_weight(tmp_path / "saved" / "step-4")
     status, told = replayed(run.run_dir, 5)
     assert (status, "the checkpoint of step 4 is damaged: its parameters have" in told) == (2, True), told

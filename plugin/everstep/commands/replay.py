@@ -87,7 +87,7 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
         has = f"steps {min(then)} to {max(then)}" if then else "none"
         raise LaunchError(f"{run_dir} has no commit of step {step}: it has {has}.")
     if slot is not None and slot not in range(then[step].slots):
-        raise LaunchError(f"--slot {slot}: step {step} has {then[step].slots} slots, counted from 0.")
+        raise LaunchError(f"step {step} has no slot {slot}: it has {then[step].slots}, counted from 0.")
     start = _compute_again(run_dir, step)
     now = _told(run_dir / FOLDER)
     if step not in now:
