@@ -95,6 +95,18 @@ MISTAKES = {
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "
         "imported: No module named 'no_such_package'"
     ),
+    ('[optimizer]\nname = "AdamX"', ""): "run.toml: [optimizer] Optimizer AdamX not added.",
+    **{
+        (f'[[optimizer.param_groups]]\npattern = "{pattern}"\noptimizer_name = "AdamW"\n{more}', ""): (
+            f"run.toml: [optimizer] {what}"
+        )
+        for pattern, more, what in (
+            ("(", "", 'pattern = "(": missing ), unterminated subpattern at position 0'),
+            ("nothing", "", "Optimizer param_groups pattern 'nothing' matched no parameters"),
+            ("bias|norm", "", "Parameter mismatch: 45 trainable params in model, 13 in optimizers"),
+            (".*", "optimizer_kwargs = { lrr = 1.0 }", "optimizer_kwargs has lrr, which no optimizer reads"),
+        )
+    },
     ("[checkpoint]\nlast_save_model_weights_only = 3", ""): (
         "run.toml:15: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
         "be true or false, got 3"

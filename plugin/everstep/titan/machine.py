@@ -1,11 +1,13 @@
 """What a config needs of the machine: a GPU, which is checked before the start, an attention that runs, and memory."""
 
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import apply_overrides
 from torchtitan.models.common import dist_gemm, token_dispatcher
@@ -71,8 +73,8 @@ def choose_attention(config: Any) -> None:
 
 
 def why_not_built(config: Any) -> str:
-    """Return why the model of a trainer config cannot be built with its checks and overrides; "" if no reason is found.
-    Neither builds the model nor changes the config."""
+    """Return why the model of a trainer config cannot be built with its checks and overrides, or its optimizer for it;
+    "" if no reason is found. Does not change the config."""
     copy = deepcopy(config)
     try:
         copy.model_spec.model.update_from_config(config=copy)
@@ -82,7 +84,28 @@ def why_not_built(config: Any) -> str:
         choose_attention(copy)
     except (ValueError, ImportError, TypeError, NotImplementedError) as error:
         return str(error)
-    return ""
+    return _why_no_optimizer(copy)
+
+
+def _why_no_optimizer(config: Any) -> str:
+    """Return why torchtitan's optimizer cannot be built for the config's model, once that is updated and overridden."""
+    names = {group.optimizer_name for group in config.optimizer.param_groups}
+    if type(config.optimizer) is not OptimizersContainer.Config or "DistMuon" in names:
+        return ""  # it may need the group's other processes
+    try:
+        with torch.device("meta"):
+            model = config.model_spec.model.build()
+    except ImportError:
+        return ""  # of a kernel that a login node need not have
+    try:
+        optimizers = config.optimizer.build(model_parts=[model])
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        return f"[optimizer] {error}"
+    except re.error as error:
+        return f'[optimizer] pattern = "{error.pattern}": {error}'
+    unknown = {key for one in optimizers for group in one.param_groups for key in group.keys() - one.defaults.keys()}
+    unknown -= {"params", "param_names"}
+    return f"[optimizer] optimizer_kwargs has {', '.join(sorted(unknown))}, which no optimizer reads" if unknown else ""
 
 
 def built_on_meta(config: Any) -> nn.Module:
