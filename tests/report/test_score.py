@@ -51,8 +51,7 @@ def test_the_verdict_names_what_broke_the_promise(changes, sentence):
 
 
 def test_a_run_that_is_still_going_or_has_not_begun_can_be_scored(tmp_path):
-    (tmp_path / "events").mkdir()
-    empty = score(tmp_path)
+    empty = score(Timeline().write(tmp_path))
     assert (empty["status"], empty["steps"], empty["goodput"]) == ("running", 0, None)
     assert "No step was committed." in broken_promises(empty)
     assert summary(empty).startswith("run       running after 0.00 s\n")

@@ -16,6 +16,7 @@ CODED = ("snapshot_protected", {"members": [0, 1], "survives": 1, "exposed": []}
 ALONE = ("snapshot_protected", {"members": [0], "survives": 0, "exposed": [0]})
 COMMIT = ("commit", {})
 STARTED = ("workers_started", {"pids": [7], "incarnation": 1})
+DONE = ("agent_ended", {"status": "done", "reason": "its workers finished"})
 ENDED = ("agent_ended", {"status": "stopped", "reason": "asked to"})
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
 CUT = {"groups": [1], "cut": [[0, 1]]}
@@ -109,8 +110,8 @@ CAUSES = {
         "data", [("poison_slot", {"slot": 3, "groups": [0, 1], "error": "IndexError: 7", "action": "skip"})],
         "The slot is skipped, so its tokens are missing from the result.", None),
     "data at its end": (
-        "data", [("commit", {}), ("agent_ended", {"status": "done", "reason": "its workers finished"})],
-        "The data ended at step 4 of 9. Provide more", None),
+        "data", [("commit", {}), ("training_done", {}), DONE], "The data ended at step 4 of 9. Provide more", None),
+    "events that were cut off": ("data", [("commit", {}), DONE], "Events are missing in events/: groups", None),
     "a slow host": ("pace", [("straggler", {"pace": 2.25})], "Group 1 is slow: a slot takes it 2.25 times as long",
                     ("straggler", {"pace": 1.0})),
     "a slow host whose workers start again": (

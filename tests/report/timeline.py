@@ -75,6 +75,7 @@ class Timeline:
         """Write the events as a run would, one file per role, group and rank."""
         folder = run_dir / "events"
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lighthouse.jsonl").touch()
         for event in self.events:
             names = {"worker": f"group-{event['group']}.rank-{event['rank']}", "agent": f"agent-{event['group']}"}
             with (folder / f"{names.get(event['role'], event['role'])}.jsonl").open("a") as file:

@@ -80,7 +80,7 @@ class Account:
             case "training_started" if session.trains is None:
                 session.trains = t
             case "training_done":
-                session.done = t
+                session.done, session.finished = t, max(session.finished, event["step"] or 0)
             case "audit":
                 self.distinct[kind] |= {(event["step"], group) for group in event["differing"]}
             case "slot_skipped" | "slot_accepted" | "not_finite":
@@ -106,7 +106,8 @@ class Account:
         self.troubles, self.protection = Troubles(), Protection()
 
     def _of_rank_0(self, event: dict[str, Any], number: int) -> Mapping[str, Any]:
-        """Process an event that speaks for a group. Return the `data_ended` or `clocks` event that follows, or {}."""
+        """Process an event that speaks for a group. Return the `data_ended`, `events_missing` or `clocks`
+        event that follows, or {}."""
         session = self.sessions[-1]
         if number not in session.groups:
             joins = 0 < session.nominal <= number
@@ -117,8 +118,10 @@ class Account:
             case "workers_died":
                 self.taking_part.discard(number)
             case "agent_ended" if event["status"] == "done" and session.trains is not None:  # else the run was over
-                if self.protection.committed < (self.steps or 0):
-                    return {"kind": "data_ended", "step": self.protection.committed, "steps_asked": self.steps}
+                if self.protection.committed < (steps := self.steps or 0):
+                    kind = "data_ended" if 0 <= session.finished < steps else "events_missing"
+                    step = session.finished if kind == "data_ended" else self.protection.committed
+                    return {"kind": kind, "step": step, "steps_asked": steps}
             case "attempt":
                 self.attempts.add(event, group)
             case "commit":

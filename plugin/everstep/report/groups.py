@@ -144,6 +144,8 @@ class Session:
     trains: float | None = None
     """Wall time in seconds of the first `training_started`; None if training never began."""
     done: float | None = None
+    finished: int = -1
+    """The newest step of a `training_done`; -1 if there is none."""
     commits: list[Commit] = field(default_factory=list)
     """Commits in order of time."""
     groups: dict[int, Group] = field(default_factory=dict)

@@ -221,6 +221,12 @@ ROWS: dict[str, Row] = {
         "(infinite = true), or lower [training] steps.",
         who="end",
     ),
+    "events_missing": Row(
+        "data",
+        "Events are missing in events/: groups finished, but only {step} of {steps_asked} steps are told of there. "
+        "Copy all of events/, or expect gaps in the report.",
+        who="end",
+    ),
     "snapshot_skipped": Row(
         "snapshots",
         "Group {group} has taken none of the last {skipped} snapshots: {cause}. If hosts are lost now, a recovery from "
