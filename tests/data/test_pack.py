@@ -188,9 +188,14 @@ def test_killed_and_with_half_a_chunk_it_makes_the_same_file_and_nothing_anew_in
 ])  # fmt: skip
 def test_bad_input_is_named(tmp_path, out, name, content, sentence):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=sentence) as caught:
         pack((tmp_path / name,), out)
     assert not out.exists()
+    (tmp_path / "good.txt").write_text("some text")
+    told = []
+    pack((tmp_path / "good.txt",), out, tell=told.append)
+    for left in tmp_path.glob("*.partial"):
+        assert (str(left) in str(caught.value), f"{left} is what another" in told[-1]) == (True, True)
 
 
 def test_pack_overwrites_nothing_but_a_complete_token_file(corpus, packed):

@@ -38,13 +38,13 @@ def pack(
             raise DataError("--verify checks --out and takes no input files.")
         footer = verified(out) if verify else make(inputs, out, encoder_for(tokenizer), text_key, say)
     except KeyboardInterrupt:
-        say("Stopped. Run the same command again to continue.")
+        say(f"Stopped. Run the same command again to continue, or remove {out}.*.partial.")
         return 130
     except ValueError as error:
         say(f"everstep pack: {error}")
         return 2
     except OSError as error:
-        say(f"everstep pack: {error}. What is packed so far is kept. Run the same command again to continue.")
+        say(f"everstep pack: {error}. {out}.*.partial has what is packed. Run the same command again to continue.")
         return 1
     left_out = f", {footer.left_out:,} left out as empty" if footer.left_out else ""
     say(

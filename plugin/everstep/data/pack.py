@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,12 @@ def pack(
         raise DataError(f"another `everstep pack` is writing {folder}: wait for it or stop it.")
     draft = _Draft(folder, encoder.vocab_size, source)
     texts = itertools.islice(documents(files, text_key), draft.footer.documents + draft.footer.left_out, None)
-    for chunk in _encoded(texts, encoder, chunk_tokens):
-        draft.add(chunk)
-        tell(f"{draft.footer.documents:,} documents, {draft.footer.tokens:,} tokens")
+    try:
+        for chunk in _encoded(texts, encoder, chunk_tokens):
+            draft.add(chunk)
+            tell(f"{draft.footer.documents:,} documents, {draft.footer.tokens:,} tokens")
+    except ValueError as error:
+        raise DataError(f"{error} What is packed so far is in {folder}: remove it if the input changes.") from None
     if not draft.footer.documents:
         shutil.rmtree(folder)
         raise DataError(f"no document with text in {', '.join(map(str, inputs))}.")
@@ -82,6 +86,8 @@ def pack(
         raise DataError(f"{draft.file} is damaged: remove {folder} to start again.") from None
     os.replace(draft.file, out)
     shutil.rmtree(folder, ignore_errors=True)  # another `pack` may be opening the lock now
+    for left in out.parent.glob(f"{escape(out.name)}.*.partial"):
+        tell(f"{left} is what another `pack` for {out} left: remove it unless that still runs")
     return footer
 
 
