@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from everstep import cli
 from everstep.config.sections import FaultTolerance
+from everstep.launch.prepare import Prepared
 from everstep.run.directory import groups_file, prepared_file
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
@@ -66,6 +68,7 @@ MISTAKES = {
     "replay started --step 4 --slot 2": "step 4 has no slot 2: it has 2, counted from 0.",
     "chaos folder": "give --every SECONDS",
     "chaos folder --every nan": "--every must be more than 0 seconds.",
+    "chaos started --campaign late.toml": "late.toml: kill-all at step 5 comes after the run's end, step 4.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
 }
 
@@ -80,6 +83,8 @@ def here(tmp_path, monkeypatch):
         log = EventLog(tmp_path / name, 0, 0, "worker")
         log.emit("commit", 4, groups=[0], loss=1.0, tokens=1.0, history="", parent="", owners=[0, 0])
     (tmp_path / "started" / "config.toml").touch()
+    write_json(prepared_file(tmp_path / "started"), asdict(Prepared(1, 1, seed=0, steps=4, identity="x")))
+    (tmp_path / "late.toml").write_text('[[fault]]\nname = "kill-all"\nat_step = 5\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path

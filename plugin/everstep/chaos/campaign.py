@@ -7,7 +7,7 @@ at_step = 12            # or at_s = 30.0, seconds after the first step
 duration_s = 3.0        # and any other field of the fault
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def _fault(table: dict[str, Any], where: str) -> Fault:
     require_kinds([name])
     where = f"{where} ({name})"
     if foreign := OF_SOME & table.keys() - FAULTS[name].has:
-        raise LaunchError(f"{where} has the unknown key {min(foreign)!r}.")
+        known = {item.name for item in fields(Fault)} - OF_SOME | FAULTS[name].has
+        raise LaunchError(f"{where} has the unknown key {min(foreign)!r}; its keys are {', '.join(sorted(known))}.")
     fault = typed.parse(Fault, table, where)
     if (fault.at_step is None) == (fault.at_s is None):
         raise LaunchError(f"{where}: give either at_step or at_s.")

@@ -15,6 +15,7 @@ from everstep.chaos.fault import Fault
 from everstep.chaos.kinds import FAULTS, require_kinds, why_never
 from everstep.chaos.runner import Runner, drive
 from everstep.chaos.schedule import Schedule
+from everstep.launch.prepare import read_prepared
 from everstep.launch.view import describe
 from everstep.run.directory import LaunchError
 from everstep.run.stops import collect_stops
@@ -61,6 +62,12 @@ def chaos(
     for_s = parse_duration(for_) if for_ else None
     if run_dir is None:
         raise LaunchError("give the directory of a live run; `everstep chaos --list` lists the kinds of faults.")
+    prepared = read_prepared(run_dir)
+    for fault in planned.faults:
+        if prepared and (fault.at_step or 0) > prepared.steps:
+            raise LaunchError(
+                f"{campaign}: {fault.name} at {fault.when} comes after the run's end, step {prepared.steps}."
+            )
     target = find_target(run_dir)
     for fault in asked:
         if reason := why_never(fault, target):
