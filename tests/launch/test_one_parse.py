@@ -78,18 +78,13 @@ def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     assert (len(asked), found.groups, found.fault_tolerance) == (judged, 2, settled.fault_tolerance)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_config_that_is_refused_leaves_what_the_run_goes_by(settled, tmp_path, tells):
-    options = PrepareOptions(str(tmp_path / "run.toml"), ["--training.seq_len", "64"], run_dir=str(tmp_path / "run"))
-    assert prepare.main(vars(options), tells=tells) == USAGE_EXIT
-    assert prepare.read_prepared(tmp_path / "run") == settled
-
-
 def test_a_users_own_config_is_not_overwritten_by_the_resolved_one(settled, tmp_path):
     run_dir = tmp_path / "run"
     own = PrepareOptions(str(run_dir / "config.toml"), ranks=1, run_dir=str(run_dir), here=False, together=True)
     with pytest.raises(ConfigError, match="would be overwritten by"):
         prepare.prepare(own)
+    assert prepare.main(vars(own), tells=True) == USAGE_EXIT
+    assert prepare.read_prepared(run_dir) == settled, "a refused one changes nothing"
     (run_dir / "events").mkdir()
     (run_dir / "events" / "group-0.rank-0.jsonl").touch()
     assert prepare.prepare(own).groups == 2, "the run's, which is the resolved one"

@@ -209,17 +209,6 @@ def test_while_a_long_log_is_read_there_are_no_figures_and_they_end_with_their_l
         assert process.wait(30) == -signal.SIGALRM
 
 
-def test_they_end_with_their_launcher(tmp_path):
-    words = "import sys, time; from pathlib import Path; from everstep.report.live import FaultTolerance, Teller\n"
-    words += "teller = Teller(Path(sys.argv[1]), '', FaultTolerance(), {}, page=True)\n"
-    words += "print(teller._process.pid, flush=True); time.sleep(600)"
-    launcher = subprocess.Popen([sys.executable, "-c", words, tmp_path], stdout=subprocess.PIPE, env=environment())
-    writer = psutil.Process(int(launcher.stdout.readline()))
-    launcher.kill()
-    launcher.wait()
-    until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer to end")
-
-
 def test_what_torchtitan_measures_is_drawn_and_validation_is_a_curve_of_its_own():
     event = Timeline().commit(1.0, 1, groups=(0,), loss=7.5).logged[0]
     event["metrics"] = {"throughput(tps)": 10.0, "mfu(%)": 1.5, "loss_metrics/global_avg_loss": -1.0}

@@ -65,9 +65,7 @@ def chaos(
     prepared = read_prepared(run_dir)
     for fault in planned.faults:
         if prepared and (fault.at_step or 0) > prepared.steps:
-            raise LaunchError(
-                f"{campaign}: {fault.name} at {fault.when} comes after the run's end, step {prepared.steps}."
-            )
+            raise LaunchError(f"{campaign}: {fault.name} at {fault.when}, but the run ends at step {prepared.steps}.")
     target = find_target(run_dir)
     for fault in asked:
         if reason := why_never(fault, target):

@@ -45,10 +45,8 @@ def doctor(
         run_dir: The run directory, to check that it can be written to and that no other user can write to it.
         json: Print one JSON object to stdout, and nothing else.
     """
-    if (groups or 1) < 1 or nodes_per_group < 1 or ranks_per_group < 1:
-        raise LaunchError("--groups, --nodes-per-group and --ranks-per-group must be at least 1.")
-    if ranks_per_group % nodes_per_group:
-        raise LaunchError(f"--ranks-per-group must be a multiple of --nodes-per-group {nodes_per_group}.")
+    if min(groups or 1, nodes_per_group, ranks_per_group) < 1 or ranks_per_group % nodes_per_group:
+        raise LaunchError("--nodes-per-group must be at least 1, and --ranks-per-group a multiple of it.")
     run_dir = None if run_dir is None else run_dir.resolve()
     options = PrepareOptions(
         config=str(config),

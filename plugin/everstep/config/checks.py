@@ -67,10 +67,6 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
 """Section -> key -> (smallest, largest) value. A group_id has at most six digits."""
 
 
-_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-"""What a checkpoint has beside the model."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """A combination that cannot work."""
@@ -245,6 +241,10 @@ def _training(config: Any) -> Iterator[Row]:
             yield not fits, f"optimizer.{key}", f"must be 0 or more, got {value!r}"
         betas = group.optimizer_kwargs.get("betas", (0.9, 0.95))
         yield not isinstance(betas, tuple) or len(betas) != 2, "optimizer.betas", f"must be two numbers, got {betas!r}"
+    states = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+    none = ", ".join(sorted({*config.checkpoint.exclude_from_loading}.difference(states)))
+    what = f"has {none}: it may name {', '.join(states)} only"
+    yield config.checkpoint.enable and bool(none), "checkpoint.exclude_from_loading", what
 
 
 def _data(config: Any) -> Iterator[Row]:
@@ -256,12 +256,6 @@ def _data(config: Any) -> Iterator[Row]:
     yield missing, "data.path", f"{path}: {what}"
     unread = f'{path} is read with source = "tokens" only: remove it, or set source = "tokens"'
     yield bool(data.path) and not tokens, "data.path", unread
-
-
-def _checkpoint(config: Any) -> Iterator[Row]:
-    checkpoint, key = config.checkpoint, "checkpoint.exclude_from_loading"
-    none = sorted({*checkpoint.exclude_from_loading}.difference(_STATES))
-    yield checkpoint.enable and bool(none), key, f"has {', '.join(none)}: it may name {', '.join(_STATES)} only"
 
 
 def _ranks(config: Any, ranks: int) -> Iterator[Row]:
@@ -311,8 +305,10 @@ def _batch(config: Any, ranks: int) -> Iterator[Row]:
 
 def _semi_sync(config: Any) -> Iterator[Row]:
     semi, training, ft = config.semi_sync, config.training, config.fault_tolerance
-    if not semi.enabled:
-        yield from _unread(semi, "workers", "sync_steps", *_OF_DILOCO, needs='"diloco" or "local_sgd"')
+    diloco = ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing")
+    for key in {"none": ("workers", "sync_steps", *diloco), "local_sgd": diloco}.get(semi.method, ()):
+        what = f'is not read with method = "{semi.method}": remove it, or change the method'
+        yield getattr(semi, key) != getattr(type(semi)(), key), f"semi_sync.{key}", what
     if not semi.enabled or not ft.enable:
         return
     workers, batch = semi.workers or ft.groups, training.global_batch_size
@@ -355,20 +351,8 @@ def _semi_sync(config: Any) -> Iterator[Row]:
         yield is_wrong, key, f'{what} with [semi_sync] method = "{semi.method}": other values are not implemented yet'
 
 
-_OF_DILOCO = ("outer_lr", "outer_momentum", "fragments", "overlap_steps", "mixing")
-
-
-def _unread(semi: Any, *keys: str, needs: str) -> Iterator[Row]:
-    """Refuse keys that only other methods read."""
-    for key in keys:
-        changed = getattr(semi, key) != getattr(type(semi)(), key)
-        yield changed, f"semi_sync.{key}", f"is read with method = {needs} only: remove it, or change the method"
-
-
 def _outer(semi: Any, layers: int) -> Iterator[Row]:
     """Refuse keys of the outer step and the schedule of fragments that cannot work."""
-    if semi.method == "local_sgd":
-        yield from _unread(semi, *_OF_DILOCO, needs='"diloco"')
     many, uneven = 1 < semi.fragments > layers, semi.sync_steps % semi.fragments > 0
     yield (
         many,
@@ -395,6 +379,5 @@ _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _training,
     _exact,
     _data,
-    _checkpoint,
     _semi_sync,
 )

@@ -21,14 +21,7 @@ from everstep.config.errors import ConfigError
 from everstep.config.sections import FaultTolerance
 from everstep.launch.machine import sharing_complaint, visible_devices, why_not_writable
 from everstep.run import typed
-from everstep.run.directory import (
-    LaunchError,
-    config_file,
-    make_run_dir,
-    prepared_file,
-    refuse_if_starting,
-    refused_file,
-)
+from everstep.run.directory import LaunchError, config_file, make_run_dir, prepared_file, refuse_starting, refused_file
 from everstep.run.exits import USAGE_EXIT
 from everstep.run.files import read_typed, write_json, write_whole
 from everstep.run.token import require_own
@@ -285,7 +278,7 @@ def require_prepared(run_dir: Path) -> Prepared:
     """Like `read_prepared`. Raises LaunchError if there is none."""
     if found := read_prepared(run_dir):
         return found
-    refuse_if_starting(run_dir)
+    refuse_starting(run_dir)
     raise LaunchError(f"{prepared_file(run_dir)} is missing or damaged: start the run again.")
 
 

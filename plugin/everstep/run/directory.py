@@ -64,7 +64,7 @@ def holder_of(run_dir: Path) -> int | None:
     return lock_holder(lock_file(run_dir))
 
 
-def refuse_if_starting(run_dir: Path) -> None:
+def refuse_starting(run_dir: Path) -> None:
     """Raise LaunchError if a run holds the directory, in which the caller misses what a started run has."""
     if (pid := holder_of(run_dir)) is not None:
         raise LaunchError(f"{run_dir}: the run is still starting (pid {pid or 'unknown'}). Try again in a moment.")
@@ -73,7 +73,7 @@ def refuse_if_starting(run_dir: Path) -> None:
 def require_events(run_dir: Path) -> None:
     """Raise LaunchError if `run_dir` has no events: it is no run directory, or its run is still starting."""
     if not any((run_dir / "events").glob("*.jsonl")):
-        refuse_if_starting(run_dir)
+        refuse_starting(run_dir)
         raise LaunchError(f"{run_dir} is not a run directory: it has no events/*.jsonl.")
 
 

@@ -163,9 +163,7 @@ def _assign_optimizer(config: OptimizersContainer.Config, table: dict[str, Any],
                 "write [[optimizer.param_groups]] instead",
             )
         if "param_groups" in table and now[0] not in (None, value):
-            raise source.error(
-                path, f"{describe(path)} = {shown(value)} and {shown(now[0])} in its param_groups: keep one"
-            )
+            raise source.error(path, f"{describe(path)} = {shown(value)}, but its param_groups have {shown(now[0])}")
         for group in config.param_groups:
             _set_in_group(group, key, value)
 

@@ -94,17 +94,15 @@ def _why_no_optimizer(config: Any) -> str:
         return ""  # it may need the group's other processes
     try:
         with torch.device("meta"):
-            model = config.model_spec.model.build()
+            optimizers = config.optimizer.build(model_parts=[config.model_spec.model.build()])
     except ImportError:
-        return ""  # of a kernel that a login node need not have
-    try:
-        optimizers = config.optimizer.build(model_parts=[model])
+        return ""  # of a kernel, which a login node need not have
     except (ValueError, NotImplementedError, AssertionError) as error:
         return f"[optimizer] {error}"
     except re.error as error:
         return f'[optimizer] pattern = "{error.pattern}": {error}'
-    unknown = {key for one in optimizers for group in one.param_groups for key in group.keys() - one.defaults.keys()}
-    unknown -= {"params", "param_names"}
+    groups = ((group, {*one.defaults, "params", "param_names"}) for one in optimizers for group in one.param_groups)
+    unknown = {key for group, known in groups for key in group.keys() - known}
     return f"[optimizer] optimizer_kwargs has {', '.join(sorted(unknown))}, which no optimizer reads" if unknown else ""
 
 
