@@ -14,10 +14,10 @@ import tyro
 
 from everstep.config.source import read_source
 from everstep.launch.prepare import require_prepared
-from everstep.run.directory import LaunchError, config_file, loaded_file
+from everstep.run.directory import LaunchError, config_file, loaded_file, require_events
 from everstep.run.events import read_events
 from everstep.run.files import read_json
-from everstep.run.token import require_run
+from everstep.run.token import require_own, require_run
 
 FOLDER = "replay"
 """Folder in the run directory for the run that computes the step again."""
@@ -35,8 +35,9 @@ def same(run_a: tyro.conf.Positional[Path], run_b: tyro.conf.Positional[Path]) -
     """
     from everstep.titan.same import compare
 
-    for run_dir in (run_a, run_b):
-        require_run(run_dir)
+    for run_dir in (run_a, run_b):  # it only reads, so copies without token and config.toml will do
+        require_events(run_dir)
+        require_own(run_dir)
     try:
         found = compare(run_a, run_b)
     except (OSError, ValueError) as error:
