@@ -6,7 +6,7 @@ import pytest
 
 from everstep.commands import doctor
 from everstep.launch.machine import VISIBLE, visible_devices
-from watched import everstep
+from watched import everstep, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -32,30 +32,10 @@ def test_gpus_that_only_a_variable_names_are_none(monkeypatch):
     assert visible_devices(2) == ["0", "1"]
 
 
-CONFIG = """
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-[training]
-local_batch_size = 2
-global_batch_size = 12
-disable_cuda_graphs = true
-[data]
-source = "stdlib"
-[fault_tolerance]
-enable = true
-groups = 3
-[snapshot]
-enable = true
-[attention_check]
-enable = true
-"""
-
-
 def test_the_command_ends_with_1_for_an_error_and_knows_the_models_size(tmp_path):
-    config, no_folder = tmp_path / "run.toml", tmp_path / "file"
-    config.write_text(CONFIG)
-    no_folder.write_text("")
+    llama, on = {"module": "llama3", "config": "llama3_debugmodel"}, {"enable": True}
+    config = write_config(tmp_path / "run.toml", job=llama, snapshot=on, attention_check=on)
+    (no_folder := tmp_path / "file").write_text("")
     done = everstep("doctor", config, "--run-dir", no_folder, "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

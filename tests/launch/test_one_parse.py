@@ -12,23 +12,10 @@ from everstep.launch.supervisor import Supervisor
 from everstep.run.directory import config_file, prepared_file
 from everstep.run.exits import USAGE_EXIT
 from everstep.titan.imports import import_all
+from watched import write_config
 
-CONFIG = """
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-
-[training]
-global_batch_size = 4
-local_batch_size = 1
-
-[data]
-source = "stdlib"
-
-[fault_tolerance]
-enable = true
-groups = 2
-"""
+LLAMA = {"module": "llama3", "config": "llama3_debugmodel"}
+SECTIONS = {"job": LLAMA, "training": {"global_batch_size": 4}, "fault_tolerance": {"groups": 2}}
 FLAGS = ["--parallelism.data_parallel_replicate_degree", "2", "--training.steps", "7", "--snapshot.interval=3"]
 
 
@@ -37,7 +24,7 @@ def settled(tmp_path, monkeypatch):
     """What was prepared for a run with FLAGS, in the run directory tmp_path/run."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     import_all()
-    (tmp_path / "run.toml").write_text(CONFIG)
+    write_config(tmp_path / "run.toml", **SECTIONS)
     (tmp_path / "run").mkdir()
     options = PrepareOptions(str(tmp_path / "run.toml"), FLAGS, ranks=1, run_dir=str(tmp_path / "run"), here=False)
     assert prepare.main(vars(options)) == 0
@@ -111,7 +98,7 @@ def test_only_a_start_of_a_run_of_which_nothing_lives_goes_back_to_a_checkpoint(
 
 
 def test_a_checkpoint_folder_has_to_be_writable_unless_it_is_only_read(tmp_path):
-    (tmp_path / "run.toml").write_text(CONFIG)
+    write_config(tmp_path / "run.toml", **SECTIONS)
     flags = [*FLAGS, "--checkpoint.enable", "--checkpoint.folder", "/proc/no"]
     into = {"ranks": 1, "run_dir": str(tmp_path / "run"), "here": False, "together": True}
     with pytest.raises(ConfigError, match='folder = "/proc/no" cannot be written to: No such file'):
