@@ -99,7 +99,7 @@ def test_all_ranks_leave_out_the_group_that_some_of_them_waited_for(run):
             write_notes(run, group, rank, blamed_group=0)
         else:
             write_notes(run, group, rank, coded=True)
-    time.sleep(0.6)
+    time.sleep(1.1)
     commit(run, 2)
     assert {each.copier.agreed.members for each in run.values()} == {(1, 2, 3)}
     for group, rank in run:

@@ -157,6 +157,8 @@ class Copier:
         found = conclude(before, statuses, size, parity)
         self.agreed = found.agreed
         over = before.taken if self.agreed.taken is None else None
+        if found.protected:
+            self._segment.remove_left(self._rank, before.members)
         if over is not None and not found.protected:
             # Each rank column is coded separately, so a rank knows only the failures of its own column.
             of_ranks = self._share(sorted(found.left_out))
@@ -261,7 +263,8 @@ class Copier:
         table = plan.copy(buffer.payload(size), tail, self._streams, job.ready, job.copied.set)
         self._newest = buffer.publish(header, table)
         slowest_s = size * len(self._segment.columns()) / SLOWEST_BYTES_S  # it may code all other ranks' parts first
-        self._late_at = time.monotonic() + self._settings.coding_timeout_s + slowest_s
+        # Twice, because a keeper may be busy with the snapshot of before as long as with this one.
+        self._late_at = time.monotonic() + 2 * (self._settings.coding_timeout_s + slowest_s)
         self._segment.ring()
         job.told = {"bytes": size, "copy_s": round(time.perf_counter() - began, 6), "members": list(members)}
         if self._published_at == 0.0 or not self._segment.read_notes(self._rank).is_silent:

@@ -58,7 +58,6 @@ class Keeper:
         self._opened = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._coders: dict[tuple[int, int], Coder] = {}
         self._groups: set[int] = set()  # with a record in the run directory
-        self._changing = threading.Lock()  # the main thread adds coders, the coding thread removes them
         self._warned: set[str] = set()
         self._used_at = self._seen_at = time.monotonic()
         self.started_at = time.time()
@@ -84,10 +83,9 @@ class Keeper:
             why = self._reason_to_end()
             if why:
                 break
-            with self._changing:
-                self._add_new_ranks()
-                for coder in self._coders.values():
-                    coder.note()
+            self._add_new_ranks()
+            for coder in list(self._coders.values()):
+                coder.note()
         self.over.set()
         self._server.close()
         self.segment.ring()
@@ -106,7 +104,7 @@ class Keeper:
             if select.select([bell], [], [], HEARTBEAT_S)[0]:
                 os.read(bell, 4096)
                 self.note_use()
-            self._remove_left()
+            self._forget_removed()
             seen = [(coder, header) for coder in list(self._coders.values()) if (header := coder.newer()) is not None]
             if seen:
                 self.note_use()
@@ -136,23 +134,12 @@ class Keeper:
             except OSError as error:  # no run directory, or no room in it: try again later
                 self._warn(f"the record of the keeper of group {group} cannot be read or written: {error}")
 
-    def _remove_left(self) -> None:
-        """Remove what groups that left have here, once all buffers of the other groups hold newer snapshots: one of
-        these is the coded one then. On a host without other groups it stays until the keeper ends."""
-        with contextlib.suppress(OSError):  # such as no free file descriptor: try again later
-            left = self.segment.columns("left")
-            gone = {group for group, _ in left}
-            stay = [(self.segment.beside(group), rank) for group, rank in self.segment.columns() if group not in gone]
-            held = [header for segment, rank in stay if gone for header in segment.headers("data", rank)]
-            for group, rank in left if held else ():
-                segment = self.segment.beside(group)
-                own = [header for _, header in segment.held("data", rank)]
-                last, moments = max((one.sequence for one in own), default=0), {one.moment for one in own}
-                if all(one and one.sequence > last and one.moment not in moments for one in held):
-                    with self._changing:
-                        segment.drop(rank)
-                        if coder := self._coders.pop((group, rank), None):
-                            coder.release()
+    def _forget_removed(self) -> None:
+        """Watch no rank any more whose files were removed, as those of a group that left are."""
+        known = list(self._coders)  # first: another thread adds to it
+        with contextlib.suppress(OSError):  # such as no free file descriptor: the next time
+            for gone in {*known}.difference(self.segment.columns()):
+                self._coders.pop(gone).release()
 
     def _warn(self, why: str) -> None:
         """Log a warning, once, however often it comes."""

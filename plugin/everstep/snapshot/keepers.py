@@ -48,7 +48,7 @@ def start_keeper(run_dir: Path, group: int, host: str, settings: Snapshot, rank:
     process = None
     while time.monotonic() < deadline:
         record = find_keeper(run_dir, group, settings)
-        if record is not None and record.segment != str(segment.path):
+        if record is not None and Path(record.segment).resolve() != segment.path.resolve():
             raise SnapshotError(
                 f"keeper {record.pid} of the run uses {record.segment}, and snapshot.segment_dir or failure_domain now "
                 f"say {segment.path}: stop the run, which writes a checkpoint and ends its keepers, then start it again"

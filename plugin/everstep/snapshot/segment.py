@@ -6,7 +6,7 @@ everstep-RUN/                       everstep-RUN-group-K if snapshot.failure_dom
     group-K.rank-R.parity-0, -1     the newest parities coded by the keeper
     bell                            a pipe: trainers write to it at each publication, which wakes the keeper
     group-K.rank-R.notes            what the keeper reports to the trainer about the rank's newest snapshot
-    group-K.rank-R.left             the group left: the keeper removes the rank's files once no snapshot needs them
+    group-K.rank-R.left             the group left: others here remove the rank's files once no snapshot needs them
     worker-W.rank-R.round-N.HASH    a worker's own state (`worker_states`), in semi-synchronous runs only
 """
 
@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,9 +152,15 @@ class Segment:
         return header if header and (header.run, header.kind, header.group, header.rank) == wanted else None
 
     def leave(self, rank: int) -> None:
-        """Have the keeper remove this rank's files once no snapshot needs them."""
+        """Have other groups here remove this rank's files once no snapshot needs them (`remove_left`)."""
         with contextlib.suppress(OSError):  # nothing can be written there, or there is nothing
             self._own(rank, "left").touch(0o600)
+
+    def remove_left(self, rank: int, members: Collection[int]) -> None:
+        """Remove this rank's files of groups that left, as a snapshot that others, `members`, share is coded now."""
+        with contextlib.suppress(OSError):  # such as no free file descriptor: the next time
+            for group in [group for group, other in self.columns("left") if other == rank and group not in members]:
+                self.beside(group).drop(rank)
 
     def claim(self, rank: int) -> None:
         """Have the keeper look after this rank, also if it has left or not published yet. Raises SnapshotError."""

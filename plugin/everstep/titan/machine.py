@@ -101,7 +101,11 @@ def _why_no_optimizer(config: Any) -> str:
         return f"[optimizer] {error}"
     except re.error as error:
         return f'[optimizer] pattern = "{error.pattern}": {error}'
-    groups = ((group, {*one.defaults, "params", "param_names"}) for one in optimizers for group in one.param_groups)
+    groups = (
+        (group, {*one.defaults, "params", "param_names", "initial_lr"})
+        for one in optimizers
+        for group in one.param_groups
+    )
     unknown = {key for group, known in groups for key in group.keys() - known}
     return f"[optimizer] optimizer_kwargs has {', '.join(sorted(unknown))}, which no optimizer reads" if unknown else ""
 

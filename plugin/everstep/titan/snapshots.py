@@ -127,9 +127,9 @@ class Snapshots:
         return HealState(tensors=tensors, meta=found.restored.meta, blobs=found.restored.blobs)
 
     def close(self, *, over: bool, leaves: bool) -> None:
-        """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, the keeper
-        removes its snapshots once they have newer ones. Else, if the run is `over` and needs nothing from memory again,
-        tell all its keepers to end."""
+        """Finish the snapshot in progress and release the segment. If this group `leaves` and others go on, those on
+        its host remove its snapshots once a newer one is coded. Else, if the run is `over` and needs nothing from
+        memory again, tell all its keepers to end."""
         if self._keeper is not None:
             self._keeper.end()  # a keeper that it started later would not hear that the run is over
         self.copier.close()
