@@ -46,7 +46,7 @@ def doctor(
         json: Print one JSON object to stdout, and nothing else.
     """
     if min(groups or 1, nodes_per_group, ranks_per_group) < 1 or ranks_per_group % nodes_per_group:
-        raise LaunchError("--nodes-per-group must be at least 1, and --ranks-per-group a multiple of it.")
+        raise LaunchError("--groups and --nodes-per-group must be at least 1, and --ranks-per-group a multiple of it.")
     run_dir = None if run_dir is None else run_dir.resolve()
     options = PrepareOptions(
         config=str(config),

@@ -241,6 +241,9 @@ def _training(config: Any) -> Iterator[Row]:
             yield not fits, f"optimizer.{key}", f"must be 0 or more, got {value!r}"
         betas = group.optimizer_kwargs.get("betas", (0.9, 0.95))
         yield not isinstance(betas, tuple) or len(betas) != 2, "optimizer.betas", f"must be two numbers, got {betas!r}"
+
+
+def _checkpoint(config: Any) -> Iterator[Row]:
     states = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     none = ", ".join(sorted({*config.checkpoint.exclude_from_loading}.difference(states)))
     what = f"has {none}: it may name {', '.join(states)} only"
@@ -377,6 +380,7 @@ _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _fault_tolerance,
     _without_groups,
     _training,
+    _checkpoint,
     _exact,
     _data,
     _semi_sync,

@@ -55,7 +55,8 @@ class Copier:
         self._newest: Header | None = None
         self._published_at = 0.0
         """time.monotonic() of the last publication at which the keeper was not silent, or else of the first one."""
-        self._late_at = 0.0  # time.monotonic() at which the keeper must have taken up the newest snapshot
+        self._late_at = 0.0
+        """time.monotonic() at which the keeper must have taken up the newest snapshot."""
         self._unable_until = 0.0
         self._plan: CopyPlan | None = None
         self._streams: Streams | None = None

@@ -57,7 +57,8 @@ class Keeper:
         self.over = threading.Event()
         self._opened = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._coders: dict[tuple[int, int], Coder] = {}
-        self._groups: set[int] = set()  # with a record in the run directory
+        self._groups: set[int] = set()
+        """The groups that have a record of this keeper in the run directory."""
         self._warned: set[str] = set()
         self._used_at = self._seen_at = time.monotonic()
         self.started_at = time.time()

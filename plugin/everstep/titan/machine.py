@@ -101,12 +101,8 @@ def _why_no_optimizer(config: Any) -> str:
         return f"[optimizer] {error}"
     except re.error as error:
         return f'[optimizer] pattern = "{error.pattern}": {error}'
-    groups = (
-        (group, {*one.defaults, "params", "param_names", "initial_lr"})
-        for one in optimizers
-        for group in one.param_groups
-    )
-    unknown = {key for group, known in groups for key in group.keys() - known}
+    unknown = {key for one in optimizers for group in one.param_groups for key in group.keys() - one.defaults.keys()}
+    unknown -= {"params", "param_names", "initial_lr"}
     return f"[optimizer] optimizer_kwargs has {', '.join(sorted(unknown))}, which no optimizer reads" if unknown else ""
 
 
