@@ -57,6 +57,7 @@ WRONG = [
     *(('source = "stdlib"', f"source = {text}") for text in (
         '"stdlib"\n[dataloader]\nclass = ".x.Y"', '"stdlib"\n[dataloader]\nclass = 7',
         '"stdlib"\n[dataloader]\nclass = "os.path"', '"\\u001b[2J"', '"stdlib"\n[snapshot]\nmemory_reserve_gb = -1.0',
+        '"stdlib"\n[snapshot]\nsegment_dir = "shm"',
     )),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The section `[snapshot]` of a config."""
 
 import math
+import os.path
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -29,7 +30,7 @@ class SnapshotSection:
     separate host and has its own keeper; for trials on one machine."""
 
     segment_dir: str = "/dev/shm"
-    """A tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size sets another size."""
+    """Absolute path of a tmpfs directory for the snapshots. Docker's /dev/shm has 64 MB unless --shm-size is given."""
 
     memory_reserve_gb: float = 1.0
     """Host memory to leave free, in GiB. A snapshot that would need it is not taken; an event says how much was
@@ -40,6 +41,8 @@ class SnapshotSection:
             raise ValueError("snapshot.interval must be at least 1 step")
         if not 2 <= self.parity_group <= 128:
             raise ValueError("snapshot.parity_group must be 2 to 128 groups")
+        if not os.path.isabs(self.segment_dir):  # a keeper's working directory is not the trainers'
+            raise ValueError("snapshot.segment_dir must be an absolute path")
         if not 0 <= self.memory_reserve_gb < math.inf:
             raise ValueError("snapshot.memory_reserve_gb must be at least 0 GiB")
 
