@@ -98,6 +98,13 @@ REFUSED = {
     "fragments that are not equally far apart": (SEMI + "fragments = 3\n",
         "run.toml:16: [semi_sync] sync_steps = 10 must be a multiple of fragments = 3: fragments are synchronised "
         "in turn, at equal intervals"),
+    "an end before every fragment is synchronised": (
+        SEMI.replace("steps = 100", "steps = 5") + "fragments = 2\n",
+        "run.toml:5: [training] steps = 5 must be at least [semi_sync] sync_steps = 10, after which every fragment has "
+        "been synchronised once"),
+    "an outer step in bfloat16": (SEMI.replace("[training]", '[training]\ndtype = "bfloat16"'),
+        'run.toml:5: [training] dtype = "bfloat16" must be "float32" with [semi_sync]: it is the dtype of the outer '
+        "step and its sums. Compute in another with mixed_precision_param"),
     "checkpoints of workers on object storage": (
         SEMI + '[checkpoint]\nenable = true\ninterval = 10\nfolder = "s3://bucket/run"\n',
         "run.toml:20: [checkpoint] folder and initial_load_path must be on a file system with [semi_sync] method = "

@@ -111,6 +111,9 @@ CAUSES = {
         "The slot is skipped, so its tokens are missing from the result.", None),
     "data at its end": (
         "data", [("commit", {}), ("training_done", {}), DONE], "The data ended at step 4 of 9. Provide more", None),
+    "data at its end, in a round": (
+        "data", [("commit", {"inner_steps": 10, "gradient_bytes": 8}), ("training_done", {}), DONE],
+        "The data ended at step 40 of 90.", None),
     "events that were cut off": ("data", [("commit", {}), DONE], "Events are missing in events/: groups", None),
     "a slow host": ("pace", [("straggler", {"pace": 2.25})], "Group 1 is slow: a slot takes it 2.25 times as long",
                     ("straggler", {"pace": 1.0})),
@@ -148,6 +151,7 @@ def add(line, t, step, kind, fields):
     role = {"run_ended": "supervisor"}.get(kind, "worker" if group is not None else "supervisor")
     if kind == "commit":
         line.commit(t, step, fields.get("groups", (0, 1)))
+        line.logged[-1].update(fields)
     elif kind == "commits":
         t += 200.0  # so that a clock that is behind gives no date before the start
         line.commit(t, step, (0, 1, 2), owners=[0, 0, 1, 1, 2, 2])

@@ -43,7 +43,7 @@ def files(folder, rank=0, whose="run 1, 2 ranks", token=TOKEN, nbytes=SIZE, othe
 
 def write(store, key, state):
     store.begin_write(key, state)
-    store.await_copies(DEADLINE_S)
+    store.finish_copies(DEADLINE_S)
 
 
 @pytest.mark.parametrize(("place", "reader"), [
@@ -108,6 +108,19 @@ def test_a_host_that_takes_no_copies_is_told_of_and_not_waited_for(tmp_path, mon
     assert "the copy takes longer than a round" in why
     assert store.has_memory
     assert sorted(int(path.name.split(".")[2].partition("-")[2]) for path in tmp_path.iterdir()) == [8, 9]
+
+
+def test_who_leaves_copies_its_newest_states_even_if_an_older_copy_never_ends(tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(
+        Hosts, "copy", lambda _, name, *__: ("round-7" in name and threading.Event().wait()) or copied.append(name)
+    )
+    store = files(tmp_path)
+    for round_ in (7, 8, 9):
+        store.hold(key := replace(KEY, round=round_), STATE)
+        store.begin_writes(round_, 0.0)
+    store.finish_copies(DEADLINE_S)
+    assert copied == [store.name(key)]
 
 
 def test_a_copy_that_fails_in_any_way_is_told_of(tmp_path):

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from everstep.config.sections import FaultTolerance
+from everstep.run.exits import TrainerEnds
+from everstep.semi.section import SemiSync
 from everstep.semi.worker_store import StateKey
 from everstep.titan import rounds
 
@@ -23,6 +26,7 @@ class Group(rounds.Rounds):
         self.sick, self.checked, self._wrong = True, [], False
         self.kept = {NOW - 1: b"good4"}
         self._refused, self._not_finite, self._steps, self._checks, self._round_s = set(), set(), 1, object(), 0.0
+        self._told_short = False
         self._settings, self._trainer = MagicMock(overlap_steps=0), MagicMock(step=NOW)
         self._events, self._files = MagicMock(), MagicMock()
         self._disk = MagicMock(**{"is_due.return_value": False})
@@ -97,3 +101,21 @@ def test_no_step_is_made_with_a_loss_or_gradient_that_is_not_finite(group, loss,
     _, told = group._inner_step(NOW + 1, NOW + 1, 0, check_all=False)
     assert math.isnan(told), "the group will refuse the round"
     assert (group._slots.optimizer_step.call_count, group.refused()) == (1, {0})
+
+
+def test_a_checkpoint_of_workers_with_other_settings_is_refused(group):
+    group.shares, group._files.why_run_ended.return_value = 4, ""
+    group._settings = SemiSync(method="diloco", sync_steps=6, fragments=2)
+    group._disk.workers_to_load.return_value = 4
+    group._disk.rounds_to_load.return_value = SemiSync(method="diloco", sync_steps=9).needs
+    with pytest.raises(TrainerEnds, match=r"need .*fragments = 1, .*, and the run has .*fragments = 2, sync_steps = 6"):
+        group.restore(MagicMock())
+
+
+def test_timeouts_that_are_too_short_for_a_round_are_told_once(group, monkeypatch):
+    monkeypatch.setattr(rounds.dist, "get_rank", lambda: 0)
+    group._ft, group._round_s = FaultTolerance(join_timeout_s=3.0, stall_timeout_s=20.0), 9.0
+    for _ in range(2):
+        group._tell_short_timeouts()
+    (((kind,), told),) = group._events.emit.call_args_list
+    assert (kind, told["text"].rpartition("Set ")[2]) == ("warning", "join_timeout_s = 18")

@@ -153,6 +153,11 @@ def test_a_refused_slot_is_computed_first_and_is_not_lost_where_lost_slots_are_l
     assert ledger.plan(rows, 4, ledger.Dealing(homes=2)).shares == {0: (3, 2), 1: ()}
 
 
+def test_a_home_is_also_given_to_groups_that_were_added():
+    shares = ledger.plan([refusing(group) for group in (0, 1, 3)], 4, ledger.Dealing(homes=2)).shares
+    assert shares == {0: (0, 2), 1: (1,), 3: (3,)}
+
+
 @pytest.mark.parametrize(("seen", "groups", "gives_up"), [
     ([0], 1, True), ([0], 2, False), ([0, 1], 2, True), ([0, 1], 3, False), ([0, 1, 2], 3, True),
     ([0, 1, 2], 5, False), ([0, 1, 2, 3], 5, True),

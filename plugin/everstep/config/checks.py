@@ -337,6 +337,18 @@ def _semi_sync(config: Any) -> Iterator[Row]:
             f"= {value} must be a multiple of [semi_sync] sync_steps / fragments = {semi.round_steps}: there are "
             "global parameters only after a round",
         )
+    yield (
+        training.steps < semi.sync_steps,
+        "training.steps",
+        f"= {training.steps} must be at least [semi_sync] sync_steps = {semi.sync_steps}, after which every fragment "
+        "has been synchronised once",
+    )
+    yield (
+        training.dtype != "float32",
+        "training.dtype",
+        f'= "{training.dtype}" must be "float32" with [semi_sync]: it is the dtype of the outer step and its sums. '
+        "Compute in another with mixed_precision_param",
+    )
     first_step = config.checkpoint.enable and config.checkpoint.enable_first_step_checkpoint
     own = sorted({"optimizer", "lr_scheduler"}.intersection(config.checkpoint.exclude_from_loading))
     remote = config.checkpoint.enable and "://" in f"{config.checkpoint.folder} {config.checkpoint.initial_load_path}"

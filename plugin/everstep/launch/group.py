@@ -331,7 +331,7 @@ class Group:
         reason = (
             f"slot {slot[1]} of step {slot[0]} ended the workers of group(s) {', '.join(map(str, sorted({*groups})))} "
             f"({len(groups)} deaths): {why}. Its data, or what the model computes from it, is the cause. Check it, or "
-            'set [fault_tolerance] on_poison = "skip" to go on without the slot'
+            'set [fault_tolerance] on_poison = "skip" (not with [semi_sync]) to go on without the slot'
         )
         write_json(ended_file(self.settings.run_dir), {"reason": reason})
         self.finish("failed", reason)

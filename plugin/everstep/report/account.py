@@ -121,7 +121,8 @@ class Account:
                 if self.protection.committed < (steps := self.steps or 0):
                     kind = "data_ended" if 0 <= session.finished < steps else "events_missing"
                     step = session.finished if kind == "data_ended" else self.protection.committed
-                    return {"kind": kind, "step": step, "steps_asked": steps}
+                    made = self.rounds[-1]["inner_steps"] if self.rounds else 1  # optimizer steps of a commit
+                    return {"kind": kind, "step": made * step, "steps_asked": made * steps}
             case "attempt":
                 self.attempts.add(event, group)
             case "commit":

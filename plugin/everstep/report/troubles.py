@@ -273,7 +273,8 @@ def _fields(event: Mapping[str, Any]) -> Fields:
     skips = "The slot is skipped, so its tokens are missing from the result"
     cuts = ", ".join(" and ".join(map(str, pair)) for pair in event.get("cut") or ())
     network = "Check the network between their hosts, and fault_tolerance.bind_host"
-    stops = 'The run ends. Check the data of this slot, or set [fault_tolerance] on_poison = "skip" to leave it out'
+    skip = 'set [fault_tolerance] on_poison = "skip" (not with [semi_sync]) to leave it out'
+    stops = f"The run ends. Check the data of this slot, or {skip}"
     said = {
         "cause": cause,
         "whose": "" if group is None else f"group {group}: ",

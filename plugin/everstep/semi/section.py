@@ -46,6 +46,15 @@ class SemiSync:
         """h = H / P: optimizer steps of each worker in a round, after which one fragment is synchronised."""
         return self.sync_steps // self.fragments
 
+    @property
+    def needs(self) -> str:
+        """What the workers' states in a checkpoint depend on: it must be equal where they are loaded. Empty without
+        workers."""
+        said = [f'method = "{self.method}"', f"fragments = {self.fragments}"]
+        said += [f"sync_steps = {self.sync_steps}"] if self.fragments > 1 else []
+        said += [f"{key} {'> 0' if getattr(self, key) else '= 0'}" for key in ("mixing", "outer_momentum")]
+        return ", ".join(said) if self.enabled else ""
+
     def commits(self, steps: int) -> int:
         """Return the number of commits in so many optimizer steps. A commit is a round, or without workers a step."""
         return steps // self.round_steps if self.enabled else steps

@@ -161,8 +161,11 @@ class WorkerStore:
             self.begin_write(key, state, copies=is_done)
         return why
 
-    def await_copies(self, timeout_s: float) -> None:
-        """Wait for the copies that were begun, `timeout_s` at most."""
+    def finish_copies(self, timeout_s: float) -> None:
+        """Begin to copy the newest states that are not, and wait for all copies, `timeout_s` at most."""
+        for key, state in self.held.values():
+            if self._writes.get(key.worker, (None,))[0] != key:
+                self.begin_write(key, state)
         wait([done for _, done in self._writes.values()], timeout_s)
 
     def begin_write(self, key: StateKey, state: bytes, *, copies: bool = True) -> None:

@@ -143,8 +143,8 @@ class Dealing:
     Attributes:
         on_loss: with `shrink`, lost slots are not computed again while some group still holds a slot of the step. A
             refused slot is not a lost one.
-        homes: if not 0, slot s is dealt to group s mod `homes` if that group computes. So a slot moves only when groups
-            are lost or come back.
+        homes: if not 0, slot s is dealt to group s mod `homes` if that group computes; with groups of higher ids, mod
+            their number. So a slot moves only when groups are lost, added or come back.
         groups, spares: of `groups` groups, or of all that compute if they are more, `spares` stand by: they get no
             slots while all others are there.
     """
@@ -187,7 +187,7 @@ def plan(rows: Sequence[Row], slots: int, dealing: Dealing = EVENLY, audited: tu
         certain = []
     pace = paces(able)
     at: dict[int, list[int]] = {row.group: [] for row in dealing.working(able, pace)}
-    if homes := dealing.homes:
+    if homes := dealing.homes and max(dealing.homes, max(at, default=0) + 1):
         for slot in certain:
             if slot % homes in at:
                 at[slot % homes].append(slot)

@@ -44,11 +44,12 @@ HISTORY = "history"
 DATA_BEGAN = "data_began_after"
 DATA = "data"
 PARAMETERS = "parameters"
+ROUNDS = "rounds"
 NAMING_S, POLL_S = 2.0, 0.02
 """Seconds to wait for another group to rename a complete checkpoint, and between two checks whether it has."""
 OF_RANK = re.compile(rf"{DATALOADER}\.dp_rank_(\d+)")
 """Matches the key under which a checkpoint has the data streams that a data-parallel rank knew."""
-OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS))
+OURS = frozenset((HISTORY, DATA_BEGAN, DATA, PARAMETERS, ROUNDS))
 """The keys of `EverstepTrainer.state_dict` that torchtitan's trainer does not have."""
 
 
@@ -109,6 +110,9 @@ class DiskCheckpoints:
             self._trainer.own_keys = {key for key in OURS if f"{TRAIN_STATE}.{key}" in keys}
             source.saved_ranks = [int(found[1]) for found in map(OF_RANK.fullmatch, keys) if found is not None]
             self._require(step, folder, keys)
+            if WORKERS not in self.states and (workers := workers_in(folder)) and dist.get_rank() == 0:
+                text = f"the states of {len(workers)} workers in {folder} are left out: [semi_sync] is not enabled"
+                self._events.emit("warning", text=text)
             self._tell_damaged(step)
         self._manager.exclude_from_loading = self.choice.excluded(step)
         try:
@@ -151,6 +155,12 @@ class DiskCheckpoints:
         """Return how many workers have their own states in the checkpoint that will be loaded."""
         step, folder = self._to_load()
         return len(workers_in(folder)) if folder and WORKERS not in self.choice.excluded(step) else 0
+
+    def rounds_to_load(self) -> str:
+        """Return `SemiSync.needs` of the run that wrote the checkpoint that will be loaded; "" if it does not say."""
+        key, folder = f"{TRAIN_STATE}.{ROUNDS}", self._to_load()[1]
+        told = {key: ""}
+        return told[key] if folder and key in tensors_in(folder) and self.read(folder, told) else ""
 
     def leaves_workers(self) -> bool:
         """Return whether the workers' own states are left out of what will be loaded."""

@@ -97,6 +97,7 @@ class Rounds(TrainerWork):
         self._changed = [torch.zeros_like(param) for param in slots.trainable]
         """The parameter changes of all workers held in this round, summed; with exact sums, of the current worker."""
         self._round_s = 0.0
+        self._told_short = False
         self._risk = ""
         """The failure that would end the run now, e.g. "group 1 dies"; empty if no single one would."""
         self._counted_saved = self._counted_sent = 0
@@ -122,8 +123,20 @@ class Rounds(TrainerWork):
             self.state.use_global()
         self._offer(round_)
         self._round_s = time.monotonic() - begun
+        self._tell_short_timeouts()
         losses = (loss / tokens).tolist()
         self._events.emit("worker_round", round_, worker=worker, losses=losses)
+
+    def _tell_short_timeouts(self) -> None:
+        """Warn, once, of timeouts that are too short for this worker's round."""
+        longest = {"join_timeout_s": 1, "stall_timeout_s": 2}
+        short = {key: n for key, n in longest.items() if getattr(self._ft, key) < n * self._round_s}
+        if short and not self._told_short and dist.get_rank() == 0:
+            self._told_short = True
+            wanted = ", ".join(f"{key} = {2 * n * self._round_s:.0f}" for key, n in short.items())
+            text = f"a worker's round takes {self._round_s:.1f} s, too long for [fault_tolerance] {', '.join(short)}"
+            loss = "when a group dies, another that still computes may be left out, and compute its round again"
+            self._events.emit("warning", text=f"{text}: {loss}. Set {wanted}")
 
     def _take_up(self, round_: int, worker: int, *, check_all: bool) -> bytes:
         """Return this rank's part of the own state with which a worker begins the round. A collective of the group."""
@@ -161,9 +174,9 @@ class Rounds(TrainerWork):
             if (state := self._read(self.state.key(worker, round_), end)) is not None:
                 return round_, state
         why = (
-            f"the state of worker {worker} is lost: the group that carried it died, and its states after rounds "
-            f"{min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start the run "
-            "again to continue from its last checkpoint"
+            f"the state of worker {worker} is lost: the group that carried it died or left, and its states after "
+            f"rounds {min(self.state.marks)} to {self.committed} are neither in a host's memory nor on storage. Start "
+            "the run again to continue from its last checkpoint"
         )
         self._files.end_run(why)
         raise TrainerEnds(HOPELESS_EXIT, why)
@@ -227,7 +240,7 @@ class Rounds(TrainerWork):
         for again in (False, True):
             slots.discard()
             for slot in range(worker * each, (worker + 1) * each):
-                self._files.beat("compute", round_, worker)
+                self._files.beat("compute", inner_step, slot)
                 slots.compute(inner_step, slot, check_all=again or check_all)
             by_slot, loss = slots.tokens_and_losses()
             grads = (local(param.grad) for param in slots.trainable if param.grad is not None)
@@ -329,6 +342,11 @@ class Rounds(TrainerWork):
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
+        if saved and (wrote := self._disk.rounds_to_load() or self._settings.needs) != self._settings.needs:
+            self._refuse(
+                f"the checkpoint's workers need {wrote}, and the run has {self._settings.needs}: set the same, or "
+                f'[checkpoint] exclude_from_loading = ["{WORKERS}"] to begin all workers at the global parameters'
+            )
         if not saved and not self._disk.leaves_workers():  # there is no checkpoint, or synchronous training wrote it
             del self._disk.states[WORKERS]
         round_, history = super().restore(quorum)
@@ -416,7 +434,7 @@ class Rounds(TrainerWork):
     def close(self, *, leaves: bool) -> None:
         """Wait until the files of the workers' states and the checkpoint are written: other groups need them when they
         take over this group's workers."""
-        self.store.await_copies(self._ft.join_timeout_s)
+        self.store.finish_copies(self._ft.join_timeout_s)
         self._trainer.checkpointer.maybe_wait_for_saving()
         super().close(leaves=leaves)
         if self._keeper is not None:

@@ -29,7 +29,7 @@ from everstep.step.attempt import Outcome
 from everstep.step.interfaces import OutOfData
 from everstep.titan import attention, cpu, exactness
 from everstep.titan.data.binding import bind_data
-from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, DiskCheckpoints, save_via_draft
+from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, ROUNDS, DiskCheckpoints, save_via_draft
 from everstep.titan.group import require_members
 from everstep.titan.machine import choose_attention
 from everstep.titan.names import DATALOADER
@@ -129,13 +129,15 @@ class EverstepTrainer(titan.Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torchtitan's counters and, with `fault_tolerance.enable`, our own: the state's history, the step after
-        which the data began, `data`, and with exact sums a checksum of the parameters."""
+        which the data began, `data`, a checksum of the parameters (exact sums), and what workers' states need."""
         counters = super().state_dict()
         if not self.config.fault_tolerance.enable:
             return counters
         ours = {HISTORY: self.history, DATA_BEGAN: self.slots.source.began_after, DATA: self.data}
         if self.config.fault_tolerance.exact:
             ours[PARAMETERS] = self.parameters_told
+        if self.config.semi_sync.enabled:
+            ours[ROUNDS] = self.config.semi_sync.needs
         return counters | {key: value for key, value in ours.items() if key in self.own_keys}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
