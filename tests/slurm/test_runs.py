@@ -194,32 +194,14 @@ def test_the_lighthouse_job_comes_back_and_the_run_goes_on(shared):
     shared.wait_for_step((0, 1, 2), after=third["t"])
 
 
-CAMPAIGN = """
-[[fault]]
-name = "kill-worker"
-at_step = 2
-group = 0
-[[fault]]
-name = "kill-group"
-at_step = 2
-group = 1
-patience_s = 300
-[[fault]]
-name = "stop-worker"
-at_step = 2
-group = 2
-duration_s = 2.0
-patience_s = 300
-[[fault]]
-name = "kill-lighthouse"
-at_step = 2
-"""
-
-
 @pytest.mark.slow
 def test_workers_groups_and_lighthouse_are_hit_by_a_campaign(shared, tmp_path):
+    faults = (
+        'name = "kill-worker"\ngroup = 0', 'name = "kill-group"\ngroup = 1\npatience_s = 300',
+        'name = "stop-worker"\ngroup = 2\nduration_s = 2.0\npatience_s = 300', 'name = "kill-lighthouse"',
+    )  # fmt: skip
     path, begin = tmp_path / "campaign.toml", time.time()
-    path.write_text(CAMPAIGN)
+    path.write_text("\n".join(f"[[fault]]\nat_step = 2\n{fault}" for fault in faults))
     said = shared.everstep("chaos", shared.run_dir, "--campaign", path)
     assert "4 faults" in said, said
     assert "rank 0 was killed by SIGKILL" in shared.wait_for("workers_died", after=begin, group=0)["reason"]
