@@ -1,7 +1,5 @@
-"""Tests of `everstep chaos` on a real run of real processes, with workers that only act like trainers.
-
-The tests are in the order of the run: each leaves it running for the next.
-"""
+"""Tests of `everstep chaos` on a real run, with workers that only act like trainers. They are in the order of the run:
+each leaves it running for the next."""
 
 import os
 import signal

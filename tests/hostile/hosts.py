@@ -50,12 +50,8 @@ KINDS: dict[str, Callable[[random.Random, int], Rules]] = {
     "gone": lambda draw, n: around(draw.randrange(n), n + 1, LOST),
     "silent": lambda draw, n: around(n, n + 1, LOST),
 }
-"""What a kind of fault makes of packets, drawn for so many groups; the lighthouse's host comes after theirs.
-
-cut: nothing passes between two groups; one-way: nothing from one to the other; slow: 0.1 s later each way; lossy: 10 %
-are lost; unreached: a group is cut off from the others and not from the lighthouse; gone: from all; silent: the
-lighthouse from all groups.
-"""
+"""What a kind of fault makes of packets, drawn for so many groups; the lighthouse's host comes after theirs. unreached:
+a group is cut off from the others and not from the lighthouse; gone: from both; silent: the lighthouse from all."""
 
 
 def bound_s(kind: str, lasts_s: float) -> float:

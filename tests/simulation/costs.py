@@ -1,9 +1,6 @@
-"""Sums over many seeds of what their runs cost and find, compared with the sums that were recorded last.
-
-A change of the code between groups may break no promise, but ask, compute, send or wait more than before, or find less.
-The faults of a seed are in its plan, so such a sum moves little if only the order of events changes, and only by what
-the seeds add whose runs have changed at all.
-"""
+"""Sums over many seeds of what their runs cost and find, compared with those recorded last: a change that breaks no
+promise may ask, compute, send or wait more, or find less. The faults of a seed are in its plan, so a sum moves little
+if only the order of events changes, and only by what the seeds add whose runs have changed."""
 
 import csv
 import math

@@ -27,15 +27,8 @@ SLOWEST = 9.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        at: virtual seconds from the start.
-        kind: a name in `BREAKERS`.
-        group: index of the group, modulo the number of groups that live then.
-        rank: index of the rank, modulo the group's ranks.
-        size: between 0 and 1: how long, how late or how much, in the kind's own range.
-    """
+    """One fault, `at` seconds from the start, of a `kind` in BREAKERS. `group` and `rank` are indices, modulo the
+    number of living groups and of its ranks. `size`, from 0 to 1: how long, late or much, in the kind's own range."""
 
     at: float
     kind: str

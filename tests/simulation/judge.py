@@ -1,8 +1,5 @@
-"""The rules that a run must never break, checked while it runs.
-
-The judge sees what the protocol cannot see, which is all states at once. A violation is kept with its time and not
-raised, so that the run goes on and shows the consequences.
-"""
+"""The rules that a run must never break, checked while it runs by a judge that sees all states at once. A violation is
+kept with its time and not raised, so that the run goes on and shows the consequences."""
 
 import hashlib
 from collections import Counter
@@ -21,13 +18,8 @@ def fold(*parts: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The simulated counterpart of a rank's parameters, optimizer and counters.
-
-    Attributes:
-        step, history: as in the protocol.
-        way: hash over everything that was ever applied, step by step. It is equal if the parameters are.
-        flipped: how often a fault changed the parameters without the protocol noticing.
-    """
+    """The simulated counterpart of a rank's parameters, optimizer and counters. `way`: hash over everything that was
+    ever applied, step by step; equal if the parameters are. `flipped`: how often a fault changed these unnoticed."""
 
     step: int
     history: int
@@ -40,13 +32,8 @@ START = State(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One group's part of a gradient sum in one rank column.
-
-    Attributes:
-        group: group id.
-        slots: each (step, slot), and how often it was added.
-        state: the state on which it was computed.
-    """
+    """One group's part of a gradient sum in one rank column. `slots`: each (step, slot), and how often it was added.
+    `state`: the one on which it was computed."""
 
     group: int
     slots: tuple[tuple[tuple[int, int], int], ...]

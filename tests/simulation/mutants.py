@@ -1,14 +1,9 @@
-"""Mutation testing of the simulation: changes one place in the code that it runs, and finds the first seed that shows
-the change.
+"""Mutation testing of the simulation (`scripts/simulate --mutants 100`): changes one place in the code that it runs,
+and finds the first seed that shows the change.
 
-    scripts/simulate --mutants 100 [--draw 0] [--most 1000] [--jobs 2]
-
-A mutant replaces one node of a file's syntax tree: it turns a comparison, negates a condition, writes `and` for `or`,
-adds one to a constant, leaves out a call or an assignment, or takes a function's counterpart (`min` for `max`). Mutants
-are drawn evenly from all places where this is possible, except those that only report (events, messages, annotations).
-Each runs in its own process (`run.forked`), over a copy of the package.
-
-If no seed shows a mutant, read it. It may change nothing that can be seen, or be left to the tests of its room, or be
+A mutant replaces one node of a file's syntax tree (`changes`), drawn evenly from all places where this is possible,
+except those that only report (events, messages, annotations). Each runs in its own process, over a copy of the package.
+If no seed shows a mutant, read it: it may change nothing that can be seen, be left to the tests of its room, or be
 missed by the simulation. If its runs differ from the original's, it is not equivalent to the original.
 """
 

@@ -22,14 +22,8 @@ class Killed(BaseException):
 
 
 class Process:
-    """A process. All of its tasks are killed and stopped together.
-
-    Attributes:
-        host: name of the host on which it runs.
-        clock_s: seconds by which its monotonic clock is ahead of virtual time.
-        stopped_until: time until which nothing in it runs (SIGSTOP).
-        stops: times at which it was stopped.
-    """
+    """A process. All of its tasks are killed and stopped together. `clock_s`: seconds by which its monotonic clock is
+    ahead of virtual time. `stopped_until`: until when nothing in it runs (SIGSTOP). `stops`: when it was stopped."""
 
     def __init__(self, scheduler: "Scheduler", name: str, host: str = "") -> None:
         self.scheduler, self.name, self.host = scheduler, name, host

@@ -31,12 +31,7 @@ class NoNetworkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to packets from one host to another.
-
-    Attributes:
-        lost: fraction of them that is lost.
-        delay_s: seconds by which the others are delayed.
-    """
+    """What happens to packets from one host to another: a fraction is `lost`, the others come `delay_s` late."""
 
     lost: float = 0.0
     delay_s: float = 0.0

@@ -1,8 +1,5 @@
-"""The protocol between real processes: lighthouse, Gloo, heals, SIGKILL and SIGSTOP, with a model of four numbers.
-
-The simulation (`tests/simulation`) runs the same code through random faults. Here the kernel, Gloo and torchft's
-lighthouse are real.
-"""
+"""The protocol between real processes: heals, SIGKILL and SIGSTOP, with a model of four numbers. The kernel, Gloo and
+torchft's lighthouse are real, which are virtual in the simulation (`tests/simulation`) of the same code."""
 
 import itertools
 import os

@@ -13,11 +13,8 @@ CACHE = Path(sys.prefix) / "late"
 
 
 def library() -> Path:
-    """The built library; compiles it if these sources have not been compiled here yet.
-
-    Raises:
-        RuntimeError: the compiler's own words, or what is missing.
-    """
+    """The built library; compiles it if these sources have not been compiled here yet. Raises RuntimeError with the
+    compiler's own words, or with what is missing."""
     from torch import __version__
 
     sources = [*sorted(HERE.glob("*.h")), HERE / "late.cpp"]

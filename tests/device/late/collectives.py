@@ -58,12 +58,8 @@ def register() -> None:
 
 
 def work_of(tensors: Sequence[torch.Tensor], *, host: bool = False) -> Any:
-    """torch.distributed's Work, without a future, of what the current stream was given so far.
-
-    Args:
-        tensors: kept until somebody has waited.
-        host: whether `wait` has the host wait too.
-    """
+    """torch.distributed's Work, without a future, of what the current stream was given so far. `tensors` are kept until
+    somebody has waited. `host`: whether `wait` has the host wait too."""
     return _work_class()(list(tensors), host)
 
 
