@@ -27,10 +27,6 @@ class Checks:
         self.erred: set[tuple[int, int]] = set()
         """Steps and slots that this start computed wrongly at least once."""
 
-    def errs(self, rank: int, slot: int) -> bool:
-        """Return whether errors in a slot are on this rank."""
-        return rank == slot % self._life.size
-
     def is_wrong(self, number: int, step: int, slot: int) -> bool:
         """Return whether computation `number` of this life is finite but wrong, which checks see. All ranks get one
         answer. A slot under a bound that is too narrow is never wrong: all groups refuse it, so it passes."""

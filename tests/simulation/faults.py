@@ -269,11 +269,6 @@ def _data(world: World, life: Life, rank: Rank, size: float) -> None:
     (world.narrow if size % 0.1 < 0.05 else world.infinite).add((begun + 1, int(size * world.plan.slots)))
 
 
-def _disk_full(world: World, life: Life, rank: Rank, size: float) -> None:
-    """No group can write the last checkpoint, the first one or two times that it tries."""
-    world.full.update(dict.fromkeys(world.groups, 1 + int(2 * size)))
-
-
 def _not_finite(world: World, life: Life, rank: Rank, size: float) -> None:
     """A group's next gradient is not finite, or its next two if it is the only group."""
     _only_if(not world.spoiling)
@@ -397,7 +392,9 @@ BREAKERS: dict[str, Callable[[World, Life, Rank, float], None]] = {
     "gone": _lose(lambda world, life: _around(life, [*_hosts(world), world.lighthouses[world.published].host])),
     "closed": _closed, "slow-link": _slow_link, "dark": _dark, "lh-dark": _lighthouse_dark, "fs-lag": _lag,
     "sick": _sick, "data": _data, "vote": _kill_at_vote, "join-vote": _join_at_vote,
-    "join-odd": _join_odd, "full": _disk_full,
+    "join-odd": _join_odd,
+    # No group can write the last checkpoint, the first one or two times that it tries.
+    "full": lambda world, life, rank, size: world.full.update(dict.fromkeys(world.groups, 1 + int(2 * size))),
 }  # fmt: skip
 DEADLY = ("kill", "await", "vote", "group", "hang", "dark")
 """Faults that end a group. They do not hit the last one with a state."""

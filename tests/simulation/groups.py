@@ -162,11 +162,7 @@ class Life:
             rank.process.kill()
         if self.group.life is self and not self.endings:
             after_s = self.world.scheduler.random.uniform(*self.world.plan.restart_s)
-            self.world.scheduler.call_in(after_s, self._again)
-
-    def _again(self) -> None:
-        if self.group.life is self:
-            self.group.start()
+            self.world.scheduler.call_in(after_s, lambda: self.group.life is self and self.group.start())
 
     def rank_finished(self, end: Outcome) -> None:
         self.endings.append(end)

@@ -274,8 +274,6 @@ class Socket(_Readable):
         """Seconds without a sign of the peer's kernel after which this end is reset; 0: never."""
         network.sockets[process].append(self)
 
-    # What arrives
-
     def _arrive(self, data: bytes) -> None:
         if self.closed:
             if self.host not in self.network.dark and self.peer is not None:
@@ -294,8 +292,6 @@ class Socket(_Readable):
 
     def readable(self) -> bool:
         return bool(self.inbox) or self.ended or self.broken or self.shut
-
-    # What the process does
 
     def settimeout(self, timeout: float | None) -> None:
         self.timeout = timeout

@@ -192,8 +192,6 @@ class Communicator:
         """Have `what` called at another member, after all that this member told it before."""
         self.network.carry((self.host, other.host), what, self._flows[other.rank])
 
-    # Connecting
-
     def connect(self, key: bytes) -> None:
         server = self._store.base.server
         self._board = f"{self._store.name}/{key.hex()}"
@@ -233,8 +231,6 @@ class Communicator:
         came = self._store.base.server.boards.get(self._board, {})
         return frozenset(rank for rank in range(self.size) if rank not in came)
 
-    # Sums
-
     def allreduce(self, tensor: Any, timeout: timedelta) -> Work:
         if self.aborted:
             raise RuntimeError("aborted")
@@ -249,18 +245,12 @@ class Communicator:
         self.parts[number][rank] = part
         self.news()
 
-    def can_complete(self, number: int) -> bool:
-        """Return whether no part that the sum needs is lost for good."""
-        return not self.aborted and self.gone.issubset(self.parts[number])
-
     def error(self) -> str:
         return ""
 
     def news(self) -> None:
         if self.changed.waiters:
             self.changed.fire(self.process.scheduler)
-
-    # Ends
 
     def abort(self) -> None:
         """Fail all sums under way, here and on the peers."""
@@ -305,7 +295,10 @@ class Work:
         def whole() -> bool:
             return len(among.parts[number]) == among.size
 
-        in_time = scheduler.wait(among.changed, lambda: whole() or not among.can_complete(number), self._timeout_s)
+        def ends() -> bool:  # or a part that the sum needs is lost for good
+            return whole() or among.aborted or not among.gone.issubset(among.parts[number])
+
+        in_time = scheduler.wait(among.changed, ends, self._timeout_s)
         if not whole() or among.aborted:
             raise RuntimeError("a peer is gone" if in_time else "no answer in time")
         # All parts have arrived. The last message may still be lost, because its sender died or by itself.

@@ -134,7 +134,8 @@ class SimWork:
                 world.judge.violate("thrown away", text)
         self._forward_and_backward(step, slot, summed=True)
         self.gradient[step, slot] += 1
-        wrong, errs = life.checks.is_wrong(self._computed, step, slot), life.checks.errs(self.rank.number, slot)
+        wrong = life.checks.is_wrong(self._computed, step, slot)
+        errs = self.rank.number == slot % life.size  # errors in a slot are on one rank
         counts = (step, slot) not in self._given_nothing
         if wrong and errs and counts:
             self.gradient[step, WRONG] += 1

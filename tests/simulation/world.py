@@ -257,8 +257,6 @@ class World:
             self.scheduler.call_at(fault.at, break_it, self, fault)
         self.scheduler.call_in(LOOK_S, self._look)
 
-    # Called by the parts of the world
-
     @property
     def published(self) -> str:
         return self.address.read()
@@ -559,8 +557,6 @@ class World:
             self.top = life.chosen[0].step
         return life.chosen[rank.number]
 
-    # What faults do
-
     def add_group(self, number: int) -> None:
         group = self.groups.get(number)
         if group is None:
@@ -584,8 +580,6 @@ class World:
     def stop(self, process: Process, seconds: float) -> None:
         process.stop(seconds)
         self.disturbed(process.stopped_until)
-
-    # Watching
 
     def bound_s(self) -> float:
         """Return the longest time without a commit, in seconds, that any single fault may cause after it is over. It is
