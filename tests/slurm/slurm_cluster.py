@@ -17,34 +17,8 @@ from watched import environment, until
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey")
 
-CONF = """
-ClusterName=everstep
-SlurmctldHost={host}(127.0.0.1)
-AuthInfo=socket={home}/munge.socket,cred_expire=5
-SlurmctldPort={ports[0]}
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-StateSaveLocation={home}/state
-SlurmdSpoolDir={home}/spool/%n
-SlurmctldPidFile={home}/slurmctld.pid
-SlurmdPidFile={home}/slurmd.%n.pid
-SlurmctldLogFile={home}/slurmctld.log
-SlurmdLogFile={home}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0,sched_min_interval=100000
-SlurmctldTimeout=30
-SlurmdTimeout=12
-KillWait=5
-ReturnToService=2
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-PropagateResourceLimits=NONE
-NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]},{ports[3]},{ports[4]}] CPUs=16 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=20000 State=UNKNOWN
-PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO LLN=YES PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes=n[1-4] MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=9 PreemptMode=OFF
-"""  # noqa: E501
+CONF = Path(__file__).with_name("slurm.conf")
+"""The cluster's, with {} for its folder, host and ports."""
 
 
 def missing() -> str:
@@ -67,25 +41,22 @@ class Cluster:
 
     def start(self) -> None:
         ports = list({free_port() for _ in range(9)})  # one may come twice
-        conf = CONF.format(home=self.home, host=socket.gethostname(), ports=ports)
-        (self.home / "slurm.conf").write_text(conf.lstrip())
+        conf = CONF.read_text().format(home=self.home, host=socket.gethostname(), ports=ports)
+        (self.home / "slurm.conf").write_text(conf)
         self.call("mungekey", "-c", "-k", self.home / "munge.key")
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         self.call("munged", *(f"--{flag}={self.home}/munge.{name}" for flag, name in files.items()))
         self.start_controller()
         for node in NODES:
             self.start_node(node)
-        until(lambda: self.idle_nodes() == set(NODES), "four idle nodes")
+        listed = ("sinfo", "-h", "-N", "-t", "idle,mix,alloc", "-o", "%N")
+        until(lambda: set(self.call(*listed, check=False).split()).issuperset(NODES), "four idle nodes")
 
     def call(self, *command, check: bool = True) -> str:
         words = [str(word) for word in command]
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
-
-    def idle_nodes(self) -> set[str]:
-        listed = self.call("sinfo", "-h", "-N", "-t", "idle,mix,alloc", "-o", "%N", check=False)
-        return set(listed.split()) & set(NODES)
 
     def start_controller(self) -> None:
         self.call("slurmctld", "-i")
