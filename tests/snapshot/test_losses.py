@@ -16,14 +16,6 @@ from everstep.snapshot.restore import nearest_first
 from snapshot_cluster import Cluster, slowed, wait_until
 
 
-def line_of(run: Cluster) -> str:
-    """Return the line on snapshots that `everstep status` prints for this run."""
-    found = Protection()
-    for group, kind, step, fields in run.events:
-        found.take({"kind": kind, "group": group, "rank": 0, "step": step, **fields})
-    return found.line()
-
-
 def protected(run: Cluster) -> list[int]:
     """Return the steps that group 0 has reported as protected."""
     return [step for group, kind, step, _ in run.events if (group, kind) == (0, "snapshot_protected")]
@@ -139,8 +131,10 @@ def test_status_says_what_is_coded_and_how_old_it_is_and_that_is_what_a_lost_hos
                 run.commit(step, settle=False)
                 run.wait()
                 run.events.append((0, "commit", step, {}))
-            hosts = " ".join(f"(group {group})" for group in run.groups)
-            assert line_of(run) == f"protected: step 3, 5 steps old, survives any 1 of hosts {hosts}"
+            told, hosts = Protection(), " ".join(f"(group {group})" for group in run.groups)
+            for group, kind, step, fields in run.events:
+                told.take({"kind": kind, "group": group, "rank": 0, "step": step, **fields})
+            assert told.line() == f"protected: step 3, 5 steps old, survives any 1 of hosts {hosts}"
             of_step = [kind for _, kind, step, _ in run.events if step == 5 and kind != "commit"]
             assert of_step == ["snapshot_skipped"] * 3
             run.kill_trainers()

@@ -82,14 +82,6 @@ def run_to_line(action, last: int | None) -> int:
     return count
 
 
-def die_at_line(action, number: int) -> None:
-    if (pid := os.fork()) == 0:
-        gc.disable()  # a lighthouse that another test left would wait here for threads that this process has not
-        run_to_line(action, number)
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_line_of_a_publication_the_buffer_holds_one_step_or_none(folder, every):
     buffers = [folder / "buffer-0", folder / "buffer-1"]
@@ -104,7 +96,11 @@ def test_killed_at_any_line_of_a_publication_the_buffer_holds_one_step_or_none(f
     found = []
     for number in [*range(1, total + 1, every), total + 1]:
         take(1)
-        die_at_line(lambda: take(3), number)
+        if (pid := os.fork()) == 0:
+            gc.disable()  # a lighthouse that another test left would wait here for threads that this process has not
+            run_to_line(lambda: take(3), number)
+            os._exit(0)
+        os.waitpid(pid, 0)
         found.append(readable_step(buffers[1]))
         assert readable_step(buffers[0]) == 2, "the other buffer must not suffer"
     assert found[0] == 1, "before the first line nothing has changed"

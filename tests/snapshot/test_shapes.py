@@ -11,7 +11,6 @@ from everstep.snapshot.copier import Copier
 from everstep.snapshot.layout import Layout, Shard, State
 from snapshot_cluster import TIMEOUT, Cluster, wait_until
 
-AT_ONCE = timedelta(0)
 Rank = tuple[dict[str, torch.Tensor], dict[str, Shard]]
 
 
@@ -45,10 +44,6 @@ def cut(state: dict[str, torch.Tensor], ranks: int, dimension: int) -> list[Rank
     return made
 
 
-def whole_ranks(state: dict[str, torch.Tensor], ranks: int) -> list[Rank]:
-    return [({name: tensor.clone() for name, tensor in state.items()}, {}) for _ in range(ranks)]
-
-
 def stages(state: dict[str, torch.Tensor]) -> list[Rank]:
     """Split a state into two pipeline stages, each with the tensors of its layers."""
     first = {name: tensor.clone() for name, tensor in state.items() if "layers.0" in name}
@@ -56,7 +51,7 @@ def stages(state: dict[str, torch.Tensor]) -> list[Rank]:
 
 
 SHAPES = {
-    "one rank": lambda s: whole_ranks(s, 1),
+    "one rank": lambda s: [({name: tensor.clone() for name, tensor in s.items()}, {})],
     "FSDP 2": lambda s: cut(s, 2, 0),
     "FSDP 3": lambda s: cut(s, 3, 0),
     "TP 2": lambda s: cut(s, 2, 1),
@@ -81,7 +76,7 @@ def restored(run: Cluster, ranks: list[Rank], rank: int) -> recovery.Recovery:
     layouts = [Layout.of(*each) for each in ranks]
     return recovery.recover(
         run.run_dir, group=0, rank=0, ranks=len(ranks), layout=layouts[rank], disk_step=None, timeout=TIMEOUT,
-        patience=AT_ONCE,
+        patience=timedelta(0),
     )  # fmt: skip
 
 

@@ -71,11 +71,9 @@ def summed(shares, *, scale=0.37, exact_slots=SLOTS, refused=()):
     return [[p.grad for p in params] for _, _, params in reducers]
 
 
-SHARES = [[range(SLOTS)], [[11, 3, 5, 0, 7], [1, 2, 4, 6, 8, 9, 10]], [[10, 2], [9, 8, 7, 6], [5, 4, 3], [0, 1, 11]]]
-
-
 def test_the_sum_has_the_same_bits_whoever_computed_what_in_whatever_order():
-    shares = [list(map(list, share)) for share in SHARES]
+    two, four = [[11, 3, 5, 0, 7], [1, 2, 4, 6, 8, 9, 10]], [[10, 2], [9, 8, 7, 6], [5, 4, 3], [0, 1, 11]]
+    shares = [[[*range(SLOTS)]], two, four]
     one, *others = [summed(share) for share in shares] + [summed(shares[1], refused=[4])]
     for group in [group for found in others for group in found]:
         for a, b in zip(one[0], group, strict=True):
