@@ -33,9 +33,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults, separated by commas; default: %(default)s")
     parser.add_argument("--trace", type=int, metavar="SEED", help="run this seed alone and print a timeline")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes at a time")
-    parser.add_argument(
-        "--record", action="store_true", help="record the costs of these runs, for later runs to be compared with"
-    )
+    parser.add_argument("--record", action="store_true", help="record these runs' costs, to compare later runs with")
     parser.add_argument("--mutants", type=int, metavar="N", help="instead: try N drawn changes of the protocol's code")
     parser.add_argument("--draw", type=int, default=0, help="with --mutants: seed of the draw")
     parser.add_argument("--most", type=int, default=1000, help="with --mutants: most seeds for each")

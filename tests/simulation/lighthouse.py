@@ -1,9 +1,5 @@
-"""torchft 0.2.0's lighthouse in Python: the rules of src/lighthouse.rs, at times that the caller passes in.
-
-Ported: `quorum_compute` (fast quorum, min_replicas, more than half of the healthy, join timeout), the tick on every
-request, ids, and the request handler's loop. Not ported: `shrink_only` and commit failures, which no client here sends.
-`test_lighthouse.py` compares it with the real lighthouse.
-"""
+"""torchft 0.2.0's lighthouse in Python: the rules of src/lighthouse.rs, at times that the caller passes in, without
+`shrink_only` and commit failures, which no client here sends. `test_lighthouse.py` compares it with the real one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -441,14 +441,8 @@ def gethostname() -> str:
 
 
 _CONSTANTS = {name: int(n) for name, n in vars(real_socket).items() if name.isupper() and isinstance(n, int)}
-socket = SimpleNamespace(
-    **_CONSTANTS,
-    socket=Socket,
-    create_connection=create_connection,
-    create_server=create_server,
-    getaddrinfo=getaddrinfo,
-    gethostname=gethostname,
-)
+_FUNCTIONS = {one.__name__: one for one in (create_connection, create_server, getaddrinfo, gethostname)}
+socket = SimpleNamespace(**_CONSTANTS, **_FUNCTIONS, socket=Socket)
 selectors = SimpleNamespace(
     DefaultSelector=Selector, SelectorKey=real_selectors.SelectorKey, EVENT_READ=real_selectors.EVENT_READ
 )

@@ -1,7 +1,5 @@
-"""Virtual time: greenlets that wait, one heap of future events, and one seeded random generator.
-
-Nothing here reads a real clock, and nothing iterates over a set, so a seed always gives the same run.
-"""
+"""Virtual time: greenlets that wait, one heap of future events, and one seeded random generator. Nothing reads a real
+clock or iterates over a set, so a seed always gives the same run."""
 
 import random
 from collections.abc import Callable

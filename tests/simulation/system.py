@@ -1,8 +1,5 @@
-"""The clocks and threads of a process, in virtual time.
-
-Replaces the standard library's `time`, `threading` and `concurrent.futures` for real code that runs unchanged (`real`).
-A thread is a task of the process that starts it. Each process has its own monotonic clock.
-"""
+"""The clocks and threads of a process, in virtual time, in place of the standard library's for real code that runs
+unchanged (`real`). A thread is a task of the process that starts it. Each process has its own monotonic clock."""
 
 from __future__ import annotations
 
@@ -77,16 +74,6 @@ class Thread:
         _wait(self._ended, lambda: self._over, timeout)
 
 
-class Timer(Thread):
-    def __init__(self, interval: float, function: Callable[..., Any], args: Iterable[Any] = ()) -> None:
-        super().__init__(target=function, args=args)
-        self._interval = interval
-
-    def run(self) -> None:
-        HERE.scheduler.sleep(self._interval)
-        super().run()
-
-
 def current_thread() -> Thread | None:
     task = HERE.scheduler.current
     return task.thread if task is not None else None
@@ -154,9 +141,7 @@ class Event:
         return _wait(self._news, self.is_set, timeout)
 
 
-threading = SimpleNamespace(
-    Thread=Thread, Timer=Timer, Lock=Lock, Condition=Condition, Event=Event, current_thread=current_thread
-)
+threading = SimpleNamespace(Thread=Thread, Lock=Lock, Condition=Condition, Event=Event, current_thread=current_thread)
 
 
 class ThreadPoolExecutor(Executor):

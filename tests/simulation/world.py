@@ -66,6 +66,8 @@ class Settings:
     """Number of spare groups. None: a fifth of the runs of three groups and more have one spare."""
 
 
+LASTING = ("stop", "stop-group", "gone", "kill", "group", "slow", "join", "leave")
+VOTES = (*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part", "full")
 DEFAULT, SEEDS = "default", range(2000)
 """The seeds that `scripts/simulate` tries by default, with Settings()."""
 VARIANTS = {
@@ -73,19 +75,8 @@ VARIANTS = {
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan", "full"))),
     "homes": (range(5000, 5060), Settings(homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
-    "few": (
-        range(8000, 8060),
-        Settings(
-            steps=(12, 20),
-            quiet_s=20.0,
-            faults=2,
-            kinds=("stop", "stop-group", "gone", "kill", "group", "slow", "join", "leave"),
-        ),
-    ),
-    "votes": (
-        range(7000, 7060),
-        Settings(kinds=(*AT_VOTE, "lh-out", "lh-move", "leave", "join", "join-odd", "part", "full")),
-    ),
+    "few": (range(8000, 8060), Settings(steps=(12, 20), quiet_s=20.0, faults=2, kinds=LASTING)),
+    "votes": (range(7000, 7060), Settings(kinds=VOTES)),
 }
 """Name -> seeds and settings that `scripts/simulate` tries beside the default ones."""
 
