@@ -1,8 +1,5 @@
-"""Real groups on a hostile network: packets between hosts are lost, delayed or go one way, fault after fault.
-
-Each group has a host of its own (`switch`), and so has the lighthouse; the groups are those of `tests/step/member.py`:
-the real protocol, lighthouse, gate, process groups and healing, and a model whose state after any step is known.
-"""
+"""Real groups on a hostile network: packets between hosts are lost, delayed or go one way, fault after fault. Each
+group has a host of its own (`switch`), and so has the lighthouse; the groups are those of `tests/step/member.py`."""
 
 import itertools
 import multiprocessing

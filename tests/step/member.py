@@ -1,8 +1,6 @@
-"""One rank of a group in a small run: real protocol, driver, process groups and heals, with a model of four numbers.
-
-`harness.Run` starts one process per rank. The "gradient" of (step, slot) is a known vector, so the state after any step
-is known too, whichever group computed which slot. Tests inject faults by options and by files in the run directory.
-"""
+"""One rank of a group of `harness.Run`: real protocol, driver, process groups and heals, with a model of four numbers.
+The "gradient" of (step, slot) is a known vector, so the state after any step is known too, whichever group computed
+which slot. Tests inject faults by options and by files in the run directory."""
 
 import contextlib
 import json

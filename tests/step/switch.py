@@ -1,9 +1,6 @@
-"""A network of a few hosts on this machine: one network namespace per host, and between them a switch that can lose and
-delay packets from any host to any other.
-
-The switch is a process that reads packets from a TUN device in each namespace and writes them to that of the receiver.
-It needs CAP_NET_ADMIN, /dev/net/tun and the command `ip`. A namespace ends with the processes that use it.
-"""
+"""A network of a few hosts on this machine: one network namespace per host, each with a TUN device, and a process that
+reads packets from these and writes them to the receiver's: a switch that can lose and delay packets from any host to
+any other. Needs CAP_NET_ADMIN, /dev/net/tun and `ip`. A namespace ends with the processes that use it."""
 
 import contextlib
 import ctypes
