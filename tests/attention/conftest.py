@@ -52,11 +52,6 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.fixture
-def make_bench():
-    return Bench
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

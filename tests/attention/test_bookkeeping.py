@@ -11,13 +11,15 @@ from everstep.attention.injection import Injector
 from everstep.attention.schedule import Schedule
 from everstep.attention.section import Inject
 
+from .conftest import Bench
+
 
 @pytest.mark.parametrize(("value", "extreme"), [
     (3.0, False), (1e9, False), (-1e11, True), (math.inf, True), (math.nan, True)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_bench, value, extreme, dtype):
+def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(value, extreme, dtype):
     """Here nothing else is checked, and the projection runs as if it had no guard."""
-    bench = make_bench(frequency=0.0)
+    bench = Bench(frequency=0.0)
     bench.checks.injector = Injector(Inject())
     w = torch.eye(64, dtype=dtype)
     x = torch.zeros(8, 64, dtype=dtype)
@@ -28,9 +30,9 @@ def test_an_extreme_result_of_a_projection_refuses_its_slot_at_any_rate(make_ben
 
 
 @pytest.mark.parametrize("frequency", [0.0, "adaptive"])
-def test_nothing_is_checked_between_slots(make_bench, frequency):
+def test_nothing_is_checked_between_slots(frequency):
     """A validation runs the same modules, but does not ask for their findings."""
-    bench = make_bench(frequency=frequency)
+    bench = Bench(frequency=frequency)
     weight = torch.eye(64, requires_grad=True)
     for step in (1, 2):
         for _ in range(3):

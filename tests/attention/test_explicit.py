@@ -8,7 +8,7 @@ from everstep.attention import explicit
 from everstep.attention.injection import Fault
 from everstep.attention.masks import Visible, documents_of
 
-from .conftest import attended, attention_operands
+from .conftest import Bench, attended, attention_operands
 
 L = 150
 DOCUMENTS = documents_of(torch.tensor([0, 40, 150, 151, 300]), 2, L)
@@ -61,8 +61,8 @@ def test_a_wrong_element_row_or_tile_is_repaired_wherever_it_is(bench, section, 
 
 @pytest.mark.parametrize("section", ["scores", "scores.backward"])
 @pytest.mark.parametrize("small", [True, False])
-def test_a_lost_key_refuses_its_slot_at_any_rate_if_the_step_is_small(make_bench, section, small):
-    bench = make_bench(frequency=0.0)
+def test_a_lost_key_refuses_its_slot_at_any_rate_if_the_step_is_small(section, small):
+    bench = Bench(frequency=0.0)
     bench.checks.looks_at_rows = small
     args = attention_operands(torch.bfloat16, 2, L)
     fault = Fault("inf", 256.5 / (2 * 2 * 256 * 128), sign=-1)  # of the third query, which sees three keys

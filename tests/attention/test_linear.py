@@ -8,6 +8,8 @@ from everstep.attention import linear
 from everstep.attention.injection import Fault
 from everstep.attention.product import bias_sums, row_deviation, tile_sums
 
+from .conftest import Bench
+
 RESULTS = ("wqkv.y", "wqkv.dx", "wqkv.dw")
 
 
@@ -48,9 +50,9 @@ def test_a_wrong_row_is_computed_again(bench, dtype, result, kind):
 
 
 @pytest.mark.parametrize("result", RESULTS)
-def test_detecting_only_refuses_and_leaves_the_result(make_bench, result):
+def test_detecting_only_refuses_and_leaves_the_result(result):
     args = operands(torch.float32)
-    bench = make_bench(mode="detect")
+    bench = Bench(mode="detect")
     got, refused, findings = bench.run(lambda guard: computed(*args, guard), result, Fault("nan", 0.4))
     assert refused
     assert findings[0]["action"] == "refused"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from everstep.quorum.communicator import Communicator
 from everstep.quorum.errors import SumsBroken
 from everstep.quorum.in_flight import SumQueue
+from everstep.quorum.notes import open_note, seal_note
 from everstep.quorum.process_group import Place, RankColumn, connect_store
 from everstep.quorum.streams import Streams
 from everstep.quorum.watch import PeerWatch
@@ -106,6 +107,18 @@ def test_a_flipped_bit_in_a_notes_length_damages_that_note_only(board, crosses, 
     column.connect(place(board, "flip", [column]))
     monkeypatch.setattr(column, "total", lambda values, timeout: values ^ flips)
     assert column.gather(b"note", LONG) == [b""]
+
+
+def test_a_note_is_good_for_its_place_only():
+    sealed = seal_note(TOKEN, b"5 of 2", b"state")
+    assert open_note(TOKEN, b"5 of 2", sealed) == b"state"
+    assert open_note(TOKEN, b"5 of 2", seal_note(TOKEN, b"5 of 2", b"")) == b""
+    for token, place, note in [
+        (bytes(32), b"5 of 2", sealed), (TOKEN, b"5 of 3", sealed), (TOKEN, b"5 of 2", sealed[:-1]),
+        (TOKEN, b"5 of 2", b"state"), (TOKEN, b"5 of 2", sealed[:-1] + b"x"),
+        (TOKEN, b"5 of 2s", sealed.replace(b"state", b"tate")),
+    ]:  # fmt: skip
+        assert open_note(token, place, note) == b""
 
 
 class Works:

@@ -16,14 +16,6 @@ from everstep.snapshot.buffer import CHUNK_BYTES, BufferReader, BufferWriter, He
 SIZE = CHUNK_BYTES + 70_001
 
 
-def header_of(step: int, size: int = SIZE) -> Header:
-    return Header(
-        run="r", kind="data", group=0, rank=0, ranks=1, step=step, history=1, shared_by=((0, 0),),
-        parity=0, parity_group=(0,), topology="t", state_bytes=size, part=(0, size), sequence=step,
-        last_section=size, payload_bytes=size,
-    )  # fmt: skip
-
-
 def payload_of(step: int, size: int = SIZE) -> np.ndarray:
     return np.random.default_rng(step).integers(0, 256, size, dtype=np.uint8)
 
@@ -35,7 +27,12 @@ def publish(writer: BufferWriter, step: int, size: int = SIZE) -> None:
     payload, data = writer.payload(size), payload_of(step, size)
     for start in range(0, size, 65_536):
         payload[start : start + 65_536] = data[start : start + 65_536]
-    writer.publish(header_of(step, size), chunk_digests(payload.data))
+    header = Header(
+        run="r", kind="data", group=0, rank=0, ranks=1, step=step, history=1, shared_by=((0, 0),),
+        parity=0, parity_group=(0,), topology="t", state_bytes=size, part=(0, size), sequence=step,
+        last_section=size, payload_bytes=size,
+    )  # fmt: skip
+    writer.publish(header, chunk_digests(payload.data))
 
 
 def readable_step(path: Path) -> int | None:

@@ -18,6 +18,13 @@ COMMITS_ON = 8
 """Steps that every group must commit after a fault."""
 
 
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path)
+    yield run
+    run.close()
+
+
 def together(run, groups, ranks, **options):
     """Start groups, and return the ranks of each once all of them have committed a step."""
     found = [run.ranks(group, ranks, **SHORT | options) for group in range(groups)]
