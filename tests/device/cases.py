@@ -1,8 +1,5 @@
-"""Everstep's work on the device "late", each piece as it is right and with a bug planted in the streams that it is
-given; prints the races that were found.
-
-    python cases.py                {case: [races of the right one, races with the bug]} as JSON
-"""
+"""Everstep's work on the device "late", each piece as it is right and with a bug planted in the streams that it gets.
+`python cases.py` prints {case: [races of the right one, races with the bug]} as JSON."""
 
 import contextlib
 import gc

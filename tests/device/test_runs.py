@@ -12,12 +12,8 @@ from watched import Watched, write_config
 
 from .devices import LateRun
 
-CLOSE = 1e-6
-"""Of a loss, relative to that of the run on a CPU in which nothing failed."""
 ENDLESS = ("--steps", "1000000")
 PACE_S = 0.3
-ON_DEVICE = {"process_group": "nccl"}
-"""For tests tests/device/late/column.py stands for NCCL."""
 EACH_STEP = {
     ("reduction.py", "all_within"): "whether the sums are finite",
     ("slot_computer.py", "tokens_and_losses"): "the losses of the step's slots",
@@ -62,12 +58,12 @@ def table(**sections):
 
 
 def on_device(sections):
-    return {**sections, "fault_tolerance": {**sections["fault_tolerance"], **ON_DEVICE}}
+    """For NCCL stands tests/device/late/column.py."""
+    return {**sections, "fault_tolerance": {**sections["fault_tolerance"], "process_group": "nccl"}}
 
 
 def assert_as_on_a_cpu(late, start, *args, **sections):
-    """Stop `late`: it has the losses of a run on a CPU in which nothing failed, no access was unordered, and no work
-    was lost."""
+    """Stop `late`: it has the losses of a whole run on a CPU, no access was unordered, and no work was lost."""
     steps = late.stop()
     inner = steps * sections.get("semi_sync", {}).get("sync_steps", 1)
     alone = {**sections, "snapshot": {"enable": False}, "checkpoint": {"enable": False}}
@@ -77,7 +73,7 @@ def assert_as_on_a_cpu(late, start, *args, **sections):
     assert (figures["status"], figures["first_step"], figures["last_step"]) == ("stopped", 1, steps)
     assert figures["loss_delta_steps"] == steps
     assert figures["loss_delta_undefined"] == 0
-    assert figures["loss_delta_max"] <= CLOSE
+    assert figures["loss_delta_max"] <= 1e-6, "relative to the run on a CPU"
     assert (figures["samples_lost"], figures["samples_repeated"], figures["replicas_diverged"]) == (0, 0, 0)
     assert late.races() == []
 
@@ -94,11 +90,8 @@ def test_a_group_dies_and_heals_on_a_device(start):
     assert late.connected_in() == {"connect"}, "a gradient's hook would wait for the slowest group"
     assert read_json(late.run_dir / "state" / "prepared.json")["devices"] == ["0"]
     [survivor] = late.workers(0)
-    assert_waits(late.waits(survivor), late.events("attempt", group=0))
-
-
-def assert_waits(waits, attempts):
-    """The trainer's thread waited for the device where it is known to, each in one attempt once."""
+    # The trainer's thread waited for the device where it is known to, each in one attempt once.
+    waits, attempts = late.waits(survivor), late.events("attempt", group=0)
     counted = Counter(place(frames) for _, frames in waits if any("driver.py" in frame for frame in frames))
     assert counted.keys() - NOW_AND_THEN.keys() == EACH_STEP.keys()
     assert all(counted[where] <= len(attempts) for where in EACH_STEP), (counted, len(attempts))

@@ -1,12 +1,8 @@
-"""A stand-in accelerator for tests: "late", a PyTorch device whose work is done late, on a CPU.
+"""A stand-in accelerator for tests: "late", a PyTorch device whose work is done late, on a CPU (late.cpp).
 
-`autoload` is what `import torch` calls through the entry point of tests/device/site, and makes the device there if
-EVERSTEP_TEST_DEVICE is "late". This module is then `torch.late`. What it is made of: memory.h, queues.h and late.cpp.
-
-Environment:
-    EVERSTEP_TEST_DEVICE: "late", or there is no such device.
-    CUDA_VISIBLE_DEVICES: if it is empty, there is none either.
-    EVERSTEP_TEST_DEVICE_LOG: folder that each process writes races-PID.txt and waits-PID.txt to.
+`import torch` calls `autoload` through the entry point of tests/device/site. It makes the device, and this module
+`torch.late`, if EVERSTEP_TEST_DEVICE is "late" and CUDA_VISIBLE_DEVICES is not empty. Each process writes
+races-PID.txt and waits-PID.txt to the folder EVERSTEP_TEST_DEVICE_LOG.
 """
 
 import contextlib
@@ -43,9 +39,6 @@ def make() -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
-# What a test asks
-
-
 def races() -> list[str]:
     """Accesses that nothing orders, each with both stacks."""
     return torch.ops.late.reports()
@@ -63,9 +56,6 @@ def held() -> Iterator[None]:
         yield
     finally:
         torch.ops.late.hold(False)
-
-
-# The device module
 
 
 class Stream(torch.Stream):

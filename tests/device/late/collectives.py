@@ -1,12 +1,9 @@
-"""Collectives on the device: "lateccl", torch.distributed's backend for "late".
-
-Each process group has a stream of its own, like NCCL's. A collective comes after what its caller's stream was given,
-and is carried out by Gloo on its own stream's thread, over the device's memory, late like everything. `Work.wait` has
-the current stream wait, and not the host. What fails ends the process, as NCCL's watchdog does.
-"""
+"""Collectives on the device: "lateccl", torch.distributed's backend for "late". Each process group has a stream of its
+own, like NCCL's. A collective comes after what its caller's stream was given, and Gloo carries it out on its own
+stream's thread, late like everything. `Work.wait` has the current stream wait, and not the host. What fails ends the
+process, as NCCL's watchdog does."""
 
 import ctypes
-import functools
 import itertools
 import os
 import signal
@@ -17,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 
 Call = Callable[[], object]
 _calls: dict[int, Call] = {}
@@ -54,161 +52,147 @@ def here() -> torch.Event:
 def register() -> None:
     from torch import distributed as dist
 
-    dist.Backend.register_backend("lateccl", lambda *given: _backend()(*given), devices=["late"])
+    dist.Backend.register_backend("lateccl", LateBackend, devices=["late"])
 
 
 def work_of(tensors: Sequence[torch.Tensor], *, host: bool = False) -> Any:
     """torch.distributed's Work, without a future, of what the current stream was given so far. `tensors` are kept until
     somebody has waited. `host`: whether `wait` has the host wait too."""
-    return _work_class()(list(tensors), host)
+    return LateWork(list(tensors), host)
 
 
-@functools.cache
-def _work_class() -> type:
-    from torch._C._distributed_c10d import Work
+class LateWork(c10d.Work):
+    def __init__(self, tensors: list[torch.Tensor], host: bool) -> None:
+        super().__init__()
+        self._event, self._kept, self._host = here(), tensors, host
 
-    class LateWork(Work):
-        def __init__(self, tensors: list[torch.Tensor], host: bool) -> None:
-            super().__init__()
-            self._event, self._kept, self._host = here(), tensors, host
-
-        def wait(self, timeout: timedelta | None = None) -> bool:
-            torch.accelerator.current_stream().wait_event(self._event)
-            if self._host:
-                self._event.synchronize()
-            self._kept.clear()
-            return True
-
-    return LateWork
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.accelerator.current_stream().wait_event(self._event)
+        if self._host:
+            self._event.synchronize()
+        self._kept.clear()
+        return True
 
 
 def plain_sum(op: Any) -> tuple[Any, float]:
     """The reduction that Gloo knows, and what its result is multiplied by."""
-    from torch.distributed import ReduceOp
-
-    kind, factor = op.__getstate__() if isinstance(op, ReduceOp) else (op, None)
-    if kind == ReduceOp.PREMUL_SUM:
-        return ReduceOp.SUM, float(factor)
+    kind, factor = op.__getstate__() if isinstance(op, c10d.ReduceOp) else (op, None)
+    if kind == c10d.ReduceOp.PREMUL_SUM:
+        return c10d.ReduceOp.SUM, float(factor)
     return kind, 1.0
 
 
-@functools.cache
-def _backend() -> type:
-    from torch._C import _distributed_c10d as c10d
+class LateBackend(c10d.Backend):
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
+        self._size, self._timeout = size, timeout
+        self._stream: torch.Stream | None = None
+        self.supports_splitting_ = False
 
-    class LateBackend(c10d.Backend):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            super().__init__(rank, size)
-            self._gloo = c10d.ProcessGroupGloo(store, rank, size, timeout)
-            self._size, self._timeout = size, timeout
-            self._stream: torch.Stream | None = None
-            self.supports_splitting_ = False
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "lateccl"
 
-        def getBackendName(self) -> str:  # noqa: N802 - torch's name
-            return "lateccl"
+    name = getBackendName
 
-        name = getBackendName
+    @property
+    def options(self) -> Any:
+        return c10d.Backend.Options("lateccl", self._timeout)
 
-        @property
-        def options(self) -> Any:
-            return c10d.Backend.Options("lateccl", self._timeout)
+    def _run(self, what, reads, writes, call, *, host: bool = False) -> Any:
+        """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives Gloo's Work or None."""
+        ready, before = here(), torch.accelerator.current_stream()
+        self._stream = self._stream or torch.Stream(device="late")
+        torch.accelerator.set_stream(self._stream)
+        try:
+            torch.accelerator.current_stream().wait_event(ready)
+            arrived, left = inside(reads), inside(writes)
 
-        def _run(self, what, reads, writes, call, *, host: bool = False) -> Any:
-            """`call`: of the tensors of `reads` and of those of `writes`, each as a list; gives Gloo's Work or None."""
-            ready, before = here(), torch.accelerator.current_stream()
-            self._stream = self._stream or torch.Stream(device="late")
-            torch.accelerator.set_stream(self._stream)
-            try:
-                torch.accelerator.current_stream().wait_event(ready)
-                arrived, left = inside(reads), inside(writes)
+            def carry_out() -> None:
+                try:
+                    if (work := call(arrived, left)) is not None:
+                        work.wait()
+                except BaseException:  # noqa: BLE001 - what a stream has begun it cannot take back
+                    print(f"lateccl: {what} failed", file=sys.stderr)
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                    os.kill(os.getpid(), signal.SIGABRT)
 
-                def carry_out() -> None:
-                    try:
-                        if (work := call(arrived, left)) is not None:
-                            work.wait()
-                    except BaseException:  # noqa: BLE001 - what a stream has begun it cannot take back
-                        print(f"lateccl: {what} failed", file=sys.stderr)
-                        traceback.print_exc()
-                        sys.stderr.flush()
-                        os.kill(os.getpid(), signal.SIGABRT)
+            give(what, reads, writes, carry_out)
+            return work_of([*reads, *writes], host=host)
+        finally:
+            torch.accelerator.set_stream(before)
 
-                give(what, reads, writes, carry_out)
-                return work_of([*reads, *writes], host=host)
-            finally:
-                torch.accelerator.set_stream(before)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceOptions()
+        op, factor = plain_sum(opts.reduceOp)
 
-        def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-            opts = opts or c10d.AllreduceOptions()
-            op, factor = plain_sum(opts.reduceOp)
+        def call(_: Any, own: list[torch.Tensor]) -> Any:
+            opts.reduceOp, opts.asyncOp = op, True
+            for one in own:
+                self._gloo.allreduce([one], opts).wait()
+                if factor != 1.0:
+                    one.mul_(factor)
 
-            def call(_: Any, own: list[torch.Tensor]) -> Any:
-                opts.reduceOp, opts.asyncOp = op, True
-                for one in own:
-                    self._gloo.allreduce([one], opts).wait()
-                    if factor != 1.0:
-                        one.mul_(factor)
+        return self._run("allreduce", [], tensors, call)
 
-            return self._run("allreduce", [], tensors, call)
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts))
 
-        def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-            return self._run("broadcast", [], tensors, lambda _, own: self._gloo.broadcast(own, opts))
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        options = opts or c10d.AllgatherOptions()
+        call = lambda own, parts: self._gloo.allgather([parts], own, options)  # noqa: E731
+        return self._run("allgather", inputs, outputs[0], call)
 
-        def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-            options = opts or c10d.AllgatherOptions()
-            call = lambda own, parts: self._gloo.allgather([parts], own, options)  # noqa: E731
-            return self._run("allgather", inputs, outputs[0], call)
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
+        call = lambda own, parts: self._gloo.gather([parts] if outputs else [], own, opts)  # noqa: E731
+        return self._run("gather", inputs, outputs[0] if outputs else [], call)
 
-        def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-            call = lambda own, parts: self._gloo.gather([parts] if outputs else [], own, opts)  # noqa: E731
-            return self._run("gather", inputs, outputs[0] if outputs else [], call)
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
+        call = lambda parts, own: self._gloo.scatter(own, [parts] if inputs else [], opts)  # noqa: E731
+        return self._run("scatter", inputs[0] if inputs else [], outputs, call)
 
-        def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Any:
-            call = lambda parts, own: self._gloo.scatter(own, [parts] if inputs else [], opts)  # noqa: E731
-            return self._run("scatter", inputs[0] if inputs else [], outputs, call)
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+        def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
+            parts = list(whole[0].view(-1).chunk(self._size))
+            return self._gloo.allgather([parts], [mine[0].reshape(-1)], opts or c10d.AllgatherOptions())
 
-        def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
-            def call(mine: list[torch.Tensor], whole: list[torch.Tensor]) -> Any:
-                parts = list(whole[0].view(-1).chunk(self._size))
-                return self._gloo.allgather([parts], [mine[0].reshape(-1)], opts or c10d.AllgatherOptions())
+        return self._run("all_gather_single", [own], [output], call)
 
-            return self._run("all_gather_single", [own], [output], call)
+    _allgather_base = all_gather_single
 
-        _allgather_base = all_gather_single
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Its Work is the last one's."""
+        return [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
-        def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-            """Its Work is the last one's."""
-            return [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-        allgather_into_tensor_coalesced = all_gather_single_coalesced
+    def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        op, factor = plain_sum(opts.reduceOp)
 
-        def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Any:
-            opts = opts or c10d.ReduceScatterOptions()
-            op, factor = plain_sum(opts.reduceOp)
+        def call(whole: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
+            options = c10d.AllreduceOptions()
+            options.reduceOp = op
+            total = whole[0].clone().reshape(-1)
+            self._gloo.allreduce([total], options).wait()
+            part = total.chunk(self._size)[self.rank()]
+            mine[0].view(-1).copy_(part if factor == 1.0 else part * factor)
 
-            def call(whole: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
-                options = c10d.AllreduceOptions()
-                options.reduceOp = op
-                total = whole[0].clone().reshape(-1)
-                self._gloo.allreduce([total], options).wait()
-                part = total.chunk(self._size)[self.rank()]
-                mine[0].view(-1).copy_(part if factor == 1.0 else part * factor)
+        return self._run("reduce_scatter_single", [own], [output], call)
 
-            return self._run("reduce_scatter_single", [own], [output], call)
+    _reduce_scatter_base = reduce_scatter_single
 
-        _reduce_scatter_base = reduce_scatter_single
+    def barrier(self, opts: Any = None) -> Any:
+        return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)
 
-        def barrier(self, opts: Any = None) -> Any:
-            return self._run("barrier", [], [], lambda *_: self._gloo.barrier(), host=True)
+    def abort(self) -> None:
+        pass
 
-        def abort(self) -> None:
-            pass
+    shutdown = abort
 
-        shutdown = abort
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._gloo.set_timeout(timeout)
 
-        def set_timeout(self, timeout: timedelta) -> None:
-            self._timeout = timeout
-            self._gloo.set_timeout(timeout)
-
-        _set_default_timeout = set_timeout
-
-    return LateBackend
+    _set_default_timeout = set_timeout

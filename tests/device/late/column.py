@@ -1,9 +1,6 @@
-"""In place of NCCL between groups: `process_group = "nccl"` gives a column whose sums run on the device's streams.
-
-As of NCCL, a communicator is given its peers' handles without connecting to them: that is what its first collective
-does, and the host waits there until all of them have come. Its collectives run on the caller's current stream. One that
-fails, or `abort`, revokes it.
-"""
+"""In place of NCCL between groups: `process_group = "nccl"` gives a column whose sums run on the device's streams, the
+caller's current one. As with NCCL, a communicator connects to its peers in its first collective, where the host waits
+until all of them have come. A collective that fails, or `abort`, revokes it."""
 
 import os
 import threading
