@@ -11,12 +11,11 @@ from everstep.attention.masks import Visible, documents_of
 from .conftest import Bench, attended, attention_operands
 
 L = 150
-DOCUMENTS = documents_of(torch.tensor([0, 40, 150, 151, 300]), 2, L)
 MASKS = {
     "causal": Visible(),
     "full": Visible(causal=False),
     "window": Visible(window=20),
-    "documents": Visible(documents=DOCUMENTS),
+    "documents": Visible(documents=documents_of(torch.tensor([0, 40, 150, 151, 300]), 2, L)),
     "rule": Visible(causal=False, mod=lambda b, h, i, j: (i >= j) & ((j % 3 == h % 3) | (i == j))),
 }
 

@@ -17,12 +17,9 @@ HEARTBEAT_S, JOIN_S, CONNECT_S, REDUCE_S = 1.0, 2.0, 1.0, 2.0
 SLOTS, SLOT_S = 6, 0.05
 STEP_S = SLOTS * SLOT_S
 """The longest that a quiet step takes: one group makes all of it."""
-LATE_S = 0.5
-"""A sum that its backend does not give up is given up so much after its timeout."""
-NEW_QUORUM_S = 1.5 * HEARTBEAT_S
-"""For a quorum after groups have fallen silent: their heartbeats expire, and the others ask again."""
-FOUND_S = REDUCE_S + LATE_S + 3 * CONNECT_S + NEW_QUORUM_S
-"""Until a lost connection is found out, those that do not reach each other are known, and the others have a quorum."""
+FOUND_S = REDUCE_S + 0.5 + 3 * CONNECT_S + 1.5 * HEARTBEAT_S
+"""Until a lost connection is found out (a sum may be given up half a second late), those that do not reach each other
+are known, and the others have a quorum, for which the heartbeats of silent groups expire."""
 
 
 def pair(draw: random.Random, groups: int, there: Rule, back: Rule | None) -> Rules:
@@ -102,8 +99,7 @@ class Groups:
         return sorted(self.run.events("applied"), key=lambda one: one["mono"])
 
     def suffer(self, rules: Rules, seconds: float) -> float:
-        """Let the rules hold for so long. Returns the longest time without a commit until all groups have made a step
-        together again."""
+        """Let the rules hold. Return the longest time without a commit until all make a step together again."""
         begun = time.monotonic()
         self.network.rule(rules)
         time.sleep(seconds)

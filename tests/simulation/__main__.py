@@ -52,8 +52,7 @@ def show(outcome: Outcome) -> None:
 
 
 def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, record: bool = False) -> bool:
-    """Run all seeds and print a summary. Return whether none broke the promise and their costs are as recorded under
-    `name`. record: first record their costs anew."""
+    """Print a summary; return whether none broke the promise and costs are as recorded (first: if `record`)."""
     begun, outcomes = time.monotonic(), []
     gc.freeze()  # no process of the pool looks through what was imported
     with ProcessPoolExecutor(jobs) as pool:

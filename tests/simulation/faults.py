@@ -334,8 +334,7 @@ def _hosts(world: World) -> list[str]:
 
 
 def _closed(world: World, life: Life, rank: Rank, size: float) -> None:
-    """A group loses its connections to other groups, and no new ones can be made for a while. If that is short, only
-    communicators cannot connect."""
+    """A group loses its connections to others. For a while no new ones can be made, or if it is short no sums."""
     seconds = _lasts_s(size)
     world.network.close(_around(life, _hosts(world)), seconds, communicators_only=size < 0.5)
     for host in _hosts(world):

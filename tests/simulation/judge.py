@@ -32,8 +32,7 @@ START = State(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One group's part of a gradient sum in one rank column. `slots`: each (step, slot), and how often it was added.
-    `state`: the one on which it was computed."""
+    """One group's part of a gradient sum in a rank column: how often each (step, slot) is in it, and its state then."""
 
     group: int
     slots: tuple[tuple[tuple[int, int], int], ...]

@@ -1,9 +1,6 @@
-"""Sockets in virtual time, and links between hosts that lose, delay and refuse.
-
-Replaces `socket` and `selectors` for `everstep.wire` and the code that uses it. A connection keeps the order of its
-data. Data sent while its way is lost arrives when the way is open again, as with TCP. A host that falls silent closes
-no connection. Everything that passes from one host to another goes through `Network.carry`.
-"""
+"""Sockets in virtual time, and links between hosts that lose, delay and refuse, in place of `socket` and `selectors`.
+A connection keeps the order of its data. Data sent while its way is lost arrives when the way is open again, as with
+TCP. A host that falls silent closes no connection. All that passes between hosts goes through `Network.carry`."""
 
 from __future__ import annotations
 

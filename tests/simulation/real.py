@@ -1,9 +1,7 @@
-"""Loads the real code of `everstep.quorum` and `everstep.wire` over a system and a network of virtual time.
-
-Each module is executed again under another name. In this copy imports of `time`, `threading`, `socket` and the like
-give the objects of `simulation.system` and `simulation.network`, and imports from these two rooms give other copies.
-These are replaced: sealing and HMAC (checksums), torch's store and communicators, the lighthouse's client.
-"""
+"""Loads the real code of `everstep.quorum` and `everstep.wire` over a system and a network of virtual time: executes
+each module again under another name, where imports of `time`, `threading`, `socket` and the like give the objects of
+`simulation.system` and `simulation.network`. Also replaced: sealing and HMAC (checksums), torch's store and
+communicators, the lighthouse's client."""
 
 from __future__ import annotations
 

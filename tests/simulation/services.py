@@ -1,8 +1,6 @@
-"""Replacements for torchft's lighthouse and torch's store and communicators, as the real code calls them.
-
-The lighthouse is the port in `simulation.lighthouse`. A communicator's sum is complete at a member when the parts of
-all others have arrived there, so a link that fails in one direction leaves some members with a sum and others without.
-"""
+"""Replacements for torchft's lighthouse (by `simulation.lighthouse`) and torch's store and communicators. A sum is
+complete at a member when the parts of all others have arrived there, so a link that fails in one direction leaves some
+members with a sum and others without."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer
 from simulation.lighthouse import Announced, Lighthouse, Listener, Options
 
 UNIT_S = 0.4
-"""Seconds of one tick of a schedule. Join timeouts, heartbeat timeouts and clients' patience end at different points
-between two ticks, a fifth of a tick apart."""
+"""Seconds of one tick of a schedule. Timeouts and clients' patience end between two ticks, a fifth of one apart."""
 JOIN_UNITS, HEARTBEAT_UNITS = 2.3, 2.5
 
 
@@ -94,13 +93,9 @@ def observed(acts: list[Act], min_replicas: int) -> dict[int, Announced | None]:
         members = tuple(member.replica_id for member in quorum.participants)
         heard[number] = Announced(int(quorum.quorum_id), members)
 
-    server = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=min_replicas,
-        join_timeout_ms=round(JOIN_UNITS * UNIT_S * 1000),
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=round(HEARTBEAT_UNITS * UNIT_S * 1000),
-    )
+    join_ms, heartbeat_ms = (round(units * UNIT_S * 1000) for units in (JOIN_UNITS, HEARTBEAT_UNITS))
+    waits = {"join_timeout_ms": join_ms, "heartbeat_timeout_ms": heartbeat_ms, "quorum_tick_ms": 20}
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas, **waits)
     address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     with ThreadPoolExecutor(len(acts)) as pool, contextlib.ExitStack() as stack:
         stack.callback(server.shutdown)

@@ -1,5 +1,4 @@
-"""Many simulated runs of the real protocol and driver keep the promise, and single faults cost no more than they
-should."""
+"""Many simulated runs of the real code keep the promise, and single faults cost no more than they should."""
 
 import itertools
 from collections import Counter
@@ -45,9 +44,7 @@ def test_no_variant_breaks_a_promise(variant: str) -> None:
         assert any(outcome.unfit for outcome in outcomes)
 
 
-def test_a_run_without_faults_does_every_step_once_in_one_history_at_the_first_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_without_faults_makes_each_step_once_at_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run lasts longer than a group waits for one commit."""
     monkeypatch.setattr(simulation.world, "GIVE_UP_S", 12.0)
     for seed in range(8):
@@ -133,10 +130,8 @@ def test_a_lighthouse_that_is_away_while_groups_make_steps_costs_them_nothing(ki
 
 @pytest.mark.parametrize(("kind", "size"), [("lh-out", 0.25), ("lh-move", 0.05)])
 @pytest.mark.parametrize("dead", [1, 2])
-def test_a_group_that_dies_while_the_lighthouse_is_away_for_a_second_costs_the_others_no_timeout(
-    kind: str, size: float, dead: int
-) -> None:
-    """The new lighthouse has never heard of the dead, and would wait for them because they may only be late."""
+def test_a_death_while_the_lighthouse_is_away_costs_the_others_no_timeout(kind: str, size: float, dead: int) -> None:
+    """For a second. The new lighthouse never heard of the dead, and would wait for them, as they may only be late."""
     deaths = tuple(Fault(13.5 + number, "group", 2 - number, 0, 0.9) for number in range(dead))
     outcome = run_of(Fault(13.0, kind, 2, 0, size), *deaths, beat_s=30.0, restart_s=(90.0, 90.0))
     assert longest_pause_s(outcome, "0.0/0") < 1.0 + 2.0 * 3.0, "a second, a failed attempt, a step of one group"
@@ -185,9 +180,7 @@ def test_a_group_that_alone_had_the_state_and_later_hangs_is_waited_for_no_longe
     assert longest_pause_s(outcome, "1.1/0", "2.1/0") < 3.0 + 2.0 + 2 * 3.0, "a sum, the join timeout, two attempts"
 
 
-def test_a_spare_is_not_taken_for_stalled_while_it_waits_for_a_late_share_and_a_late_tally(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_spare_that_waits_for_a_late_share_and_tally_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for 40 s and for 29 s. The watchdog's timeout is 60 s."""
     tally = StepProtocol._tally
 

@@ -252,10 +252,6 @@ class World:
     def published(self) -> str:
         return self.address.read()
 
-    @property
-    def finished(self) -> int:
-        return self.end.read()[0]
-
     def seen_at(self, host: str, when: float | None = None) -> float:
         """Return the time as of which a host sees the run directory, now or at time `when`."""
         when = self.scheduler.now if when is None else when
@@ -444,8 +440,7 @@ class World:
             self.judge.violate("refused by too many", f"groups {refused} refused step and slot {where}")
 
     def judge_silence(self, rank: Rank) -> None:
-        """Judge that a group which begins to ask for a quorum has told its watchdog that it is alive, as soon as all of
-        its ranks had started."""
+        """Judge that a group which begins to ask for a quorum has told its watchdog before that it is alive."""
         silent_s = self.scheduler.now - rank.beaten
         if self.is_calm() and silent_s > self.plan.startup_s[1] + HEARD_S:
             self.judge.violate("no beat", f"{rank.name} asks for a quorum, and has not beaten for {silent_s:.1f} s")
@@ -655,28 +650,30 @@ class World:
         complete = [group for group, life in lives if life is not None and COMPLETE.intersection(life.endings)]
         if not complete:
             return
-        saved = self.disk.get(self.finished)
+        finished, _ = self.end.read()
+        saved = self.disk.get(finished)
         if saved is None:
-            text = f"step {self.finished} is reported as saved, but the disk has {list(self.disk)}"
+            text = f"step {finished} is reported as saved, but the disk has {list(self.disk)}"
             self.judge.violate("no last state", text)
             return
         last = min(self.plan.steps, self.plan.data_ends[0] - 1)
         # Under `shrink` a step may be made without the slot at which the data ends, if that slot was lost.
-        wrong = self.finished < last if self.plan.on_loss == "shrink" else self.finished != last
+        wrong = finished < last if self.plan.on_loss == "shrink" else finished != last
         if wrong and any(group.wanted for group in complete):
-            self.judge.violate("ended too early", f"after step {self.finished}, but the last step is {last}")
+            self.judge.violate("ended too early", f"after step {finished}, but the last step is {last}")
         steps = self.judge.lineage(saved[0])
-        if sorted(steps) != list(range(1, self.finished + 1)):
-            self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {self.finished}")
+        if sorted(steps) != list(range(1, finished + 1)):
+            self.judge.violate("broken lineage", f"{sorted(steps)} behind the last state, of step {finished}")
 
     def finish(self, step: int, for_all: bool) -> None:
         """Note that a group has saved the state of a step, which is the last step."""
         self.finished_at = self.scheduler.now
-        self.end.write(self.finished_at, (max(self.finished, step), for_all))
+        self.end.write(self.finished_at, (max(self.end.read()[0], step), for_all))
 
     def finishing(self) -> bool:
         """Return whether a group has reached the end of the run."""
-        return self.finished >= self.plan.steps or any(COMPLETE.intersection(life.endings) for life in self.starts())
+        ended = self.end.read()[0] >= self.plan.steps
+        return ended or any(COMPLETE.intersection(life.endings) for life in self.starts())
 
 
 def simulate(seed: int, settings: Settings | None = None, *, trace: bool = False) -> Outcome:

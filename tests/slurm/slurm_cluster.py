@@ -72,8 +72,8 @@ class Cluster:
     def node_processes(self, node: str) -> list[psutil.Process]:
         """Return the slurmd of a node, its step daemons and all processes below these."""
         daemon = psutil.Process(self.pid(f"slurmd.{node}.pid"))
-        steps = [p for p in psutil.process_iter(["name", "environ"]) if p.info["name"] in ("slurmstepd",)]
-        mine = [p for p in steps if f"[{self.step_node(p)}]" == f"[{node}]"]
+        steps = [p for p in psutil.process_iter(["name"]) if p.info["name"] == "slurmstepd"]
+        mine = [p for p in steps if self.step_node(p) == node]
         return [daemon, *(child for step in mine for child in (step, *step.children(recursive=True)))]
 
     def step_node(self, step: psutil.Process) -> str:

@@ -4,7 +4,6 @@ three faults, only the changed files are written again."""
 
 import json
 import random
-import struct
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
@@ -16,11 +15,10 @@ import xxhash
 
 from damage import damaged
 from everstep.snapshot import keeper, parity, peers, recovery
-from everstep.snapshot.buffer import HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
+from everstep.snapshot.buffer import _PREFIX, HEADER_BYTES, MAGIC, _unpack_header, chunk_digests, root_of
 from everstep.snapshot.layout import Layout
 from snapshot_cluster import Cluster, assert_is_step, state_of
 
-_PREFIX = struct.Struct("<8sIQ")
 PATIENT = timedelta(seconds=60)
 """Longest silence of a keeper. No keeper is silent here, so this only matters on a very busy machine."""
 OLDER, OLD, NEW = 3, 4, 5
@@ -190,8 +188,7 @@ def _packed(body) -> bytes:
 
 
 def fuzz(cases: int, seed: int, groups: int = 4, **shape: Any) -> dict[int, int]:
-    """Return how often each step was restored (0: none). Raises AssertionError at the first wrong state. `shape`:
-    arguments of `Site`."""
+    """Return how often each step was restored (0: none); fail at the first wrong state. `shape`: `Site`'s arguments."""
     found: dict[int, int] = {}
     patient = mock.patch.object(recovery, "FIRST_TIMEOUT", PATIENT)
     with closing(Site(groups, **shape)) as site, mock.patch.object(parity, "aligned_bytes", poisoned), patient:

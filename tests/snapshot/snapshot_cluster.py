@@ -47,8 +47,7 @@ def state_of(step: int, seed: int = 0, scale: float = 1) -> State:
 
 
 class Cluster(contextlib.AbstractContextManager):
-    """Groups of one rank each. Their keepers are processes, their copiers are in this process. `per_host` groups share
-    a host, which is a separate directory."""
+    """Groups of one rank each, `per_host` to a host (a directory). Keepers are processes; copiers are in this one."""
 
     def __init__(self, groups: int, per_host: int = 1, **settings) -> None:
         self.per_host = per_host

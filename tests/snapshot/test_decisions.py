@@ -39,12 +39,10 @@ def with_parts(*parts) -> list[Held]:
     return [*everything(4), *(buffer(g, 5, part=part, parity=0) for g, part in enumerate(parts))]
 
 
-UNCODED = "step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity"
-
-
 @pytest.mark.parametrize(("held", "disk_step", "found", "reason"), [
     ([*everything(4), *everything(5)], None, ("memory", 5), ""),
-    ([*everything(4), buffer(0, 5), buffer(2, 5)], None, ("older", 4), UNCODED),
+    ([*everything(4), buffer(0, 5), buffer(2, 5)], None, ("older", 4),
+     "step 5: rank 0: no keeper has the part of group 1, and no keeper has its parity"),
     ([*everything(4), *everything(5, lost=[1])], None, ("parity", 5), ""),
     (everything(4), 5, ("disk", 5), "step 4 in memory is not newer than the disk checkpoint's, 5"),
     (everything(4), 4, ("disk", 4), "not newer"),

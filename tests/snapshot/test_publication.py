@@ -1,5 +1,4 @@
-"""After a death at any point of a publication, a reader finds the previous step, the new one, or nothing, but never a
-mixture."""
+"""After a death at any point of a publication, a reader finds the step before, the new one or none, but no mixture."""
 
 import gc
 import os
@@ -58,8 +57,7 @@ def folder():
 
 
 def run_to_line(action, last: int | None) -> int:
-    """Run `action`, and kill this process before the `last`-th line of the buffer module or of this one. Returns the
-    number of lines that ran."""
+    """Run `action`, and die before the `last`-th line of the buffer module or of this one. Return how many ran."""
     count = 0
 
     def tracer(frame, event, arg):
