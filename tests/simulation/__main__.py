@@ -52,7 +52,7 @@ def show(outcome: Outcome) -> None:
 
 
 def campaign(settings: Settings, seeds: range, jobs: int, name: str = "", *, record: bool = False) -> bool:
-    """Print a summary; return whether none broke the promise and costs are as recorded (first: if `record`)."""
+    """Run all seeds and print a summary. Return whether none broke the promise and costs are as recorded."""
     begun, outcomes = time.monotonic(), []
     gc.freeze()  # no process of the pool looks through what was imported
     with ProcessPoolExecutor(jobs) as pool:
