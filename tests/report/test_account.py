@@ -91,6 +91,9 @@ def test_steps_that_a_full_disk_kept_out_of_the_log_are_unseen_and_not_repeated(
     for step, repeated in ((4, 0), (5, 16)):
         figures = figures_of(read(run.commit(2.0 * step, step, [0, 1], parent=f"not that of {step}").events))
         assert [figures[name] for name in names] == [2, repeated], "of step 4 nothing is known before it"
+    for source, unseen in (("disk", 0), ("peer", 4)):
+        run = Timeline().start(1, 0, step=5, source=source).commit(2, 5, [0])
+        assert figures_of(read(run.events))["steps_unseen"] == unseen, "a peer had made the steps before in this run"
 
 
 def log_of(*story):

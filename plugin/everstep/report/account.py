@@ -28,6 +28,9 @@ class Account:
 
     steps: int | None = None
     """Number of the run's last step, if it is known."""
+    begin: int | None = None
+    """The lowest step from which a start trained, not counting groups that copied another's state. It is above 1 if the
+    run began with a checkpoint of another run; None if no event says."""
     taking_part: set[int] = field(default_factory=set)
     """Groups of the newest commit that have not died since."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -77,8 +80,10 @@ class Account:
                 session.scales.append((t, event["count"]))
             case "run_ended":
                 session.ending = event
-            case "training_started" if session.trains is None:
-                session.trains = t
+            case "training_started":
+                session.trains = t if session.trains is None else session.trains
+                if event["source"] != "peer":
+                    self.begin = min(event["step"], self.begin or event["step"])
             case "training_done":
                 session.done, session.finished = t, max(session.finished, event["step"] or 0)
             case "audit":

@@ -80,7 +80,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "steps": len(steps),
         "first_step": min(steps, default=None),
         "last_step": max(steps, default=None),
-        "steps_unseen": max(steps) - min(steps) + 1 - len(steps) if steps else 0,
+        "steps_unseen": max(steps) - min(account.begin or 1, *steps) + 1 - len(steps) if steps else 0,
         "commits_dropped": len(commits) - len(final),
         "attempts": account.attempts.count,
         "attempts_thrown_away": account.attempts.thrown_away,
