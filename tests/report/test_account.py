@@ -1,5 +1,7 @@
 """Tests of the account: event sequences with a known story, and the figures that follow from them."""
 
+import tracemalloc
+
 import pytest
 
 from everstep.report.account import read
@@ -94,6 +96,17 @@ def test_steps_that_a_full_disk_kept_out_of_the_log_are_unseen_and_not_repeated(
     for source, unseen in (("disk", 0), ("peer", 4)):
         run = Timeline().start(1, 0, step=5, source=source).commit(2, 5, [0])
         assert figures_of(read(run.events))["steps_unseen"] == unseen, "a peer had made the steps before in this run"
+
+
+def test_a_step_takes_less_than_a_kilobyte_however_many_groups_there_are():
+    run = Timeline()
+    for step in range(1, 1001):
+        run.commit(1.0 * step, step, [*range(200)], owners=[step % 7] * 200, by=[0, 1])
+    events = run.events
+    tracemalloc.start()
+    commits = read(events).lineage.commits
+    assert tracemalloc.get_traced_memory()[0] / len(commits) < 1000
+    tracemalloc.stop()
 
 
 def log_of(*story):

@@ -7,7 +7,8 @@ and each names its parent's. Only the newest commit and those that it builds on 
 *lineage*.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -32,12 +33,12 @@ class Commit:
     """Whether one of its groups had committed the step before, and not loaded or healed since."""
     parent: "Commit | None" = None
     """Set by `Lineage.final`."""
-    lost: set[int] = field(default_factory=set)
+    lost: Set[int] = frozenset()
     """Slots that are missing from the step of at least one group."""
-    repeated: set[int] = field(default_factory=set)
+    repeated: Set[int] = frozenset()
     """Slots that entered the step, or the parameters of one group, more than once."""
-    dates: dict[int, float] = field(default_factory=dict)
-    """Group -> time of its event by its own clock. Emptied once all groups, two or more, have reported."""
+    dates: dict[int, float] | None = None
+    """Group -> time of its event by its own clock. None again once all groups, two or more, have reported."""
 
     @property
     def taking_part(self) -> set[int]:
@@ -57,9 +58,10 @@ class Commit:
         if the group's coverage check failed and no slot is missing, as the event cannot say which are."""
         is_whole = min(owners, default=0) >= 0  # skips a loop that took half of a report's time at 64 groups, 512 slots
         missing = set() if is_whole else {slot for slot, owner in enumerate(owners) if owner < 0}
-        self.lost |= missing
+        if missing:  # else all commits share one empty set
+            self.lost |= missing
         if len(owners) != len(self.owners) or (not coverage_ok and not missing):
-            self.repeated.update(range(max(len(owners), len(self.owners))))
+            self.repeated |= {*range(max(len(owners), len(self.owners)))}
         elif owners != self.owners:
             pairs = enumerate(zip(owners, self.owners, strict=True))
             self.repeated |= {slot for slot, (one, other) in pairs if one != other and one >= 0 and other >= 0}
@@ -67,9 +69,10 @@ class Commit:
     def apart(self) -> dict[str, Any]:
         """Return a `clocks` event once all of its groups have reported it, else {}: the groups whose clocks dated it
         first and last, and the seconds between these dates."""
-        if len(self.dates) < max(2, len(self.groups)):
+        dates = self.dates or {}
+        if len(dates) < max(2, len(self.groups)):
             return {}
-        dates, self.dates = self.dates, {}
+        self.dates = None
         first, last = min(dates, key=dates.__getitem__), max(dates, key=dates.__getitem__)
         return {"kind": "clocks", "first": first, "last": last, "apart_s": dates[last] - dates[first]}
 
@@ -81,6 +84,8 @@ class Lineage:
         self.commits: list[Commit] = []
         """All commits of the run, in order of their first events."""
         self.by_history: dict[str, Commit] = {}
+        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Groups and owners that commits share: most steps have those of a step before."""
         self.tokens = 0.0
         """Valid tokens in all commits."""
 
@@ -95,12 +100,12 @@ class Lineage:
         owners = tuple(event.get("owners") or ())
         commit = self.by_history.get(history)
         if commit is None:
-            if self.commits and self.commits[-1].owners == owners:
-                owners = self.commits[-1].owners  # share the tuple: most steps have the owners of the step before
+            groups, owners = (self._tuples.setdefault(one, one) for one in (tuple(event["groups"]), owners))
+            before = self.by_history.get(parent)
             commit = self.by_history[history] = Commit(
-                step, history, event["t"], tuple(event["groups"]),
+                step, history, event["t"], groups,
                 owners, event["loss"], event.get("took_s"), event["tokens"],
-                event.get("grad_norm"), parent_history=parent,
+                event.get("grad_norm"), parent_history=before.history if before else parent,
             )  # fmt: skip
             self.commits.append(commit)
             self.tokens += commit.tokens
@@ -108,7 +113,8 @@ class Lineage:
         held = self.by_history.get(state or "")
         is_older = held is not None and held.step < step - 1
         if (state not in (None, parent) and not is_older) or commit.step != step:
-            commit.repeated.update(range(len(owners)))
+            commit.repeated |= {*range(len(owners))}
+        commit.dates = commit.dates or {}
         commit.dates[event["group"]] = event["t"]
         return commit
 
