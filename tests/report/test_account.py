@@ -143,7 +143,11 @@ def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, death
 def test_a_run_started_again_with_other_groups_is_one_account():
     run = Timeline().add(0, "run_started", role="supervisor", groups=2, steps=4).start(0, 0, 1)
     run.commit(1, 1, [0, 1]).commit(2, 2, [0, 1]).fault(2.3, "kill-group", 0).add(2.5, "scaled", role="scale", count=3)
-    assert figures_of(read(run.events))["groups"] == 3
+    account = read(run.events)
+    assert (figures_of(account)["groups"], account.lineage.final()) == (3, account.lineage.commits)
+    assert account.lineage.final() is account.lineage.final(), "a page needs it twice"
+    account.take(Timeline().commit(2.6, 3, [0, 1], parent=account.newest.history).logged[0])
+    assert len(account.lineage.final()) == 3, "with what came since"
     run.add(3, "run_ended", role="supervisor", status="stopped", reason="signal")
     run.add(1000, "run_started", role="supervisor", groups=1, steps=4).start(1001, 0, step=3, source="disk")
     run.fault(1001.5, "kill-worker", 0).start(1001.7, 0, step=3, source="disk")

@@ -88,6 +88,8 @@ class Lineage:
         """Groups and owners that commits share: most steps have those of a step before."""
         self.tokens = 0.0
         """Valid tokens in all commits."""
+        self._final: list[Commit] | None = None
+        """The last answer of `final`; None if commits were added since."""
 
     def add(self, event: dict[str, Any], state: str | None) -> Commit:
         """Record a group's event; return its commit. A step that is made again is another commit.
@@ -108,6 +110,7 @@ class Lineage:
                 event.get("grad_norm"), parent_history=before.history if before else parent,
             )  # fmt: skip
             self.commits.append(commit)
+            self._final = None
             self.tokens += commit.tokens
         commit.count(owners, event.get("coverage_ok", True))
         held = self.by_history.get(state or "")
@@ -122,6 +125,11 @@ class Lineage:
         """Return the commits that the final state contains, in order of training: the chain of parents that ends in the
         last commit on which no other builds. If the log lacks the parent that a commit names, the newest commit of the
         nearest step below stands for it."""
+        if self._final is None:
+            self._final = self._chain()
+        return self._final
+
+    def _chain(self) -> list[Commit]:
         for commit in self.commits:  # a parent can come later in the log than its children
             commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit)
         parents = {commit.parent for commit in self.commits}

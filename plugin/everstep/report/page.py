@@ -90,10 +90,11 @@ def clock(t: float) -> str:
 def curves(final: Sequence[Commit], validations: Mapping[int, float]) -> dict[str, Points]:
     """Return name -> points of each curve of a run's final state that has points. Seconds a step and tokens per second
     are measured from one commit to the next, so a step has none if the run was down or went back before it."""
+    gaps = [(one, gap_s) for one in final if (gap_s := one.gap_s)]
     found: dict[str, Mapping[int, float]] = {
         "loss": {one.step: one.loss for one in final},
-        "tokens per second": {one.step: one.tokens / one.gap_s for one in final if one.gap_s},
-        "seconds a step": {one.step: one.gap_s for one in final if one.gap_s},
+        "tokens per second": {one.step: one.tokens / gap_s for one, gap_s in gaps},
+        "seconds a step": {one.step: gap_s for one, gap_s in gaps},
         "gradient norm": {one.step: one.grad_norm for one in final if one.grad_norm is not None},
         "validation loss": validations,
     }
