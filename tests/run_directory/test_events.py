@@ -145,6 +145,7 @@ def test_the_state_of_a_run_is_found_without_reading_every_step(tmp_path, monkey
         log.emit("training_started", 0, source="fresh")
     for step, log in itertools.product(range(1, steps + 1), logs):
         log.emit("attempt", step, attempt=1, committed=True, recomputed=0)
+        log.emit("slot_bits", step, bits={"0": "0123456789abcdef"})
         log.emit("commit", step, **commit, history=f"{step:x}", parent=f"{step - 1:x}")
         if step == 100:
             log.emit("snapshot_protected", step, members=[0, 1], survives=1, exposed=[])

@@ -104,7 +104,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 """Kind -> fields that must be there and not None."""
 OF_RANK_0 = frozenset(("quorum", "attempt", "commit"))
 """Kinds that occur in every step and that only rank 0 writes for its group."""
-OF_EVERY_STEP = OF_RANK_0 | {"snapshot", "snapshot_protected", "attention_schedule"}
+OF_EVERY_STEP = OF_RANK_0 | {"slot_bits", "snapshot", "snapshot_protected", "attention_schedule"}
 """Kinds of which a long run has millions. To show the current state of a run, only the last of each is needed."""
 
 _KEYS = cast(Any, TypedDict)("Event", FIELDS, total=False)  # type checkers know no TypedDict of computed fields
