@@ -8,12 +8,13 @@ import os
 import resource
 import signal
 import time
+import tracemalloc
 
 from everstep.launch.view import RunState
 from everstep.report import metrics
 from everstep.run import events
 from everstep.run.event_fields import OF_EVERY_STEP
-from everstep.run.events import EventLog, EventTail, read_events
+from everstep.run.events import EventLog, EventTail, last_event, read_events
 from run_directory.test_damage import write_events
 
 
@@ -52,6 +53,18 @@ def test_a_line_without_end_takes_no_memory(tmp_path, monkeypatch):
         file.write(b"x" * 100_000 + b'\n{"t":1.0,"kind":"after"}\n')
     assert sum(event["kind"] == "after" for event in read_events(tmp_path)) == 1
     assert sum(event["kind"] == "after" for event in EventTail(tmp_path).new()) == 1
+
+
+def test_the_newest_event_of_a_kind_is_found_in_little_memory_however_far_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "READ_AT_ONCE", 1000)
+    log = EventLog(tmp_path, 0, 0, "worker")
+    for step in range(400):
+        log.emit("first" if step < 2 else "other", step, text="x" * step)
+    tracemalloc.start()
+    found = last_event(log.path, {"first"}), last_event(log.path, {"absent"})
+    assert tracemalloc.get_traced_memory()[1] < log.path.stat().st_size / 4
+    tracemalloc.stop()
+    assert (found[0]["step"], found[1]) == (1, None)
 
 
 def test_a_line_torn_by_a_crash_is_skipped_and_does_not_swallow_the_next_writer(tmp_path):

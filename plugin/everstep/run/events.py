@@ -31,11 +31,9 @@ LONGEST_LINE = 16 << 20
 """Bytes. A commit names every slot of a step, so lines can be long."""
 MOST_UNWRITTEN = 1000
 READ_AT_ONCE = 1 << 16
-"""Bytes of each log that are in memory while the logs of a run are merged."""
+"""Bytes of each log that are in memory while the logs of a run are merged, or one is searched from its end."""
 NEAR = 1 << 20
 """Bytes at the end of a log that count as its end for `read_events(lately=...)`."""
-_END = 1 << 16
-"""Bytes at the end of a log that `last_event` searches first."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 
 
@@ -184,24 +182,25 @@ def read_events(
 def last_event(path: Path, kinds: Set[str]) -> dict[str, Any] | None:
     """Return the newest event of these kinds in one log; None if there is none.
 
-    The log is read from its end, so the cost does not grow with the log unless such events are rare in it.
+    The log is read from its end, so the cost does not grow with the log unless such events are rare in it. The memory
+    needed does not grow with it either.
     """
     try:
         log = open_regular(path, links=False)
     except OSError:  # there is none yet, or it is no regular file
         return None
     with log as file:
-        size, length = file.seek(0, os.SEEK_END), _END
-        while True:
-            begin = max(0, size - length)
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            begin = max(0, end - READ_AT_ONCE)
             file.seek(begin)
-            lines = file.read(size - begin).splitlines(keepends=True)
-            for line in reversed(lines[1 if begin else 0 :]):  # the first may be only a part of a line
+            lines = (file.read(end - begin) + rest).splitlines(keepends=True)
+            for line in reversed(lines[1 if begin else 0 :]):  # the first may be only the end of a line
                 if line.endswith(b"\n") and (event := _parse(line, kinds)) is not None:
                     return event
-            if begin == 0:
-                return None
-            length *= 8
+            rest = lines[0] if lines and len(lines[0]) < LONGEST_LINE else b""
+            end = begin
+    return None
 
 
 class EventTail:
