@@ -154,7 +154,7 @@ def test_a_run_started_again_with_other_groups_is_one_account():
     run.commit(1002, 3, [0]).commit(1003, 4, [0])
     run.add(1003, "run_ended", role="supervisor", status="done", reason="")
     figures = figures_of(read(run.events))
-    assert (figures["sessions"], figures["wall_s"], figures["training_s"]) == (2, 6, 5)
+    assert [figures[name] for name in ("sessions", "wall_s", "training_s", "down_s")] == [2, 6, 5, 997]
     assert (figures["steps"], figures["status"], figures["groups"]) == (4, "done", 1)
     assert figures["stalls_unmeasured"] == 2, "nothing had been committed in the session that it hit, or was after it"
     assert (figures["rejoin_s_max"], figures["rejoins_open"]) == (0.5, 1), "not from one session to the next"

@@ -1,5 +1,6 @@
 """Computes every figure of report.json from the events of a run, ended or live. docs/report.md defines each field."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,8 @@ LINES = {
     "groups": "{groups_mean:.2f} on average, {groups} asked for",
     "delay": "median {delay_s_median:time}, longest {delay_s_max:time} (by how much a fault made the run later)",
     "rejoin": "median {rejoin_s_median:time}, longest {rejoin_s_max:time}",
-    "ETTR": "{ettr:.2f} (share of the wall-clock time that the steps needed)",
+    "down": "{down_s:time} between starts, which no other figure counts",
+    "ETTR": "{ettr:.2f} (share of the starts' wall-clock time that the steps needed)",
     "goodput": "{goodput:.2f} (share of the groups' time spent on steps of the final state)",
     "badput": "{badput:.1%}",
     "kept": "{throughput_kept:.2f} (step rate while training, over that of healthy steps)",
@@ -157,6 +159,7 @@ def productivity(account: Account, final: Sequence[Commit], step_s: float | None
     goodput = shares.pop("productive")
     return {
         "wall_s": wall_s,
+        "down_s": sum(max(0.0, b.begin - a.end) for a, b in itertools.pairwise(account.sessions)),
         "training_s": training_s,
         "tokens": tokens,
         "tokens_per_s": tokens / training_s if tokens is not None and training_s else None,
