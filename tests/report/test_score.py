@@ -124,4 +124,10 @@ def test_a_check_fails_with_the_sentences_that_say_what_broke(tmp_path, capsys):
     assert (status, json.loads(said)["loss_delta_max"]) == (1, pytest.approx(0.25))
     assert complaints.startswith("The loss differs by up to")
     assert check(broken, json=True)[2] == ""
+    huge = finished_run()
+    for event in huge.logged:
+        event["tokens"] = 1e308
+    said = check(huge.write(tmp_path / "huge"), json=True)[1]
+    assert said == (tmp_path / "huge" / "report.json").read_text()
+    assert json.loads(said)["tokens"] is None, "their sum is no JSON number"
     assert check(kept, Timeline().write(tmp_path / "empty"))[0] == 1

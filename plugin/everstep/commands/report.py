@@ -1,7 +1,6 @@
 """`everstep report`: compute what a run did from its events."""
 
 import sys
-from json import dumps
 from pathlib import Path
 
 import tyro
@@ -23,12 +22,12 @@ def report(
         check: End with exit status 1 if the run broke its promise. The summary (with --json: stderr) says how.
     """
     from everstep.report.page import write_report
-    from everstep.report.score import broken_promises, summary
+    from everstep.report.score import broken_promises, summary, to_json
 
     figures = write_report(run_dir, against)
     broken = broken_promises(figures) if check else []
     if json:
-        print(dumps(figures, indent=2))
+        print(to_json(figures))
         print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
     else:
         print(summary(figures))

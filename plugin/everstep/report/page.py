@@ -1,7 +1,6 @@
 """Writes report.html: one file that shows in a browser what a run did and what its faults cost. It needs no network."""
 
 import functools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import jinja2
 from everstep.report.account import Account
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
-from everstep.report.score import KEPT, account_of, broken_promises, figures_of, lines_of
+from everstep.report.score import KEPT, account_of, broken_promises, figures_of, lines_of, to_json
 from everstep.run.files import write_whole
 
 MOST_POINTS = 1500
@@ -34,7 +33,7 @@ def write_report(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
 def write_pages(run_dir: Path, page: bytes, figures: Mapping[str, Any]) -> None:
     """Write a page and its figures into the run directory. Raises OSError."""
     write_whole(run_dir / "report.html", page)
-    write_whole(run_dir / "report.json", json.dumps(figures, indent=2).encode() + b"\n")
+    write_whole(run_dir / "report.json", to_json(figures).encode() + b"\n")
 
 
 def report_of(

@@ -1,6 +1,7 @@
 """Computes every figure of report.json from the events of a run, ended or live. docs/report.md defines each field."""
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,6 +105,12 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         **exchange_figures(account.rounds),
         **loss_delta(loss_by_step(final), None if other is None else loss_by_step(other.lineage.final())),
     }
+
+
+def to_json(figures: Mapping[str, Any]) -> str:
+    """Format report.json. A sum that is beyond the range of floats is null, as JSON has no infinity."""
+    endless = [name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)]
+    return json.dumps({**figures, **dict.fromkeys(endless)}, indent=2)
 
 
 def groups_mean(commits: Iterable[Commit]) -> float | None:
