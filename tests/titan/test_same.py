@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from everstep.commands.replay import same
+from everstep.commands.replay import same, told_of
 from everstep.run.directory import LaunchError
 from everstep.run.events import EventLog
 
@@ -69,3 +69,8 @@ def test_a_checkpoint_whose_data_is_cut_off_is_named(tmp_path):
     os.truncate(next((two / "checkpoint" / "step-4").glob("*.distcp")), 40)
     with pytest.raises(LaunchError, match="b/checkpoint/step-4 cannot be read: "):
         same(one, two)
+
+
+def test_a_replay_keeps_only_the_steps_that_it_computes_again(tmp_path):
+    found = told_of(make_run(tmp_path, checkpoints=()), range(4, 6))
+    assert {step: told.sums for step, told in found.items()} == {4: {(0.1, 2.0)}, 5: {(0.2, 2.0)}}

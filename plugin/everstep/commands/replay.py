@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,11 @@ class Told:
     Attributes:
         sums: Pairs of loss and gradient norm that were committed: one, unless groups or attempts differ.
         checksums: Checksums of the parameters after the step.
-        slots: Number of slots.
         bits: (slot, rank) -> checksum of the gradient -> the groups that computed it.
     """
 
     sums: set[tuple[Any, Any]] = field(default_factory=set)
     checksums: set[str] = field(default_factory=set)
-    slots: int = 0
     bits: dict[tuple[int, int], dict[str, set[int]]] = field(default_factory=dict)
 
 
@@ -83,14 +81,16 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
     """
     run_dir = run_dir.resolve()
     require_run(run_dir)
-    begin, then = time.monotonic(), _told(run_dir)
-    if step not in then:
-        has = f"steps {min(then)} to {max(then)}" if then else "none"
+    begin = time.monotonic()
+    slots = {event["step"]: len(event.get("owners") or ()) for event in read_events(run_dir, {"commit"})}
+    if step not in slots:
+        has = f"steps {min(slots)} to {max(slots)}" if slots else "none"
         raise LaunchError(f"{run_dir} has no commit of step {step}: it has {has}.")
-    if slot is not None and slot not in range(then[step].slots):
-        raise LaunchError(f"step {step} has no slot {slot}: it has {then[step].slots}, counted from 0.")
+    if slot is not None and slot not in range(slots[step]):
+        raise LaunchError(f"step {step} has no slot {slot}: it has {slots[step]}, counted from 0.")
     start = _compute_again(run_dir, step)
-    now = _told(run_dir / FOLDER)
+    steps = range(start + 1, step + 1)
+    then, now = told_of(run_dir, steps), told_of(run_dir / FOLDER, steps)
     if step not in now:
         raise LaunchError(f"step {step} was not computed; see {run_dir / FOLDER}.log")
     if slot is not None and slot not in {number for number, _ in now[step].bits}:
@@ -99,7 +99,7 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
     source = f"checkpoint/step-{start}" if start else "the beginning"
     print(f"replayed   step {step} from {source}, {step - start} steps, {took_s:.0f} s")
     same = True
-    for number in range(start + 1, step + 1):
+    for number in steps:
         for line, equal in _compared(then.get(number, Told()), now[number], slot):
             if not equal or number == step:
                 print(f"step {number:<6}{line}")
@@ -146,14 +146,15 @@ def _compute_again(run_dir: Path, step: int) -> int:
     return start // a_commit
 
 
-def _told(run_dir: Path) -> dict[int, Told]:
-    """Return step -> what the events say of it."""
+def told_of(run_dir: Path, steps: Container[int]) -> dict[int, Told]:
+    """Return step -> what the events say of it, of these steps only: all steps of a long run take gigabytes."""
     found: dict[int, Told] = {}
     for event in read_events(run_dir, {"commit", "slot_bits"}):
+        if event["step"] not in steps:
+            continue
         told = found.setdefault(event["step"], Told())
         if event["kind"] == "commit":
             told.sums.add((event["loss"], event.get("grad_norm")))
-            told.slots = len(event.get("owners") or ())
         if event.get("checksum") is not None:
             told.checksums.add(event["checksum"])
         for slot, bits in event.get("bits", {}).items():
