@@ -10,6 +10,7 @@ import resource
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,11 +79,14 @@ def test_a_worker_without_descriptors_can_say_what_it_died_of(start):
 @pytest.mark.parametrize(("disk", "said"), [
     ({"f_bavail": 0}, "No space left on device"), ({"f_files": 9, "f_favail": 0}, "No space left on device"),
     ({"f_files": 0, "f_favail": 0}, ""), ({"f_flag": os.ST_RDONLY}, "Read-only file system"),
+    ({"utime": errno.EROFS}, "Read-only file system"), ({"utime": errno.EACCES}, ""),
 ])  # fmt: skip
 def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, disk, said):
-    """Some file systems report no number of files: f_files is 0."""
+    """Some file systems report no number of files: f_files is 0. An error makes one read-only without f_flag."""
     Timeline().add(1000, "run_started", role="supervisor", groups=1, steps=9).write(tmp_path)
     assert "WRONG" not in status_of(tmp_path)
+    if refused := disk.get("utime"):
+        monkeypatch.setattr(os, "utime", Mock(side_effect=OSError(refused, os.strerror(refused))))
     found = os.statvfs(tmp_path)
     names = ("f_flag", "f_bavail", "f_frsize", "f_files", "f_favail")
     found = SimpleNamespace(**{name: getattr(found, name) for name in names} | disk)
@@ -100,7 +104,8 @@ def test_a_full_disk_is_said_and_a_group_that_dies_starts_once_there_is_room(sta
     until(lambda: f"run directory: [Errno {error}] no room" in run.console(), "the full disk", TOLD_S)
     os.kill(run.workers(1)[0], signal.SIGKILL)
     waits = run.wait_for("resource_shortage", group=1)
-    run.wait_for("commit", after=waits["t"], group=0)
+    run.wait_for("commit", after=waits["t"] + 8.0, group=0)  # longer than workers and the lighthouse may be silent
+    assert run.events("workers_stalled") == run.events("lighthouse_died") == []
     assert [len(run.events(kind, group=1)) for kind in ("workers_started", "workers_died")] == [1, 1]
     full.unlink()
     run.wait_for("commit", after=time.time(), group=1)

@@ -10,7 +10,6 @@ nor does an outage of a file system. The launcher reports it and retries after a
 made again from its first rank.
 """
 
-import functools
 import signal
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from everstep.launch.restart_rules import backoff_s, may_pass
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
+from everstep.run.beats import BeatFile
 from everstep.run.directory import check_room, stop_file
 from everstep.run.events import EventLog
 from everstep.run.output import keep_on_without_output
@@ -55,7 +55,7 @@ class Launcher:
         show: called with events that could not be written to a log.
 
     Raises:
-        OSError: its log cannot be opened.
+        OSError: its log or its beats cannot be opened.
     """
 
     def __init__(self, run_dir: Path, role: str, show: OnEvents, group: int | None = None) -> None:
@@ -65,12 +65,13 @@ class Launcher:
         """Times of the requests to stop so far (`collect_stops`)."""
         self.events, self.children = EventLog(run_dir, group, None, role), Children()
         self.groups: list[Group] = []
-        self.jobs: dict[str, Job] = {"run directory": functools.partial(check_room, run_dir)}
+        self.jobs: dict[str, Job] = {"run directory": self._look_at_run_dir}
         """Name -> function that the loop calls every JOBS_EVERY_S. The first one reports a disk that is full or
         read-only: then no process can say so in an event."""
         self.page = ""
         """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
+        self._heart = BeatFile(Path(run_dir) / "state" / f"launcher.{self.events.path.stem}.beat")
         self._shortages: dict[str, tuple[int, float]] = {}
         """Name of a job or group -> number of shortages in a row, and the monotonic time of the next try."""
         self._next_jobs_mono = 0.0
@@ -125,6 +126,14 @@ class Launcher:
                 if log.unwritten:
                     self._show([*log.unwritten])
                     log.unwritten.clear()
+
+    def _look_at_run_dir(self) -> None:
+        """Raise the OSError of a write to the run directory if nothing can be written there now. If this launcher
+        cannot beat, its children cannot either, and until the next look their silence does not count."""
+        beats = self._heart.beat("watching")
+        if not beats:
+            self.children.awake_mono = time.monotonic() + SHORTAGE_S
+        check_room(self._run_dir, writes=not beats)
 
     def _try(self, name: str, job: Job, log: EventLog, whose: str = "") -> None:
         """Do one part of a turn. A shortage is reported to `log`, and the part is skipped until its backoff has passed.

@@ -80,12 +80,14 @@ class BeatFile:
         if os.fstat(self._fd).st_size > _RECORD.size:
             os.ftruncate(self._fd, 0)  # it is no beat, and readers refuse a file longer than one
 
-    def beat(self, phase: str, step: int = 0, slot: int = -1) -> None:
-        """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none). If
-        the file system is away, this is a beat that is missed: who watches the process sees that."""
+    def beat(self, phase: str, step: int = 0, slot: int = -1) -> bool:
+        """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none).
+        Return whether it was written: if the file system is away or read-only, the beat is missed."""
         record = _RECORD.pack(_MARK, this_boot(), os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
-        with contextlib.suppress(OSError):
-            os.pwrite(self._fd, record, 0)
+        try:
+            return os.pwrite(self._fd, record, 0) == len(record)
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self._fd >= 0:

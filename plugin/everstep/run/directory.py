@@ -1,5 +1,6 @@
 """The run directory: its files, and the lock by which at most one supervisor uses it at a time."""
 
+import contextlib
 import errno
 import os
 import time
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.run.fence import CLAIMED, groups_held
-from everstep.run.files import lock_for_life, lock_holder, make_folder, read_json, read_typed
+from everstep.run.files import file_system_now, lock_for_life, lock_holder, make_folder, read_json, read_typed
 
 NO_ROOM = 1 << 16
 """Free bytes below which a disk counts as full."""
@@ -77,8 +78,9 @@ def require_events(run_dir: Path) -> None:
         raise LaunchError(f"{run_dir} is not a run directory: it has no events/*.jsonl.")
 
 
-def check_room(run_dir: Path) -> None:
-    """Raise the OSError of a write to the run directory if its disk is full or read-only now."""
+def check_room(run_dir: Path, *, writes: bool = True) -> None:
+    """Raise the OSError of a write to the run directory if its disk is full or read-only now. `writes`: also try a
+    write, because a file system that an error has made read-only does not say so."""
     disk, why = os.statvfs(run_dir), 0
     if disk.f_flag & os.ST_RDONLY:
         why = errno.EROFS
@@ -86,6 +88,9 @@ def check_room(run_dir: Path) -> None:
         why = errno.ENOSPC
     if why:
         raise OSError(why, os.strerror(why), str(run_dir))
+    if writes:
+        with contextlib.suppress(PermissionError):  # it is another user's, who asks for the status
+            file_system_now(run_dir)
 
 
 def lock_file(run_dir: Path) -> Path:
