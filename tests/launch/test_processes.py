@@ -174,7 +174,13 @@ def test_an_outage_that_all_groups_meet_does_not_end_a_run_that_has_made_steps(s
     (run.run_dir / "data-is-away").unlink()
     for group in range(2):
         run.wait_for("commit", after=time.time(), group=group)
-    run.end()
+    (run.run_dir / "data-is-away").touch()
+    for group in range(2):
+        os.kill(run.workers(group)[0], signal.SIGUSR1)
+    run.until(lambda: all(len(run.events("workers_died", group=g)) > 6 for g in range(2)), "both to wait for long")
+    run.process.send_signal(signal.SIGINT)
+    ended = run.process.wait(DEADLINE_S), run.events("run_ended")[0]["reason"].rpartition("; ")[2]
+    assert ended == (1, "no group was training that could save it")
 
 
 def test_with_nohup_a_run_outlives_its_terminal(start):

@@ -29,7 +29,7 @@ from pathlib import Path
 from everstep.config.sections import FaultTolerance
 from everstep.launch.prepare import Prepared
 from everstep.run.beats import DONE, BeatFile, beat_path
-from everstep.run.directory import prepared_file
+from everstep.run.directory import finished_file, prepared_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 from everstep.run.poison import poisoned
@@ -82,6 +82,7 @@ def main():
         events.emit("commit", step=step, groups=list(range(groups)), **names, **done)
         if asked_to_leave:
             events.emit("left", step)
+            write_json(finished_file(run_dir), {"step": steps})  # as if a group saved the last step of all
             return
     events.emit("training_done", steps)
     if "--tiny.linger" in argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -28,11 +28,12 @@ def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
 
 
-def newest_commit(run_dir: Path) -> dict[str, Any]:
-    """Return the event of the highest step among the last that each group has committed; {"step": 0} if none has."""
+def newest_commit(run_dir: Path, since: float = 0.0) -> dict[str, Any]:
+    """Return the event of the highest step among the last that each group has committed; {"step": 0} if none has since
+    the wall time `since`."""
     logs = event_path(run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
     commits = filter(None, (last_event(log, {"commit"}) for log in logs))
-    return max(commits, key=lambda commit: commit["step"], default={"step": 0})
+    return max((one for one in commits if one["t"] >= since), key=lambda commit: commit["step"], default={"step": 0})
 
 
 @dataclass

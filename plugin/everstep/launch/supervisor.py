@@ -68,7 +68,7 @@ class Supervisor:
         self._page, self._chaos = page, chaos
         self._launcher = Launcher(run_dir, "supervisor", on_events)
         self._tail = EventTail(run_dir)
-        self._stop_told = False
+        self._stop_told, self._begun_t = False, 0.0
 
     def run(self) -> int:
         """Run until all groups have ended, or end at once at a second request to stop. Return the exit status: 0 if the
@@ -118,10 +118,13 @@ class Supervisor:
             return "stopped", "stopped at once, without a final checkpoint"
         if cannot_go_on:
             return "failed", cannot_go_on
-        if "killed" in kinds and finished_step(self._run_dir) < newest_commit(self._run_dir)["step"]:
-            reason = next(end.reason for end in ends if end.status == "killed")
+        # Groups that were asked to stop between two starts have saved nothing.
+        stopping, newest = self._launcher.is_stopping(), newest_commit(self._run_dir, self._begun_t)["step"]
+        if (stopping or "killed" in kinds) and max(0, finished_step(self._run_dir)) < newest:
+            reasons = [end.reason for end in ends if end.status == "killed"]
+            reason = "; ".join(reasons[:1] or ["no group was training that could save it"])
             return "failed", f"stopped, but the state after the last step is not saved; {reason}"
-        if self._launcher.is_stopping():
+        if stopping:
             return "stopped", "stopped cleanly"
         if "done" in kinds:
             return "done", "every group finished" if len(kinds) == 1 else "finished, though not by every group"
@@ -156,7 +159,7 @@ class Supervisor:
         launcher, state = self._launcher, self._run_dir / "state"
         for path in (job_file(self._run_dir), *state.glob("group-*.over")):  # of an earlier run on Slurm
             path.unlink(missing_ok=True)
-        launcher.events.emit(
+        begun = launcher.events.emit(
             "run_started",
             groups=found.groups,
             ranks_per_group=self._options.ranks,
@@ -165,6 +168,7 @@ class Supervisor:
             steps=found.steps,
             identity=found.identity,
         )
+        self._begun_t = begun["t"]
         for warning in found.warnings:
             launcher.events.emit("warning", text=warning)
         if self._chaos:
