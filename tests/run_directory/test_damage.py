@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from everstep import cli
 from everstep.chaos.view import View
 from everstep.commands import status
 from everstep.data.pack import pack
+from everstep.launch.incarnation import Incarnation
 from everstep.launch.prepare import Prepared, read_prepared
 from everstep.launch.view import RunState
 from everstep.report import metrics
@@ -151,6 +153,19 @@ def test_a_beat_of_no_process_or_of_no_time_is_none(tmp_path, monkeypatch, pid, 
     monkeypatch.setattr("everstep.run.beats.time.monotonic", lambda: mono)
     beats.beat("compute")
     assert read_beat(tmp_path / "beat") is None
+
+
+def test_who_beats_goes_on_if_the_file_is_removed_and_is_not_taken_for_hung(tmp_path):
+    settings = Mock(run_dir=tmp_path, group=0, fault_tolerance=Mock(startup_timeout_s=9.0, stall_timeout_s=9.0))
+    one = Incarnation(settings, 0, Mock(), {0: Mock(pid=os.getpid(), rank=0)})
+    beats = BeatFile(path := beat_path(tmp_path, 0, 0))
+    beats.beat("compute")
+    one.started_mono, now = -math.inf, read_beat(path).mono
+    for _ in range(2):
+        one.look_for_stall(Mock(), now, -math.inf)
+        assert one.stalled is None
+        shutil.rmtree(path.parent, ignore_errors=True)
+    assert (beats.beat("compute", 7), read_beat(path).step) == (True, 7)
 
 
 STANDS_THERE = {

@@ -59,6 +59,7 @@ class Incarnation:
     def __post_init__(self) -> None:
         self.started_mono = time.monotonic()
         self._oom_kills = oom_kills()
+        self._beats: dict[int, Beat] = {}
         self._commit_before = last_commit(self.settings.run_dir, self.settings.group)
 
     @property
@@ -77,9 +78,12 @@ class Incarnation:
         return [child for child in self.ended if child.exitcode != 0 or not self.is_done(child)]
 
     def _beat_of(self, child: Child) -> Beat | None:
-        """Return the last beat of a worker; None if it has not beaten yet. Raises OSError if it cannot be read now."""
+        """Return the last beat of a worker, also if somebody has removed its file since; None if none was seen yet.
+        Raises OSError if it cannot be read now."""
         beat = read_beat(beat_path(self.settings.run_dir, self.settings.group, child.rank))
-        return beat if beat is not None and beat.pid == child.pid else None
+        if beat is not None and beat.pid == child.pid:
+            self._beats[child.rank] = beat
+        return self._beats.get(child.rank)
 
     def is_done(self, child: Child) -> bool:
         """Return whether a worker's beat says that it has finished."""

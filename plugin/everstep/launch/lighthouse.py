@@ -16,7 +16,7 @@ from everstep.launch.children import Child, Children
 from everstep.launch.machine import free_port
 from everstep.launch.restart_rules import backoff_s
 from everstep.run.address import publish_address, published_address
-from everstep.run.beats import BeatFile, lighthouse_beat_path, read_beat
+from everstep.run.beats import Beat, BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.directory import LaunchError, starts_file
 from everstep.run.events import EventLog
 
@@ -45,6 +45,7 @@ class Lighthouse:
         self._run_dir, self._host, self._ft, self._children, self._events = run_dir, host, ft, children, events
         self._beats = lighthouse_beat_path(run_dir)
         self._child: Child | None = None
+        self._beat: Beat | None = None
         self._serves = self._hung = False
         self._port = self._failures = 0
         self._started_mono = self._again_mono = 0.0
@@ -66,9 +67,9 @@ class Lighthouse:
         if self._child is None and time.monotonic() < self._again_mono:
             return
         child = self._child = self._child or self._start()
-        beat = read_beat(self._beats)
+        beat = self._beat = read_beat(self._beats) or self._beat  # somebody may have removed the file
         serves = beat is not None and beat.pid == child.pid
-        if serves and not self._serves:
+        if serves and not (self._serves and published_address(self._run_dir)):
             publish_address(self._run_dir, self.address)
             self.published, self._serves = self.address, True
             starts_file(self._run_dir, None).unlink(missing_ok=True)

@@ -68,7 +68,10 @@ def holder_of(run_dir: Path) -> int | None:
 def refuse_starting(run_dir: Path) -> None:
     """Raise LaunchError if a run holds the directory, in which the caller misses what a started run has."""
     if (pid := holder_of(run_dir)) is not None:
-        raise LaunchError(f"{run_dir}: the run is still starting (pid {pid or 'unknown'}). Try again in a moment.")
+        raise LaunchError(
+            f"{run_dir}: the run is still starting (pid {pid or 'unknown'}), or its state/ was removed. Try again in a "
+            "moment, or else start the run again."
+        )
 
 
 def require_events(run_dir: Path) -> None:
