@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.config.sections import FaultTolerance
-from everstep.report.curves import WandB, scalars_of
+from everstep.report.curves import Curves, WandB, scalars_of
 from everstep.report.live import PAUSE_S, Teller
 from everstep.run.events import EventLog
 from timeline import Timeline, page_of
@@ -106,6 +106,17 @@ def test_steps_and_troubles_of_the_time_before_it_are_told_even_if_it_ends_at_on
     assert losses(tmp_path / "tb") == [(step, float(step)) for step in range(1, 4)]
     assert len(hook.texts) == 1
     assert "lighthouse died" in (tmp_path / "report.html").read_text()
+
+
+def test_curves_go_on_once_they_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("everstep.report.curves.RETRY_S", 0.0)
+    (tmp_path / "tb").touch()
+    points = Curves(tmp_path, {"enable_tensorboard": True})
+    for step in (1, 2):
+        points.put(step, 1.0, {"loss_metrics/global_avg_loss": float(step)})
+        points._thread.submit((tmp_path / "tb").unlink)
+    points.close()
+    assert losses(tmp_path / "tb") == [(2, 2.0)]
 
 
 def test_a_run_tells_each_trouble_once_while_it_lasts_and_nobody_else_sees_the_address(told, hook):

@@ -7,6 +7,7 @@ more: TensorBoard draws them over each other, and W&B leaves them out.
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -22,6 +23,8 @@ SCALARS = {
 """Fields of `commit` events -> torchtitan's names for them. What else torchtitan measures on the rank that emits the
 event is in its field `metrics`, under torchtitan's names."""
 FLUSH_S = 2
+RETRY_S = 60.0
+"""Seconds without points after a writer failed, for instance on a full disk."""
 CLOSE_S = 8.0
 """Seconds for which `Curves.close` waits for the last points."""
 VALIDATION_LOSS = "validation_metrics/loss"
@@ -83,6 +86,8 @@ class Curves:
         self._run_dir, self._folder = run_dir, run_dir / metrics.get("save_tb_folder", "tb")
         self._asked = [name for name in ("tensorboard", "wandb") if metrics.get(f"enable_{name}")]
         self._sinks: dict[str, TensorBoard | WandB] = {}
+        self._again_mono: dict[str, float] = {}
+        """Monotonic seconds before which a writer that failed is not opened again."""
         self._thread = ThreadPoolExecutor(1)
 
     def put(self, step: int, t: float, scalars: dict[str, float]) -> None:
@@ -95,13 +100,17 @@ class Curves:
 
     def _write(self, step: int, t: float, scalars: dict[str, float]) -> None:
         for name in [*self._asked]:
+            if time.monotonic() < self._again_mono.get(name, 0.0):
+                continue
             try:
                 if name not in self._sinks:
                     self._sinks[name] = TensorBoard(self._folder) if name == "tensorboard" else WandB(self._run_dir)
                 self._sinks[name].write(step, t, scalars)
             except Exception as error:  # noqa: BLE001  packages and networks can raise anything
                 print(f"everstep: cannot write to {name}: {type(error).__name__}: {error}", flush=True)
-                if self._sinks.pop(name, None) is None:  # it could not be opened: do not try again
+                self._sinks.pop(name, None)
+                self._again_mono[name] = time.monotonic() + RETRY_S
+                if isinstance(error, ImportError):
                     self._asked.remove(name)
 
     def _close(self) -> None:
