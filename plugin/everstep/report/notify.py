@@ -1,12 +1,16 @@
 """Posts each trouble to a webhook when it begins, but not its end, as the JSON that Slack takes: {"text": …}."""
 
 import json
+import threading
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 TIMEOUT_S = 5.0
+"""Seconds for a whole attempt, however often the server sends a byte."""
 TRIES = 2
+MOST_WAITING = 100
+"""Texts that may wait for the server. Further ones are not sent."""
 CLOSE_S = 8.0
 """Seconds for which `Webhook.close` waits for the server."""
 
@@ -30,6 +34,9 @@ class Webhook:
     def put(self, text: str) -> None:
         """Post a text after those before it."""
         self._posts = {post: said for post, said in self._posts.items() if not post.done()}
+        if len(self._posts) >= MOST_WAITING:
+            self._lose(text, f"{MOST_WAITING} wait before it")
+            return
         self._posts[self._thread.submit(self._post, text)] = text
 
     def close(self) -> None:
@@ -44,13 +51,23 @@ class Webhook:
         data = json.dumps({"text": text}).encode()
         reason = ""
         for _ in range(TRIES):
+            answer: Future[None] = Future()
+            threading.Thread(target=self._try, args=(data, answer), daemon=True).start()
             try:
-                request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
-                with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
-                    return
+                answer.result(TIMEOUT_S)
+                return
             except Exception as error:  # noqa: BLE001  a bad address, a network: anything
-                reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+                reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}".rstrip(": ")
         self._lose(text, reason)
+
+    def _try(self, data: bytes, answer: Future[None]) -> None:
+        """Post `data` once. The timeout of a socket begins anew with each byte, so the caller has one of its own."""
+        try:
+            request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
+                answer.set_result(None)
+        except Exception as error:  # noqa: BLE001
+            answer.set_exception(error)
 
     def _lose(self, text: str, reason: str) -> None:
         print(f"everstep: fault_tolerance.notify: not sent ({reason}): {text}", flush=True)
