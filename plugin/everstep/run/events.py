@@ -34,6 +34,10 @@ READ_AT_ONCE = 1 << 16
 """Bytes of each log that are in memory while the logs of a run are merged, or one is searched from its end."""
 NEAR = 1 << 20
 """Bytes at the end of a log that count as its end for `read_events(lately=...)`."""
+_BOOTED = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+"""Wall time of the boot, for all processes that a launcher forks: somebody may set the wall clock during the run, which
+must not change the order of events. CLOCK_BOOTTIME also counts the time that the host sleeps, which the monotonic clock
+leaves out."""
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 
 
@@ -66,9 +70,6 @@ class EventLog:
         self.unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_UNWRITTEN)
         """The newest events that the disk refused. A caller that shows them in another way may clear it."""
         self._lock = threading.Lock()
-        # Somebody may set the wall clock during the run, which must not change the order of events. CLOCK_BOOTTIME
-        # also counts the time that the host sleeps, which the monotonic clock leaves out.
-        self._booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
         # The last writer may have died within a line, or a full disk cut one. A new event must not continue that line.
@@ -78,7 +79,7 @@ class EventLog:
         """Append one event and return it. Events of a kind in OF_RANK_0 are only appended by rank 0, or by another
         rank if they have a `reason`. `step` is the step that is worked on, counted from 1."""
         event = {
-            "t": self._booted + time.clock_gettime(time.CLOCK_BOOTTIME),
+            "t": _BOOTED + time.clock_gettime(time.CLOCK_BOOTTIME),
             "mono": time.monotonic(),
             **self._head,
             "step": step,
