@@ -77,7 +77,8 @@ def test_a_line_torn_by_a_crash_is_skipped_and_does_not_swallow_the_next_writer(
     assert [event["kind"] for event in read_events(tmp_path)] == ["before", "after"]
 
 
-def test_the_tail_returns_each_event_once_and_waits_for_the_end_of_a_line(tmp_path):
+def test_the_tail_returns_each_event_once_waits_for_the_end_of_a_line_and_follows_a_rotation(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "LOOK_S", 0.0)
     tail = EventTail(tmp_path)
     assert tail.new() == []
     log = EventLog(tmp_path, 0, None, "agent")
@@ -90,6 +91,10 @@ def test_the_tail_returns_each_event_once_and_waits_for_the_end_of_a_line(tmp_pa
         assert tail.new() == []
         file.write(whole[9:])
     assert [event["kind"] for event in tail.new()] == ["two"]
+    for rotate, kind in ((lambda: os.truncate(log.path, 0), "is emptied now"), (log.path.unlink, "gone")):
+        rotate()
+        log.emit(kind)
+        assert [event["kind"] for event in tail.new()] == [kind]
 
 
 def _append_many(run_dir, writer):
