@@ -59,7 +59,7 @@ def test_status_and_view(run_dir):
     said = status_of(run_dir).splitlines()
     assert {f"attention {COVERED}", f"findings {FOUND}", f"refused {JUDGED}", f"memory  {PROTECTED}"} <= {*said}
     state = RunState()
-    lines = [line.split(" ", 1)[1] for line in map(state.apply, read_events(run_dir)) if ":" in line[:3]]
+    lines = [line.split(" ", 2)[2] for line in map(state.apply, read_events(run_dir)) if "-" in line[:5]]
     assert [line for line in lines if line.startswith("attention: 12 of 12")], "once it is known"
     assert "group 0 rank 1: layer 4 wq.y, slot 3 of step 2: nan, refused" in lines
     assert "group 0: slot 3 of step 2 was refused: attention findings" in lines

@@ -94,7 +94,7 @@ class RunState(Account):
         if self.current.schedules and not had_schedules:
             lines.append(f"attention: {dict(lines_of(checks(self)))['attention']}")
         lines = lines or ([describe(event)] if trouble(event) is None else [])
-        lines = [f"{time.strftime('%H:%M:%S', time.localtime(event['t']))} {line}" for line in lines if line]
+        lines = [f"{_clock(event['t'])} {line}" for line in lines if line]
         self.recent.extend(lines)
         if self.newest is not before:
             lines.append(self.progress())
@@ -137,6 +137,12 @@ class RunState(Account):
         if self.faults.kills:
             words.append(f"{self.faults.kills} kill{'s' if self.faults.kills > 1 else ''}")
         return "  ".join(words)
+
+
+def _clock(t: float) -> str:
+    """Return a wall time as text, with its date unless that is today's."""
+    then, today = time.localtime(t), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", then)
 
 
 def _number(value: float | None, form: str) -> str:
