@@ -119,10 +119,13 @@ def test_nobody_is_taken_for_hung_after_all_were_stopped(run):
 
 
 def test_a_leaving_group_that_dies_does_not_fail_the_run_that_goes_on_without_it(start):
-    run = start(2, 1, "--training.steps", "200")
-    run.wait_for("commit", group=1)
+    run = start(3, 1, "--training.steps", "400")
+    for group in range(3):
+        run.wait_for("commit", group=group)
     os.kill(run.workers(1)[0], signal.SIGSTOP)  # it cannot end cleanly
     write_json(groups_file(run.run_dir), {"groups": 1})
+    opened = psutil.Process(run.process.pid).open_files
+    until(lambda: not any("agent-2" in file.path for file in opened()), "what a group that left had open to be closed")
     run.wait_for("agent_ended", group=0, status="done")
     os.kill(run.workers(1)[0], signal.SIGKILL)
     assert run.process.wait(DEADLINE_S) == 0

@@ -116,6 +116,12 @@ class Group:
                 with contextlib.suppress(OSError):
                     beat_path(self.settings.run_dir, self.settings.group, 0).unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Close the files of a group that is over."""
+        self.events.close()
+        if self._heart is not None:
+            self._heart.close()
+
     def _join(self) -> Rendezvous:
         """Claim the group for this start of it, and join the other nodes' agents. Raises Fenced."""
         settings = self.settings

@@ -182,7 +182,10 @@ class Supervisor:
         if not lighthouse.published or self._launcher.is_stopping():
             return
         wanted = number_of_groups(self._run_dir)
-        groups[:] = [group for group in groups if not (group.leaves and group.end)]
+        gone = [group for group in groups if group.leaves and group.end]
+        groups[:] = [group for group in groups if group not in gone]
+        for group in gone:
+            group.close()
         for index in sorted(set(range(wanted)) - {group.settings.group for group in groups}):
             events = EventLog(self._run_dir, index, None, "agent")
             self._launcher.add_group(self.group_settings(index, wanted, found), events)
