@@ -95,8 +95,8 @@ class EventLog:
         with self._lock:
             self.unwritten.append(event)
             try:
-                if event["mono"] >= self._look_mono and self._fd >= 0:
-                    self._look_mono = event["mono"] + LOOK_S
+                if (now := time.monotonic()) >= self._look_mono and self._fd >= 0:
+                    self._look_mono = now + LOOK_S
                     reopen_if_gone(self._fd, self.path, os.O_APPEND)
                 while self.unwritten:
                     self._write(self.unwritten[0])
