@@ -163,6 +163,9 @@ def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datase
             reader.load_state_dict(stored)
             positions = {stream: state.position for stream, state in decode_states(reader.known_states()).items()}
             assert positions == dict.fromkeys(range(rank, 4, ranks), 2)
+    with pytest.raises(ValueError, match="on other data.*exclude_from_loading"):
+        streams(base("iterable"), tokenizer, 4).load_state_dict(stored)
+    streams(base("iterable"), tokenizer, 4).load_state_dict(stored | {"streams": 4})  # as older versions wrote
 
 
 def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):

@@ -238,18 +238,27 @@ class SlotStreams(SlotSource):
         states = self.known_states()
         return {
             **{f"{_RANK}{rank}": states for rank in self.saved_ranks or (self.dp_rank,)},
-            "streams": self._streams,
+            "streams": (self._streams, self.fingerprint()),
             "batches_read": self._steps * self._streams,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's position and states. Raises ValueError if it has another number of streams."""
+        """Take over a checkpoint's position and states. Raises ValueError if it has another number of streams, or is of
+        other data."""
         if not state_dict:
             return
-        if state_dict["streams"] != self._streams:
+        told, mine = state_dict["streams"], self.fingerprint()
+        streams, data = told if isinstance(told, tuple) else (told, mine)  # old checkpoints do not tell their data
+        if streams != self._streams:
             raise ValueError(
-                f"the checkpoint has {state_dict['streams']} data streams, but this run has {self._streams}: keep "
+                f"the checkpoint has {streams} data streams, but this run has {self._streams}: keep "
                 "global_batch_size and local_batch_size."
+            )
+        if data != mine:
+            raise ValueError(
+                f"the checkpoint was trained on other data: its data is ({data}), this run's is ({mine}). Use the "
+                "checkpoint's [dataloader] and seq_len (a folder that has moved needs a link at its old place), or "
+                'ignore its position with checkpoint.exclude_from_loading = ["dataloader"].'
             )
         self._forget()
         for key, states in state_dict.items():
