@@ -35,8 +35,8 @@ def jsonl(tmp_path, documents):
 def register(monkeypatch):
     """A function that adds a dataset of a name to those of torchtitan's text dataloader."""
 
-    def register(name, loader):
-        config = DatasetConfig(path="given to the loader", loader=loader, sample_processor=lambda row: row["text"])
+    def register(name, loader, processor=lambda row: row["text"]):
+        config = DatasetConfig(path="given to the loader", loader=loader, sample_processor=processor)
         monkeypatch.setitem(text_datasets.DATASETS, name, config)
 
     return register

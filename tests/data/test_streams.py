@@ -3,7 +3,9 @@
 import itertools
 import logging
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -163,9 +165,23 @@ def test_a_checkpoint_is_gone_on_from_with_any_number_of_ranks_in_a_group(datase
             reader.load_state_dict(stored)
             positions = {stream: state.position for stream, state in decode_states(reader.known_states()).items()}
             assert positions == dict.fromkeys(range(rank, 4, ranks), 2)
-    with pytest.raises(ValueError, match="on other data.*exclude_from_loading"):
+    with pytest.raises(ValueError, match=r"on other data.*exclude_from_loading"):
         streams(base("iterable"), tokenizer, 4).load_state_dict(stored)
     streams(base("iterable"), tokenizer, 4).load_state_dict(stored | {"streams": 4})  # as older versions wrote
+
+
+def test_a_batch_for_which_a_dataset_draws_random_numbers_is_the_same_on_every_group(register, tokenizer):
+    drawn = lambda row: f"{row['text']} {random.random()} {np.random.rand()} {torch.rand(1).item()}"  # noqa: E731
+    register("drawn", lambda path: Dataset.from_list([{"text": "x"}] * 20), drawn)
+    owner, late, later = (streams(base("drawn"), tokenizer, 2) for _ in range(3))
+    for step in range(1, 9):
+        batch = flat(owner.microbatch(step, 1))
+        owner.committed(step)
+        if step == 5:
+            later.learn(owner.known_states())
+    before = random.getstate(), np.random.get_state()[2]
+    assert flat(late.microbatch(8, 1)) == batch == flat(later.microbatch(8, 1))
+    assert before == (random.getstate(), np.random.get_state()[2])
 
 
 def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):

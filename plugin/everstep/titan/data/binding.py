@@ -31,7 +31,7 @@ def bind_data(config: Any) -> None:
         if data.source == "stdlib" or in_bytes(Path(path)):
             config.tokenizer = ByteTokenizer.Config()
     elif config.fault_tolerance.enable and not isinstance(config.dataloader, SlotStreams.Config):
-        config.dataloader = SlotStreams.Config(base=config.dataloader)
+        config.dataloader = SlotStreams.Config(base=config.dataloader, seed=seed)
 
 
 def check_files(config: Any) -> None:

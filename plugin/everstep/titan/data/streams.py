@@ -7,18 +7,22 @@ from its own saved state gives the same batches again.
 
 A group that takes over a slot opens the slot's stream at the newest state that the group knows, or at the beginning,
 and skips to the batch that it needs. For this, groups exchange the states of their streams from time to time. Frequent
-exchanges cost traffic, rare ones cost time for skipping; neither changes a batch. States are plain values
+exchanges cost traffic, rare ones cost time for skipping; neither changes a batch. What a dataset draws from the global
+generators of torch, numpy and Python is seeded for each batch, unless worker processes read it. States are plain values
 (`everstep.data.plain`), never pickles. A batch is kept until its step is committed, because a retry reads it again."""
 
+import contextlib
 import copy
 import functools
 import json
 import logging
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -32,6 +36,7 @@ from everstep.titan.names import (
     DataloaderExhaustedError,
     ParallelAwareDataloader,
 )
+from everstep.titan.state import slot_seed
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +46,29 @@ _RANK = "dp_rank_"
 """Prefix of a checkpoint's keys: `dp_rank_3` holds the stream states that data-parallel rank 3 knew."""
 
 
+@contextlib.contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Seed the global generators for the body, and restore them after it. The streams that a process opens, and the
+    batches that it skips, depend on which groups died; the model's random numbers must not."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
 class _Stream:
     """An open dataloader and its position, the number of its next batch. It starts at the state `known` if there is one
-    and restoring from it is exact, else at the beginning."""
+    and restoring from it is exact, else at the beginning. `seed`: the run's, for what a dataset draws."""
 
-    def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
-        # A dataloader's iterator draws a seed from torch's global generator. The streams that a process opens depend
-        # on which groups died; the model's random numbers must not.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+    def __init__(self, build: Callable[[], BaseDataLoader], stream: int, seed: int, known: StreamState | None):
+        self._stream, self._seed = stream, seed
+        with _drawing(stream):  # a dataloader's iterator draws a seed from torch's global generator
             self.loader = build()
             parts = private.parts_of(getattr(self.loader, "dataset", None))
             private.count_epochs_apart(parts)
@@ -66,7 +85,8 @@ class _Stream:
     def batch(self, number: int) -> Batch:
         """Skip to batch `number`, not before `position`, and return it. Raises StopIteration at the end of the data."""
         while True:
-            batch = next(self._batches)
+            with _drawing(slot_seed(self._seed, self.position, self._stream, 0)):
+                batch = next(self._batches)
             self.position += 1
             if self.position > number:
                 return batch
@@ -105,6 +125,9 @@ class SlotStreams(SlotSource):
         base: BaseDataLoader.Config = field(default_factory=BaseDataLoader.Config)
         """Config of the dataloader that every stream is an instance of: that of `[dataloader]`."""
 
+        seed: int = 0
+        """The run's seed, for what a dataset draws from global generators."""
+
     def __init__(
         self,
         config: Config,
@@ -117,7 +140,7 @@ class SlotStreams(SlotSource):
         **kwargs,
     ):
         super().__init__(dp_rank, dp_world_size)
-        self._base, self._tokenizer = config.base, tokenizer
+        self._base, self._seed, self._tokenizer = config.base, config.seed, tokenizer
         self._runtime = {
             "tokenizer": tokenizer,
             "seq_len": seq_len,
@@ -225,7 +248,7 @@ class SlotStreams(SlotSource):
         def build() -> BaseDataLoader:
             return self._base.build(dp_world_size=self._streams, dp_rank=stream, **self._runtime)
 
-        return _Stream(build, seed=stream, known=known)
+        return _Stream(build, stream, self._seed, known)
 
     # The interface of a torchtitan dataloader.
 
