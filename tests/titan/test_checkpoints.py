@@ -69,6 +69,13 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
         manager.maybe_wait_for_saving()
         with pytest.raises(OSError, match=f"last checkpoint was not written to {manager.folder}: OSError: .*No space"):
             disk.save(10, 10, last=True)
+        patch.setattr(manager, "_create_checkpoint_id", raises(AssertionError("no accelerator")))
+        disk.save(10, 10)
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        patch.setattr("everstep.titan.disk.sum_in_group", lambda mine: mine)  # the other rank has written it
+        with pytest.raises(OSError, match="ranks differ in whether"):
+            disk.save(10, 10)
+    assert "no accelerator" in told.pop()[2]
     (tmp_path / "checkpoint" / "step-30").symlink_to("nowhere")
     for step in (20, 25, 30, 40):
         disk.save(step, step)

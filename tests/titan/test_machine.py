@@ -15,6 +15,7 @@ KERNELS = [
     ("parallelism.enable_fsdp_symm_mem", True),
     ("optimizer.implementation", "fused_opt_states_bf16"),
     ("compile.enable_async_tensor_parallel", True),
+    ("checkpoint.async_mode", "async_with_pinned_mem"),
 ]
 
 
@@ -22,7 +23,7 @@ KERNELS = [
 def test_a_kernel_of_gpus_is_named_and_a_plain_model_has_none(place, value):
     config, (section, key) = llama3_debugmodel(), place.split(".")
     assert list(needs_gpu(config)) == []
-    config.compile.enable = section == "compile"
+    config.compile.enable, config.checkpoint.enable = section == "compile", section == "checkpoint"
     setattr(getattr(config, section), key, value)
     [problem] = needs_gpu(config)
     assert problem.key == (section, key)

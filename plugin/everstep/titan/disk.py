@@ -207,17 +207,27 @@ class DiskCheckpoints:
         return True
 
     def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
-        """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
-        training goes on, but for the `last` one, of the run or of this start of it, OSError is raised. `commit` is the
-        number for events."""
+        """Write a checkpoint of this step if one is due, or a `part` of it. If it fails on all ranks of the group, on a
+        full disk for instance, training goes on, but for the `last` one, of the run or of this start of it, OSError is
+        raised; so it is if it fails on some ranks only. `commit` is the number for events. A collective of the
+        group."""
         self._files.beat("checkpoint", commit)
         if last and self._trainer.should_continue_training():  # to resume, the run needs more than the model
             self._manager.last_save_model_only = self._manager.last_save_in_hf = False
         is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.on_complete` tells of the last
         tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
+        is_torchs = isinstance(self._manager, CheckpointManager)  # of others it is not known when they write
+        writes = last or part is not None or not is_torchs or self.is_due(step)
+        error: BaseException | None = None
+        saved = False
         try:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
-        except CheckpointException as error:  # the same on all ranks of the group
+        except (CheckpointException, Exception) as failed:  # noqa: BLE001  told below
+            error = failed
+        failures = sum_in_group(error is not None) if writes else 0
+        if 0 < failures < dist.get_world_size():  # others may wait for this rank in the save: end, and start anew
+            raise OSError(f"ranks differ in whether the checkpoint of step {step} was written") from error
+        if error is not None:
             if last:
                 reason = f"{cause_of(error)}{_room(self._manager.folder)}"
                 raise OSError(f"the last checkpoint was not written to {self._manager.folder}: {reason}") from None

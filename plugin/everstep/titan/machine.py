@@ -48,6 +48,8 @@ def needs_gpu(config: Any) -> Iterator[Problem]:
         yield _problem("compile", "enable_async_tensor_parallel", True, "it writes to other GPUs' symmetric memory")
     if config.parallelism.enable_fsdp_symm_mem:
         yield _problem("parallelism", "enable_fsdp_symm_mem", True, "only GPUs have symmetric memory")
+    if config.checkpoint.enable and getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        yield _problem("checkpoint", "async_mode", "async_with_pinned_mem", "it copies from a GPU's memory")
     model = config.model_spec.model
     for kind, what in _MODULES.items():
         if next(iter(model.traverse(kind)), None):
