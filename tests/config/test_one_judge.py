@@ -92,6 +92,9 @@ MISTAKES = {
         'hf_assets_path = "none" has no tokenizer (tokenizer.json or vocab.txt or vocab.json), which [data] source = '
         '"dataloader" needs; download the model\'s tokenizer, or set [data] source = "stdlib"'
     ),
+    ("", "--validator.enable --validator.dataloader.dataset_path nowhere"): (
+        '[validator.dataloader] dataset = "c4_validation" is read from nowhere, which does not exist'
+    ),
     ('[override]\nimports = ["no_such_package.f"]', ""): (
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "
         "imported: No module named 'no_such_package'"

@@ -228,12 +228,27 @@ class TrainerWork(ABC):
         )
 
     def _validate(self, commit: int, *, tells: bool) -> None:
-        """Validate on every group, as the others would wait for a single one. Emit the loss if this group `tells`."""
-        trainer = self._trainer
+        """Validate on every group, as the others would wait for a single one. Emit the loss if this group `tells`. If
+        all ranks of the group lack data, for instance, warn; RuntimeErrors are those of devices and collectives."""
+        trainer, error = self._trainer, None
         self._files.beat("validate", commit)
-        with sl.log_trace_span("validate"):
-            trainer.validator.validate(trainer.model_parts, trainer.step)
-        if tells and (loss := self._measures.validation_loss()) is not None:
+        try:
+            with sl.log_trace_span("validate"):
+                trainer.validator.validate(trainer.model_parts, trainer.step)
+        except RuntimeError:
+            raise
+        except Exception as failed:  # noqa: BLE001  told below
+            error = failed
+        failures = sum_in_group(error is not None)
+        if 0 < failures < dist.get_world_size():  # others may wait for this rank in a layer: end, and start anew
+            raise RuntimeError("[validator] failed on some ranks of the group only") from error
+        if error is not None:
+            for part in trainer.model_parts:
+                part.train()
+            # torchtitan's assertion, which says nothing, is that there was a batch.
+            why = f"{type(error).__name__}: {error}" if str(error) else "its data has no batch"
+            self._events.emit("warning", text=f"[validator] step {trainer.step} was not validated: {why}")
+        elif tells and (loss := self._measures.validation_loss()) is not None:
             self._events.emit("validation", commit, loss=loss)
 
     def _leave_unfit(self, commit: Commit) -> NoReturn:

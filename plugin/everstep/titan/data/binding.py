@@ -54,15 +54,21 @@ def check_files(config: Any) -> None:
             f'hf_assets_path = "{folder}" has no tokenizer ({" or ".join(_TOKENIZER_FILES)}), which [data] source = '
             f'"{config.data.source}" needs{old}; download the model\'s tokenizer, or set [data] source = "stdlib"'
         )
-    loader = config.dataloader
-    if source != "dataloader" or not isinstance(loader, HuggingFaceTextDataLoader.Config):
+    if source == "dataloader":
+        _check_dataset("[dataloader]", config.dataloader)
+    if config.validator.enable:
+        _check_dataset("[validator.dataloader]", getattr(config.validator, "dataloader", None))
+
+
+def _check_dataset(section: str, loader: Any) -> None:
+    if not isinstance(loader, HuggingFaceTextDataLoader.Config):
         return
     name, given = loader.dataset, loader.dataset_path
     if name not in DATASETS:
         raise ConfigError(
-            f'[dataloader] dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
+            f'{section} dataset = "{name}" is not one of torchtitan\'s; the nearest is "{nearest(name, DATASETS)}". '
             'Text of your own: `everstep pack` and [data] source = "tokens"'
         )
     place = given or DATASETS[name].path
     if (given or place.startswith(("/", ".", "tests/"))) and not Path(place).exists():
-        raise ConfigError(f'[dataloader] dataset = "{name}" is read from {place}, which does not exist')
+        raise ConfigError(f'{section} dataset = "{name}" is read from {place}, which does not exist')
