@@ -20,6 +20,7 @@ from torchtitan.hf_datasets.text_datasets import (
 
 from data.conftest import built
 from everstep.data.plain import StreamState, decode_states, encode_states, to_plain
+from everstep.run.exits import TrainerEnds
 from everstep.titan.data.streams import SlotStreams, _stateful
 
 
@@ -182,6 +183,11 @@ def test_a_batch_for_which_a_dataset_draws_random_numbers_is_the_same_on_every_g
     before = random.getstate(), np.random.get_state()[2]
     assert flat(late.microbatch(8, 1)) == batch == flat(later.microbatch(8, 1))
     assert before == (random.getstate(), np.random.get_state()[2])
+
+
+def test_more_streams_than_documents_are_refused(datasets, tokenizer):
+    with pytest.raises(TrainerEnds, match=r"61 data streams.*fewer documents"):
+        streams(base(), tokenizer, 61).microbatch(1, 60)
 
 
 def test_data_is_the_same_however_fast_it_is_read(datasets, tokenizer):

@@ -27,6 +27,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from everstep.data.plain import StreamState, decode_states, encode_states, from_plain, to_plain
+from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.typed import UnfitError
 from everstep.titan.data import private
 from everstep.titan.data.slot_source import Batch, SlotSource
@@ -246,7 +247,14 @@ class SlotStreams(SlotSource):
         logger.info("Data stream %d opened at batch %d, %d to skip", stream, position, number - position)
 
         def build() -> BaseDataLoader:
-            return self._base.build(dp_world_size=self._streams, dp_rank=stream, **self._runtime)
+            try:
+                return self._base.build(dp_world_size=self._streams, dp_rank=stream, **self._runtime)
+            except IndexError as error:  # of Hugging Face, which divides a dataset into ranges of documents
+                raise TrainerEnds(
+                    USAGE_EXIT,
+                    f"[dataloader] cannot be divided into {self._streams} data streams, one for each local batch of "
+                    f"global_batch_size: it has fewer documents ({error}) Set a smaller global_batch_size",
+                ) from error
 
         return _Stream(build, stream, self._seed, known)
 
