@@ -148,7 +148,8 @@ def checkpoint_of(folder, *keys):
 
 def disk_at(folder, **checkpoint):
     """A `DiskCheckpoints` whose `asked` lists the step and our own keys of each load by torchtitan's manager."""
-    disk, disk.asked = DiskCheckpoints.__new__(DiskCheckpoints), []
+    disk = DiskCheckpoints.__new__(DiskCheckpoints)
+    disk.asked, disk.states = [], {}
     settings = {"load_step": -1, "exclude_from_loading": [], "initial_load_path": None, "initial_load_model_only": True}
     disk._config = SimpleNamespace(enable=True, **settings | checkpoint)
     disk._config.folder, disk.choice = ".", Choice(disk._config, folder)
