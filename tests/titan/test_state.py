@@ -16,7 +16,9 @@ from everstep.config.errors import ConfigError
 from everstep.data.plain import StreamState, decode_states, encode_states
 from everstep.quorum.heal import HealState
 from everstep.run import fence
+from everstep.run.directory import finished_file, finished_step
 from everstep.run.exits import TrainerEnds
+from everstep.run.files import write_json
 from everstep.run.token import run_token
 from everstep.snapshot import sources
 from everstep.step.interfaces import Commit
@@ -221,6 +223,7 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     for step in (10, 20):
         checkpoint_of(tmp_path / f"step-{step}", *keys)
     asks, token = {"load_step": 10, "exclude_from_loading": excludes}, run_token(tmp_path)
+    write_json(finished_file(tmp_path), {"step": 20, "for_all": True})
 
     def begin(**checkpoint):
         return choose(disk_at(tmp_path, **checkpoint)._config, tmp_path)
@@ -236,6 +239,7 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     [said] = begin(**asks)
     assert said.endswith("step-20 is newer than [checkpoint] load_step: it is now abandoned-20.0")
     assert run_token(tmp_path) != token, "snapshots in memory are of another run"
+    assert finished_step(tmp_path) == 10, "the run is not over any more"
     assert loaded() == (10, excludes), "also if all die before the next checkpoint"
     checkpoint_of(tmp_path / "step-15", *keys)
     assert (begin(**asks), loaded(), begin()) == ([], (15, excludes[1:]), [])

@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan.tools import filesystem
 
 from everstep.config.errors import ConfigError
-from everstep.run.directory import loaded_file
+from everstep.run.directory import finished_file, finished_step, loaded_file
 from everstep.run.files import read_json, write_json
 from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
@@ -88,6 +88,8 @@ def choose(config: Any, run_dir: Path) -> list[str]:
         _refuse_to_lose(run_dir, chosen)
     else:
         new_token(run_dir)  # snapshots in memory are of another run now
+        if finished_step(run_dir) > chosen:  # or groups would take the run for over and make no step
+            write_json(finished_file(run_dir), {"step": chosen, "for_all": False})
     said = []
     for step in newer:
         path = Path(folder) / f"step-{step}"
