@@ -222,6 +222,8 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
         choose(disk_at(tmp_path, load_step=10)._config, tmp_path)
     for step in (10, 20):
         checkpoint_of(tmp_path / f"step-{step}", *keys)
+    checkpoint_of(tmp_path / "step-5", "model.w")
+    (tmp_path / "step-7").mkdir()  # was being removed when the run died
     asks, token = {"load_step": 10, "exclude_from_loading": excludes}, run_token(tmp_path)
     write_json(finished_file(tmp_path), {"step": 20, "for_all": True})
 
@@ -233,8 +235,15 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
         disk.load()
         return disk.asked[0][0], disk._manager.exclude_from_loading
 
-    with pytest.raises(ConfigError, match="has no step-11, only step-10, step-20"):
-        begin(load_step=11)
+    why = {
+        11: r"has no step-11, only step-5, .*step-20",
+        5: "step-5 has the model only",
+        7: r"step-7 has no \.metadata",
+    }
+    for step, said in why.items():
+        with pytest.raises(ConfigError, match=said):
+            begin(load_step=step)
+    assert (tmp_path / "step-20").exists(), "a refusal changes nothing"
     assert disk_at(tmp_path, **asks).choice.asks, "torchrun alone does not choose"
     [said] = begin(**asks)
     assert said.endswith("step-20 is newer than [checkpoint] load_step: it is now abandoned-20.0")

@@ -80,12 +80,8 @@ class DiskCheckpoints:
             return None
         newest = private.newest_checkpoint(self._manager)
         found = sorted(checkpoints_in(Path(self._manager.folder)).items(), reverse=True)
-        whole = (step for step, folder in found if self._has_all(step, tensors_in(folder)))
+        whole = (step for step, folder in found if not self.choice.why_not(step, folder, tensors_in(folder)))
         return next(whole, newest if newest >= 0 else None)
-
-    def _has_all(self, step: int, keys: Collection[str]) -> bool:
-        """Return whether a checkpoint has what torchtitan loads: the model, and after step 0 the counters too."""
-        return step == 0 or TRAIN_STATE in self.choice.excluded(step) or f"{TRAIN_STATE}.step" in keys
 
     def _to_load(self) -> tuple[int, Path | None]:
         """Return the step and folder of the checkpoint to load. The step is -1 if the run has none of its own. The
@@ -133,15 +129,10 @@ class DiskCheckpoints:
 
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:
         """Raise TrainerEnds if a checkpoint lacks something that torchtitan would load from it."""
-        why, position = "", {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
-        if not keys:
-            why = "has a damaged .metadata: move it away, or set [checkpoint] load_step to another one"
-        elif not self._has_all(step, keys):
-            why = (
-                "has the model only ([checkpoint] last_save_model_only), and training cannot go on from it: set "
-                "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
-            )
-        elif step and DATALOADER not in self._config.exclude_from_loading and not position.issubset(keys):
+        why = self.choice.why_not(step, folder, keys)
+        position = {f"{DATALOADER}.{key}" for key in self._trainer.dataloader.state_dict()}
+        reads_data = step and DATALOADER not in self._config.exclude_from_loading
+        if not why and reads_data and not position.issubset(keys):
             why = (
                 "has no position for the data of this [data] source: to read the data from its beginning, set "
                 '[checkpoint] exclude_from_loading = ["dataloader"]'

@@ -10,6 +10,7 @@ Without a launcher (torchrun) nothing is chosen: as in torchtitan, both apply wh
 
 import contextlib
 import re
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
 from everstep.titan.names import DATALOADER, TRAIN_STATE
+from everstep.titan.parts import tensors_in
 
 ANSWER_S = 10.0
 """Seconds to wait for a keeper's answer."""
@@ -55,6 +57,19 @@ class Choice:
         applies = self.begun is None or step <= self.begun
         return [key for key in self._config.exclude_from_loading if applies or key == DATALOADER]
 
+    def why_not(self, step: int, folder: Path, keys: Collection[str]) -> str:
+        """Return why training cannot go on from the checkpoint of this step with these keys, and what to do; "" if it
+        can: it has what torchtitan loads, the model, and after step 0 the counters too."""
+        if not keys:
+            state = "a damaged" if (folder / ".metadata").exists() else "no"
+            return f"has {state} .metadata: move it away, or set [checkpoint] load_step to another one"
+        if step == 0 or TRAIN_STATE in self.excluded(step) or f"{TRAIN_STATE}.step" in keys:
+            return ""
+        return (
+            "has the model only ([checkpoint] last_save_model_only), and training cannot go on from it: set "
+            "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
+        )
+
 
 def choose(config: Any, run_dir: Path) -> list[str]:
     """Do what `[checkpoint]`, here `config`, asks for, unless that was done; return in sentences what became of other
@@ -77,6 +92,11 @@ def choose(config: Any, run_dir: Path) -> list[str]:
     if config.load_step != -1 and chosen not in steps:
         only = f"step-{chosen}, only {', '.join(f'step-{step}' for step in sorted(steps))}" if steps else "checkpoints"
         raise ConfigError(f"{there} has no {only}")
+    if config.load_step != -1 and not filesystem.is_remote(folder):
+        path = Path(folder) / f"step-{chosen}"
+        why = choice.why_not(chosen, path, tensors_in(path))
+        if why:
+            raise ConfigError(f"{there}/{path.name} {why}")
     if newer and filesystem.is_remote(folder):
         raise ConfigError(f"{there} has newer checkpoints: move {', '.join(f'step-{step}' for step in newer)} away")
     if chosen != -1 and TRAIN_STATE in choice.leaves_out:
