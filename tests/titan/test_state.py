@@ -190,6 +190,10 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match="step-15 has the model only"):
         disk_at(tmp_path).load()
+    (tmp_path / "step-16").mkdir()
+    (tmp_path / "step-16" / "model.safetensors.index.json").touch()
+    with pytest.raises(TrainerEnds, match="step-16 has the model only"):
+        disk_at(tmp_path).load()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

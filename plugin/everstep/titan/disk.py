@@ -29,6 +29,7 @@ from everstep.titan.load_once import Choice
 from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import (
     FIRST,
+    HF_INDEX,
     WORKERS,
     Parts,
     cause_of,
@@ -85,7 +86,7 @@ class DiskCheckpoints:
 
     def _to_load(self) -> tuple[int, Path | None]:
         """Return the step and folder of the checkpoint to load. The step is -1 if the run has none of its own. The
-        folder is None if there is no checkpoint, its format is not torch's, or only a model is loaded."""
+        folder is None if there is no checkpoint, it is not local, or only a model is loaded."""
         step = self.choice.load_step
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return step, None
@@ -93,7 +94,8 @@ class DiskCheckpoints:
             step = newest
         initial = None if self._config.initial_load_model_only else self._config.initial_load_path
         folder = Path(self._manager.folder) / f"step-{step}" if step != -1 else initial
-        return step, Path(folder) if folder and (Path(folder) / ".metadata").exists() else None
+        files = (".metadata", HF_INDEX) if step != -1 else (".metadata",)
+        return step, Path(folder) if folder and any((Path(folder) / file).exists() for file in files) else None
 
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest. Return whether there was one. Of our keys it

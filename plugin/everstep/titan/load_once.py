@@ -23,7 +23,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
 from everstep.titan.names import DATALOADER, TRAIN_STATE
-from everstep.titan.parts import tensors_in
+from everstep.titan.parts import HF_INDEX, tensors_in
 
 ANSWER_S = 10.0
 """Seconds to wait for a keeper's answer."""
@@ -60,15 +60,15 @@ class Choice:
     def why_not(self, step: int, folder: Path, keys: Collection[str]) -> str:
         """Return why training cannot go on from the checkpoint of this step with these keys, and what to do; "" if it
         can: it has what torchtitan loads, the model, and after step 0 the counters too."""
-        if not keys:
-            state = "a damaged" if (folder / ".metadata").exists() else "no"
-            return f"has {state} .metadata: move it away, or set [checkpoint] load_step to another one"
-        if step == 0 or TRAIN_STATE in self.excluded(step) or f"{TRAIN_STATE}.step" in keys:
+        if keys and (step == 0 or TRAIN_STATE in self.excluded(step) or f"{TRAIN_STATE}.step" in keys):
             return ""
-        return (
-            "has the model only ([checkpoint] last_save_model_only), and training cannot go on from it: set "
-            "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
-        )
+        if keys or (folder / HF_INDEX).exists():
+            return (
+                "has the model only ([checkpoint] last_save_model_only), and training cannot go on from it: set "
+                "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
+            )
+        state = "a damaged" if (folder / ".metadata").exists() else "no"
+        return f"has {state} .metadata: move it away, or set [checkpoint] load_step to another one"
 
 
 def choose(config: Any, run_dir: Path) -> list[str]:

@@ -23,6 +23,8 @@ WORKERS = "semi_sync"
 """Name, within a checkpoint, of what only semi-synchronous runs have."""
 FIRST = "first"
 """Folder name of the first group's part, which torchtitan's manager writes, until all other parts are there."""
+HF_INDEX = "model.safetensors.index.json"
+"""File of a checkpoint in Hugging Face's format, which has the model only (`[checkpoint] last_save_in_hf`)."""
 _OWN = re.compile(rf"{WORKERS}\.worker\.(\d+)\.")
 
 
