@@ -95,6 +95,10 @@ def test_a_group_that_dies_while_it_replaces_a_checkpoint_leaves_a_whole_one(tmp
     with pytest.raises(SystemExit):
         put_in_place(tmp_path / "draft", tmp_path / "step-10")
     assert [*checkpoints_in(tmp_path)] == [10]
+    (tmp_path / "step-10" / "model.safetensors.index.json").touch()
+    (tmp_path / "again").mkdir()
+    put_in_place(tmp_path / "again", tmp_path / "step-10")
+    assert (tmp_path / "abandoned-10.0" / ".metadata").exists(), "an export is kept, and nothing removed"
 
 
 @pytest.mark.parametrize("over", [False, True])

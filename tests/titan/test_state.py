@@ -179,13 +179,18 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path):
+def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path, monkeypatch):
     """With more steps, or if all groups died before the end was noted. Without an older checkpoint it is refused."""
     keys = f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
     before = checkpoint_of(tmp_path / "step-10", *keys)
     checkpoint_of(tmp_path / "step-15", "model.w")
-    disk = disk_at(tmp_path)
+    disk, told = disk_at(tmp_path), []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    disk._events = SimpleNamespace(emit=lambda kind, text: told.append(text))
     disk.load()
+    assert told[0].startswith(
+        f"the run goes on from step 10 and makes later steps again, as {tmp_path / 'step-15'} has"
+    )
     assert (disk.asked, disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest()) == ([(10, {"history"})], 15)
     before.rename(tmp_path / "step-10.kept")
     with pytest.raises(TrainerEnds, match="step-15 has the model only"):

@@ -34,6 +34,7 @@ from everstep.titan.parts import (
     Parts,
     cause_of,
     checkpoints_in,
+    has_model_only,
     put_in_place,
     read_alone,
     remove_incomplete,
@@ -111,7 +112,7 @@ class DiskCheckpoints:
             if WORKERS not in self.states and (workers := workers_in(folder)) and dist.get_rank() == 0:
                 text = f"the states of {len(workers)} workers in {folder} are left out: [semi_sync] is not enabled"
                 self._events.emit("warning", text=text)
-            self._tell_damaged(step)
+            self._tell_newer(step)
         self._manager.exclude_from_loading = self.choice.excluded(step)
         try:
             found = self._manager.load(step=step)
@@ -121,12 +122,23 @@ class DiskCheckpoints:
         self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
 
-    def _tell_damaged(self, step: int) -> None:
-        """Warn of newer checkpoints that are skipped because they are damaged."""
-        newer = {at: path for at, path in checkpoints_in(Path(self._manager.folder)).items() if at > step}
-        damaged = [str(path) for path in newer.values() if not tensors_in(path)]
-        if damaged and self.choice.load_step == -1 and dist.get_rank() == 0:
+    def _tell_newer(self, step: int) -> None:
+        """Warn of newer checkpoints that are skipped because they are damaged or have the model only."""
+        place = Path(self._manager.folder)
+        found = checkpoints_in(place) | checkpoints_in(place, HF_INDEX)
+        newer = {str(path): has_model_only(path) for at, path in sorted(found.items()) if at > step}
+        if not newer or self.choice.load_step != -1 or dist.get_rank() != 0:
+            return
+        models = [path for path, is_model in newer.items() if is_model]
+        damaged = [path for path in newer if path not in models and not tensors_in(Path(path))]
+        if damaged:
             text = f"the run goes on from step {step}, as the .metadata of {', '.join(damaged)} is damaged"
+            self._events.emit("warning", text=text)
+        if models:
+            text = (
+                f"the run goes on from step {step} and makes later steps again, as {', '.join(models)} has the model "
+                "only ([checkpoint] last_save_model_only). It is renamed to abandoned-… when its step is saved again"
+            )
             self._events.emit("warning", text=text)
 
     def _require(self, step: int, folder: Path, keys: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
 from everstep.titan.names import DATALOADER, TRAIN_STATE
-from everstep.titan.parts import HF_INDEX, tensors_in
+from everstep.titan.parts import HF_INDEX, aside, tensors_in
 
 ANSWER_S = 10.0
 """Seconds to wait for a keeper's answer."""
@@ -113,9 +113,7 @@ def choose(config: Any, run_dir: Path) -> list[str]:
     said = []
     for step in newer:
         path = Path(folder) / f"step-{step}"
-        aside = next(to for n in range(len(names) + 1) if not (to := path.with_name(f"abandoned-{step}.{n}")).exists())
-        path.rename(aside)
-        said.append(f"{path} is newer than [checkpoint] load_step: it is now {aside.name}")
+        said.append(f"{path} is newer than [checkpoint] load_step: it is now {path.rename(aside(path)).name}")
     write_json(choice.record, choice.asked | {"from": chosen})
     return said
 

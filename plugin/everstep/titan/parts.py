@@ -6,6 +6,7 @@ is a torch checkpoint in itself. The parts are collected in a folder for their s
 last one moves the others below the first group's part, and renames that to the checkpoint's name.
 """
 
+import itertools
 import re
 import shutil
 import warnings
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from everstep.titan.names import TRAIN_STATE
+
 WORKERS = "semi_sync"
 """Name, within a checkpoint, of what only semi-synchronous runs have."""
 FIRST = "first"
@@ -28,9 +31,9 @@ HF_INDEX = "model.safetensors.index.json"
 _OWN = re.compile(rf"{WORKERS}\.worker\.(\d+)\.")
 
 
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return step -> folder for the complete checkpoints, in torch's format, in a local folder."""
-    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path.parent) for path in folder.glob("step-*/.metadata"))
+def checkpoints_in(folder: Path, file: str = ".metadata") -> dict[int, Path]:
+    """Return step -> folder for the complete checkpoints in a local folder: those in torch's format, or with `file`."""
+    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path.parent) for path in folder.glob(f"step-*/{file}"))
     return {int(named[1]): path for named, path in found if named is not None}
 
 
@@ -59,6 +62,12 @@ def workers_in(folder: Path) -> dict[int, Path]:
     """Return worker -> folder of the part of a checkpoint that has the worker's own state."""
     found = ((_OWN.match(name), part) for name, (part, _) in tensors_in(folder).items())
     return {int(own[1]): part for own, part in found if own is not None}
+
+
+def has_model_only(folder: Path) -> bool:
+    """Return whether a checkpoint is an export of the model, which is all that a run's last one may have."""
+    keys = tensors_in(folder)
+    return (folder / HF_INDEX).exists() or (bool(keys) and f"{TRAIN_STATE}.step" not in keys)
 
 
 def read_alone(folder: Path, into: dict[str, Any]) -> None:
@@ -125,9 +134,19 @@ def remove_incomplete(folder: Path, step: int) -> None:
 
 def put_in_place(draft: Path, target: Path) -> None:
     """Rename a complete checkpoint to `target`. One of the same step, from before the run went back, is removed. That
-    comes last, as it takes long for a large one, and the group may die meanwhile."""
-    replaced = draft.with_name(f"{draft.name}-replaced")  # removed at the group's next start if it dies here
+    comes last, as it takes long for a large one, and the group may die meanwhile. An export of the model is kept,
+    unless this is one too."""
+    exported = has_model_only(target) and not has_model_only(draft)
+    # Without an export, this is removed at the group's next start if it dies here.
+    replaced = aside(target) if exported else draft.with_name(f"{draft.name}-replaced")
     if target.exists():
         target.rename(replaced)
     draft.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if not exported:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def aside(checkpoint: Path) -> Path:
+    """Return a free name that does not stand for a checkpoint of the run."""
+    step, tries = checkpoint.name.removeprefix("step-"), itertools.count()
+    return next(to for n in tries if not (to := checkpoint.with_name(f"abandoned-{step}.{n}")).exists())
