@@ -1,6 +1,8 @@
 """Checkpoints on disk: an incomplete one is not taken for a checkpoint, and events tell what became of each."""
 
 import errno
+import sys
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from everstep.step.attempt import Outcome
 from everstep.titan.disk import DiskCheckpoints, save_via_draft
 from everstep.titan.names import CheckpointManager
-from everstep.titan.parts import checkpoints_in, put_in_place
+from everstep.titan.parts import checkpoints_in, clear_draft, put_in_place
 from everstep.titan.trainer import EverstepTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,6 +97,16 @@ def test_a_group_that_dies_while_it_replaces_a_checkpoint_leaves_a_whole_one(tmp
     with pytest.raises(SystemExit):
         put_in_place(tmp_path / "draft", tmp_path / "step-10")
     assert [*checkpoints_in(tmp_path)] == [10]
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "missing", tmp_path / "step-10")
+    assert [*checkpoints_in(tmp_path)] == [10], "the old one, if the new one cannot be renamed"
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, to: rename(self, to) if to.name != "step-10" else sys.exit())
+    with pytest.raises(SystemExit):
+        put_in_place(tmp_path / "b", tmp_path / "step-10")
+    monkeypatch.undo()
+    clear_draft(*tmp_path.glob("b-*"))
+    assert [*checkpoints_in(tmp_path)] == [10], "the old one, at the group's next start"
     (tmp_path / "step-10" / "model.safetensors.index.json").touch()
     (tmp_path / "again").mkdir()
     put_in_place(tmp_path / "again", tmp_path / "step-10")

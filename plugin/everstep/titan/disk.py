@@ -34,6 +34,7 @@ from everstep.titan.parts import (
     Parts,
     cause_of,
     checkpoints_in,
+    clear_draft,
     has_model_only,
     put_in_place,
     read_alone,
@@ -288,7 +289,7 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
 
     Args:
         life: part of the temporary folder's name, new after every start of the group. Folders that earlier starts of
-            the group have left are removed.
+            the group have left are removed; a checkpoint that was being replaced gets its name back.
         parts: collects the parts of a semi-synchronous run, which refuses other managers (TrainerEnds); else None.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):
@@ -298,7 +299,7 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
         return
     prefix, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
     for left in Path(manager.folder).glob(f"{prefix}*") if is_first else ():
-        shutil.rmtree(left, ignore_errors=True)
+        clear_draft(left)
 
     def save_draft(state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         target = Path(checkpoint_id)

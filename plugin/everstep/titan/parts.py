@@ -137,13 +137,29 @@ def put_in_place(draft: Path, target: Path) -> None:
     comes last, as it takes long for a large one, and the group may die meanwhile. An export of the model is kept,
     unless this is one too."""
     exported = has_model_only(target) and not has_model_only(draft)
-    # Without an export, this is removed at the group's next start if it dies here.
-    replaced = aside(target) if exported else draft.with_name(f"{draft.name}-replaced")
+    step = target.name.removeprefix("step-")
+    replaced = aside(target) if exported else draft.with_name(f"{draft.name}-replaced-{step}")
     if target.exists():
         target.rename(replaced)
-    draft.rename(target)
-    if not exported:
-        shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        draft.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    if not exported and replaced.exists():
+        # `draft` is free now, and clear_draft does not take what is removed in part for a checkpoint.
+        shutil.rmtree(replaced.rename(draft), ignore_errors=True)
+
+
+def clear_draft(left: Path) -> None:
+    """Remove what a start of the group that died has left of a checkpoint. If it died between the two renames of
+    `put_in_place`, the old checkpoint gets its name back."""
+    found = re.search(r"-replaced-(\d+)$", left.name)
+    if found and not (target := left.with_name(f"step-{found[1]}")).exists():
+        left.rename(target)
+    else:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def aside(checkpoint: Path) -> Path:
