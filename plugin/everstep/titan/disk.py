@@ -38,6 +38,7 @@ from everstep.titan.parts import (
     has_model_only,
     put_in_place,
     read_alone,
+    remedy,
     remove_incomplete,
     tensors_in,
     workers_in,
@@ -81,10 +82,13 @@ class DiskCheckpoints:
         checkpoint of a run may have the model only. None if there is none."""
         if not self._config.enable or not isinstance(self._manager, CheckpointManager):
             return None
-        newest = private.newest_checkpoint(self._manager)
-        found = sorted(checkpoints_in(Path(self._manager.folder)).items(), reverse=True)
+        if filesystem.is_remote(self._manager.folder):
+            newest = private.newest_checkpoint(self._manager)
+            return newest if newest >= 0 else None
+        place = Path(self._manager.folder)
+        found = sorted((checkpoints_in(place) | checkpoints_in(place, HF_INDEX)).items(), reverse=True)
         whole = (step for step, folder in found if not self.choice.why_not(step, folder, tensors_in(folder)))
-        return next(whole, newest if newest >= 0 else None)
+        return next(whole, found[0][0] if found else None)
 
     def _to_load(self) -> tuple[int, Path | None]:
         """Return the step and folder of the checkpoint to load. The step is -1 if the run has none of its own. The
@@ -118,8 +122,8 @@ class DiskCheckpoints:
         try:
             found = self._manager.load(step=step)
         except CheckpointException as error:
-            remedy = "Move it away, or set [checkpoint] load_step to another one"
-            raise OSError(f"{folder or self._manager.folder} cannot be read: {cause_of(error)}. {remedy}") from None
+            where = folder or (self._config.initial_load_path if step == -1 else f"{self._manager.folder}/step-{step}")
+            raise OSError(f"{where} cannot be read: {cause_of(error)}. To go on, {remedy(step)}") from None
         self._trainer.own_keys, source.saved_ranks = OURS, ()
         return bool(found)
 

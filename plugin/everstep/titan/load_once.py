@@ -23,7 +23,7 @@ from everstep.run.files import read_json, write_json
 from everstep.run.token import new_token
 from everstep.snapshot.recovery import ask_keepers
 from everstep.titan.names import DATALOADER, TRAIN_STATE
-from everstep.titan.parts import HF_INDEX, aside, tensors_in
+from everstep.titan.parts import HF_INDEX, aside, remedy, tensors_in
 
 ANSWER_S = 10.0
 """Seconds to wait for a keeper's answer."""
@@ -68,7 +68,7 @@ class Choice:
                 "[checkpoint] load_step to an older one, or begin another run with initial_load_path"
             )
         state = "a damaged" if (folder / ".metadata").exists() else "no"
-        return f"has {state} .metadata: move it away, or set [checkpoint] load_step to another one"
+        return f"has {state} .metadata: {remedy(step)}"
 
 
 def choose(config: Any, run_dir: Path) -> list[str]:
@@ -98,7 +98,9 @@ def choose(config: Any, run_dir: Path) -> list[str]:
         if why:
             raise ConfigError(f"{there}/{path.name} {why}")
     if newer and filesystem.is_remote(folder):
-        raise ConfigError(f"{there} has newer checkpoints: move {', '.join(f'step-{step}' for step in newer)} away")
+        raise ConfigError(
+            f"{there} has newer checkpoints: move {', '.join(f'step-{step}' for step in newer)} out of it"
+        )
     if chosen != -1 and TRAIN_STATE in choice.leaves_out:
         raise ConfigError(
             f"[checkpoint] exclude_from_loading: without {TRAIN_STATE} the run would begin at step 1 beside its own "

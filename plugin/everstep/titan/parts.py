@@ -162,6 +162,14 @@ def clear_draft(left: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def remedy(step: int) -> str:
+    """Return what a user can do about the damaged checkpoint of this step, -1 for an initial one. torchtitan takes any
+    name that contains step-N for a checkpoint, so the user is given another."""
+    if step == -1:
+        return "set [checkpoint] initial_load_path to another one"
+    return f"rename it to abandoned-{step}, or set [checkpoint] load_step to another one"
+
+
 def aside(checkpoint: Path) -> Path:
     """Return a free name that does not stand for a checkpoint of the run."""
     step, tries = checkpoint.name.removeprefix("step-"), itertools.count()
