@@ -40,7 +40,7 @@ def raises(error):
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monkeypatch):
-    save_via_draft(manager, 0, "a")
+    save_via_draft(manager, "0", "a")
 
     def saved_at_last():
         manager.save(10)
@@ -55,7 +55,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, manager, monk
     assert [*(tmp_path / "checkpoint").iterdir()] == [], "what was written does not fill the disk"
     (tmp_path / "checkpoint" / "writing-trainer-0-a").mkdir()  # as by a group that is killed while it writes
     assert manager._find_load_step() == -1
-    save_via_draft(manager, 0, "b")
+    save_via_draft(manager, "0", "b")
     assert (saved_at_last(), manager._find_load_step()) == (["step-10"], 10)
 
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     trainer, told = MagicMock(checkpointer=manager), []
     trainer.context.events.emit = lambda kind, step, **fields: told.append((kind, step, fields.get("reason", "")))
     disk = DiskCheckpoints(trainer)
-    save_via_draft(manager, 0, "life")
+    save_via_draft(manager, "0", "life")
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemWriter, "write_data", raises(OSError(errno.ENOSPC, "No space left on device")))
         disk.save(10, 10)

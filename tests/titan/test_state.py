@@ -21,6 +21,7 @@ from everstep.run.exits import TrainerEnds
 from everstep.run.files import write_json
 from everstep.run.token import run_token
 from everstep.snapshot import sources
+from everstep.snapshot.segment import run_id
 from everstep.step.interfaces import Commit
 from everstep.titan import load_once, rounds, run_files
 from everstep.titan.disk import OURS, DiskCheckpoints
@@ -158,7 +159,8 @@ def disk_at(folder, **checkpoint):
     (folder / "state").mkdir(parents=True, exist_ok=True)
     source = SimpleNamespace(state_dict=lambda: {"rows_read": 0}, saved_ranks=())
     disk._manager, disk._trainer = CheckpointManager.__new__(CheckpointManager), SimpleNamespace(own_keys=OURS)
-    disk._trainer.dataloader = source
+    disk._trainer.dataloader, disk._trainer.data_told = source, ""
+    disk._trainer.context = SimpleNamespace(run_dir=folder, token=b"ours")
     disk._manager.enable, disk._manager.folder = False, str(folder)
     disk._manager.load = lambda step: disk.asked.append((step, disk._trainer.own_keys))
     return disk
@@ -188,10 +190,11 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     disk._events = SimpleNamespace(emit=lambda kind, text: told.append(text))
     disk.load()
-    assert told[0].startswith(
-        f"the run goes on from step 10 and makes later steps again, as {tmp_path / 'step-15'} has"
-    )
+    assert told[0].startswith(f"the run goes on from step 10 and makes later steps again, as {tmp_path}/step-15 has")
     assert (disk.asked, disk_at(tmp_path, exclude_from_loading=[TRAIN_STATE]).newest()) == ([(10, {"history"})], 15)
+    disk._trainer.data_told, disk._trainer.context.run_dir = "their-id data", tmp_path / "run"
+    disk.load()
+    assert "trains on from another run's checkpoint" in told[-1]
     before.rename(tmp_path / "step-20.kept")
     with pytest.raises(TrainerEnds, match="step-15 has the model only"):
         disk_at(tmp_path).load()
@@ -235,6 +238,7 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     (tmp_path / "step-7").mkdir()  # was being removed when the run died
     asks, token = {"load_step": 10, "exclude_from_loading": excludes}, run_token(tmp_path)
     write_json(finished_file(tmp_path), {"step": 20, "for_all": True})
+    (tmp_path / f"writing-trainer-0-{run_id(token)}-life").mkdir()
 
     def begin(**checkpoint):
         return choose(disk_at(tmp_path, **checkpoint)._config, tmp_path)
@@ -258,6 +262,7 @@ def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     assert said.endswith("step-20 is newer than [checkpoint] load_step: it is now abandoned-20.0")
     assert run_token(tmp_path) != token, "snapshots in memory are of another run"
     assert finished_step(tmp_path) == 10, "the run is not over any more"
+    assert not [*tmp_path.glob("writing-*")], "nobody else knows the drafts of the old id"
     assert loaded() == (10, excludes), "also if all die before the next checkpoint"
     checkpoint_of(tmp_path / "step-15", *keys)
     assert (begin(**asks), loaded(), begin()) == ([], (15, excludes[1:]), [])

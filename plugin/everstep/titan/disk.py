@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 
 from everstep.foreign import replace
 from everstep.run.exits import USAGE_EXIT, TrainerEnds
+from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.titan import private
 from everstep.titan.data.slot_source import SlotSource
@@ -28,6 +29,7 @@ from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.load_once import Choice
 from everstep.titan.names import DATALOADER, TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import (
+    DRAFT,
     FIRST,
     HF_INDEX,
     WORKERS,
@@ -125,7 +127,22 @@ class DiskCheckpoints:
             where = folder or (self._config.initial_load_path if step == -1 else f"{self._manager.folder}/step-{step}")
             raise OSError(f"{where} cannot be read: {cause_of(error)}. To go on, {remedy(step)}") from None
         self._trainer.own_keys, source.saved_ranks = OURS, ()
+        self._tell_other_run(step)
         return bool(found)
+
+    def _tell_other_run(self, step: int) -> None:
+        """Warn if another run wrote the loaded checkpoint, as a folder outside of the run directory may have those of
+        several. Before a step that was chosen, the run itself had another id."""
+        told, run_dir = self._trainer.data_told.partition(" ")[0], self._trainer.context.run_dir.resolve()
+        path = Path(self._manager.folder) / f"step-{step}"
+        chosen = step == -1 or (self.choice.begun is not None and step <= self.choice.begun)
+        if not told or told == run_id(self._trainer.context.token) or chosen or path.resolve().is_relative_to(run_dir):
+            return
+        if dist.get_rank() == 0:
+            text = (
+                f"this run trains on from another run's checkpoint, {path}; to begin anew, give it a folder of its own"
+            )
+            self._events.emit("warning", text=f"[checkpoint] {text}")
 
     def _tell_newer(self, step: int) -> None:
         """Warn of newer checkpoints that are skipped because they are damaged or have the model only."""
@@ -286,13 +303,14 @@ def _room(folder: str) -> str:
         return ""
 
 
-def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = None) -> None:
+def save_via_draft(manager: Any, writer: str, life: str, parts: Parts | None = None) -> None:
     """Have torchtitan's checkpoint manager write to a temporary folder, and rename that once a checkpoint is complete.
     A group that is killed while it writes then leaves nothing that could be taken for a checkpoint, and two groups that
     write the same step, in two histories, do not mix their files. Other managers and remote folders stay as they are.
 
     Args:
-        life: part of the temporary folder's name, new after every start of the group. Folders that earlier starts of
+        writer: part of the temporary folder's name: the group and the run, as runs may share a checkpoint folder.
+        life: another part of it, new after every start of the group. Folders that earlier starts of
             the group have left are removed; a checkpoint that was being replaced gets its name back.
         parts: collects the parts of a semi-synchronous run, which refuses other managers (TrainerEnds); else None.
     """
@@ -301,7 +319,7 @@ def save_via_draft(manager: Any, group: int, life: str, parts: Parts | None = No
             why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
             raise TrainerEnds(USAGE_EXIT, why)
         return
-    prefix, is_first, save = f"writing-trainer-{group}-", dist.get_rank() == 0, type(manager).dcp_save
+    prefix, is_first, save = f"{DRAFT}{writer}-", dist.get_rank() == 0, type(manager).dcp_save
     for left in Path(manager.folder).glob(f"{prefix}*") if is_first else ():
         clear_draft(left)
 

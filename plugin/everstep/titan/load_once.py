@@ -20,10 +20,11 @@ from torchtitan.tools import filesystem
 from everstep.config.errors import ConfigError
 from everstep.run.directory import finished_file, finished_step, loaded_file
 from everstep.run.files import read_json, write_json
-from everstep.run.token import new_token
+from everstep.run.token import new_token, run_token
 from everstep.snapshot.recovery import ask_keepers
+from everstep.snapshot.segment import run_id
 from everstep.titan.names import DATALOADER, TRAIN_STATE
-from everstep.titan.parts import HF_INDEX, aside, remedy, tensors_in
+from everstep.titan.parts import DRAFT, HF_INDEX, aside, clear_draft, remedy, tensors_in
 
 ANSWER_S = 10.0
 """Seconds to wait for a keeper's answer."""
@@ -84,6 +85,9 @@ def choose(config: Any, run_dir: Path) -> list[str]:
             choice.record.unlink(missing_ok=True)
         return []
     folder = config.folder if filesystem.is_remote(config.folder) else str(run_dir / config.folder)
+    # The groups of a run with another token will not know them.
+    for left in Path(folder).glob(f"{DRAFT}*-{run_id(run_token(run_dir))}-*"):
+        clear_draft(left)
     names = filesystem.listdir(folder) if filesystem.isdir(folder) else []
     steps = {int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name))}
     chosen = config.load_step if config.load_step != -1 else max(steps, default=-1)

@@ -24,6 +24,8 @@ from everstep.titan.names import TRAIN_STATE
 
 WORKERS = "semi_sync"
 """Name, within a checkpoint, of what only semi-synchronous runs have."""
+DRAFT = "writing-trainer-"
+"""Begin of the name of a folder that a group writes to; the group's id and the run's follow."""
 FIRST = "first"
 """Folder name of the first group's part, which torchtitan's manager writes, until all other parts are there."""
 HF_INDEX = "model.safetensors.index.json"

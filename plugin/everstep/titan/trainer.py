@@ -119,7 +119,8 @@ class EverstepTrainer(titan.Trainer):
         if run.snapshots is not None:
             run.snapshots.shards = self.work.state.shards()
         parts = self.work.parts if isinstance(self.work, Rounds) else None
-        save_via_draft(self.checkpointer, ft.group_id, self.participation.life, parts)
+        writer = f"{ft.group_id}-{run_id(run.token)}"
+        save_via_draft(self.checkpointer, writer, self.participation.life, parts)
         run.events.emit(
             "worker_ready",
             incarnation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
