@@ -95,6 +95,9 @@ MISTAKES = {
     ("", "--validator.enable --validator.dataloader.dataset_path nowhere"): (
         '[validator.dataloader] dataset = "c4_validation" is read from nowhere, which does not exist'
     ),
+    ('[checkpoint]\nenable = true\ninitial_load_path = "/no"', ""): (
+        '[checkpoint] initial_load_path = "/no" is not a folder: give that of a checkpoint'
+    ),
     ('[override]\nimports = ["no_such_package.f"]', ""): (
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "
         "imported: No module named 'no_such_package'"

@@ -102,12 +102,16 @@ def prepare(options: PrepareOptions) -> Prepared:
     from everstep.titan.load_once import choose
 
     config, ranks, warnings = _load_and_check(options)
+    ran = bool(options.run_dir) and any(Path(options.run_dir).glob("events/group-*"))
+    begin = config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    if begin and not ran and "://" not in begin and not Path(begin).is_dir():  # a run that has begun may not read it
+        raise ConfigError(f'[checkpoint] initial_load_path = "{begin}" is not a folder: give that of a checkpoint')
     ft, devices = config.fault_tolerance, visible_devices(accelerator.device_count())
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
     if options.run_dir:
         run_dir, settled = Path(options.run_dir), config_file(Path(options.run_dir))
-        ran = any(run_dir.glob("events/group-*"))  # if so, the file is the resolved one of an earlier start
+        # If it ran, the file is the resolved one of an earlier start.
         if options.together and not ran and settled.exists() and settled.samefile(options.config):
             raise ConfigError(
                 f"{settled} would be overwritten by the resolved config: rename it, or give another --run-dir"
