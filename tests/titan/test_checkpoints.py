@@ -3,6 +3,7 @@
 import errno
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.step.attempt import Outcome
 from everstep.titan.disk import DiskCheckpoints, save_via_draft
-from everstep.titan.names import CheckpointManager
+from everstep.titan.names import TRAIN_STATE, CheckpointManager
 from everstep.titan.parts import checkpoints_in, clear_draft, put_in_place
 from everstep.titan.trainer import EverstepTrainer
 
@@ -87,6 +88,24 @@ def test_a_checkpoint_is_told_of_when_it_has_its_name_and_a_failure_costs_no_oth
     assert "No space left" in told[0][2]
     assert "GiB free there" in told[0][2]
     assert "Not a directory" in told[2][2]
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_without_a_flipped_bit(tmp_path, manager):
+    config = CheckpointManager.Config(enable=True)
+    trainer = MagicMock(checkpointer=manager, **{"config.checkpoint": config, "context.run_dir": tmp_path})
+    save_via_draft(manager, "0", "life")
+    manager.states[TRAIN_STATE] = SimpleNamespace(step=torch.zeros(1000))
+    for step in (10, 20):
+        manager.save(step)
+    manager.maybe_wait_for_saving()
+    for step in (20, 10):
+        (disk := DiskCheckpoints(trainer)).leave_out_damaged()
+        assert disk.newest() == step
+        (file,) = (tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")
+        content = file.read_bytes()
+        file.write_bytes(content[:-500] + bytes([content[-500] ^ 4]) + content[-499:])
+    with pytest.raises(OSError, match=r"step-20 is damaged: .*distcp has another .*, rename it to abandoned-20"):
+        DiskCheckpoints(trainer).leave_out_damaged()
 
 
 def test_a_group_that_dies_while_it_replaces_a_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):

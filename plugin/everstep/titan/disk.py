@@ -24,6 +24,7 @@ from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.snapshot.segment import run_id
 from everstep.step import ledger
 from everstep.titan import private
+from everstep.titan.checksums import damaged_file, write_checksums
 from everstep.titan.data.slot_source import SlotSource
 from everstep.titan.group import all_in_group, sum_in_group
 from everstep.titan.load_once import Choice
@@ -78,6 +79,10 @@ class DiskCheckpoints:
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """Name -> `Stateful`: what a checkpoint consists of."""
         self.choice = Choice(self._config, trainer.context.run_dir)
+        self._damaged: set[int] = set()
+        """The steps of checkpoints with a damaged file."""
+        self._verified: Path | None = None
+        """The checkpoint to load, once none of its files is damaged."""
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint that training can resume from, else of the newest one, as the last
@@ -89,6 +94,7 @@ class DiskCheckpoints:
             return newest if newest >= 0 else None
         place = Path(self._manager.folder)
         found = sorted((checkpoints_in(place) | checkpoints_in(place, HF_INDEX)).items(), reverse=True)
+        found = [(step, folder) for step, folder in found if step not in self._damaged] or found
         whole = (step for step, folder in found if not self.choice.why_not(step, folder, tensors_in(folder)))
         return next(whole, found[0][0] if found else None)
 
@@ -105,10 +111,24 @@ class DiskCheckpoints:
         files = (".metadata", HF_INDEX) if step != -1 else (".metadata",)
         return step, Path(folder) if folder and any((Path(folder) / file).exists() for file in files) else None
 
+    def leave_out_damaged(self) -> None:
+        """Leave out the newest checkpoints that have a damaged file, as a later step can be made again. Raises OSError
+        if the damaged one is the only one or was asked for. A collective of the group."""
+        step, folder = self._to_load()
+        while folder is not None and folder != self._verified:
+            if not (file := damaged_file(folder)):
+                self._verified = folder
+            elif step in self._damaged or step in (-1, self.choice.begun) or self.choice.load_step != -1:
+                raise OSError(f"{folder} is damaged: {file} has another checksum than at first. To go on, {remedy(step)}")
+            else:
+                self._damaged.add(step)
+                step, folder = self._to_load()
+
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest. Return whether there was one. Of our keys it
         loads those that the checkpoint has, as torchtitan's own checkpoints lack some. Raises TrainerEnds if training
         cannot resume from it (it may have the model only), ValueError for other data, and OSError if it is damaged."""
+        self.leave_out_damaged()
         step, folder = self._to_load()
         source: SlotSource = self._trainer.dataloader
         if folder is not None:
@@ -148,13 +168,14 @@ class DiskCheckpoints:
         """Warn of newer checkpoints that are skipped because they are damaged or have the model only."""
         place = Path(self._manager.folder)
         found = checkpoints_in(place) | checkpoints_in(place, HF_INDEX)
-        newer = {str(path): has_model_only(path) for at, path in sorted(found.items()) if at > step}
+        newer = {path: has_model_only(path) for at, path in sorted(found.items()) if at > step}
         if not newer or self.choice.load_step != -1 or dist.get_rank() != 0:
             return
-        models = [path for path, is_model in newer.items() if is_model]
-        damaged = [path for path in newer if path not in models and not tensors_in(Path(path))]
+        bad = [found[at] for at in sorted(self._damaged)]
+        models = [str(path) for path, is_model in newer.items() if is_model and path not in bad]
+        damaged = [str(path) for path in newer if path in bad or not (newer[path] or tensors_in(path))]
         if damaged:
-            text = f"the run goes on from step {step}, as the .metadata of {', '.join(damaged)} is damaged"
+            text = f"the run goes on from step {step}, as files of {', '.join(damaged)} are damaged"
             self._events.emit("warning", text=text)
         if models:
             text = (
@@ -319,6 +340,7 @@ def save_via_draft(manager: Any, writer: str, life: str, parts: Parts | None = N
             why = "[semi_sync]: checkpoints need torchtitan's own manager and a checkpoint.folder on a file system"
             raise TrainerEnds(USAGE_EXIT, why)
         return
+    write_checksums()
     prefix, is_first, save = f"{DRAFT}{writer}-", dist.get_rank() == 0, type(manager).dcp_save
     for left in Path(manager.folder).glob(f"{prefix}*") if is_first else ():
         clear_draft(left)

@@ -1,0 +1,62 @@
+"""Checksums of the files of checkpoints on disk: a bit that flips there must not change the loss curve in silence.
+
+Each rank writes beside each of its files one of the same name and `SUFFIX`, before the checkpoint gets its name. Files
+without one, such as those of torchtitan alone, in Hugging Face's format or on object storage, are not verified.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+
+from everstep.foreign import replace
+from everstep.run.files import read_regular, write_whole
+from everstep.titan.group import gather_json
+
+SUFFIX = ".xxh3"
+DIGITS = 16
+
+
+def write_checksums() -> None:
+    """Have torch's writer of checkpoint files write checksums too. A second call does nothing."""
+    write = FileSystemWriter.write_data
+    if write.__name__ == "write_data_and_checksums":
+        return
+
+    def write_data_and_checksums(writer: Any, *args: Any) -> Any:
+        written = write(writer, *args)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            file = Path(writer.path) / name
+            write_whole(_beside(file), _digest(file).encode())
+        return written
+
+    replace(FileSystemWriter, "write_data", write_data_and_checksums)
+
+
+def damaged_file(folder: Path) -> str:
+    """Return a file of a checkpoint or of its parts whose checksum is another one; "" if there is none. Each rank reads
+    some of the files, once. A collective of the group."""
+    sums = sorted(folder.rglob(f"*{SUFFIX}"))
+    mine = _damaged(sums[dist.get_rank() :: dist.get_world_size()])
+    return next(filter(None, gather_json(next(mine, ""))), "")
+
+
+def _damaged(sums: list[Path]) -> Iterator[str]:
+    for one in sums:
+        told, file = read_regular(one).decode(errors="replace"), one.with_name(one.name.removesuffix(SUFFIX))
+        if re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told) and file.exists() and _digest(file) != told:
+            yield str(file)
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(file.name + SUFFIX)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
