@@ -119,7 +119,9 @@ class DiskCheckpoints:
             if not (file := damaged_file(folder)):
                 self._verified = folder
             elif step in self._damaged or step in (-1, self.choice.begun) or self.choice.load_step != -1:
-                raise OSError(f"{folder} is damaged: {file} has another checksum than at first. To go on, {remedy(step)}")
+                raise OSError(
+                    f"{folder} is damaged: {file} has another checksum than at first. To go on, {remedy(step)}"
+                )
             else:
                 self._damaged.add(step)
                 step, folder = self._to_load()
