@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torchtitan.config.manager import ConfigManager
 
 from everstep.config.errors import ConfigError
@@ -89,7 +91,7 @@ def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_
 def test_only_a_start_of_a_run_of_which_nothing_lives_goes_back_to_a_checkpoint(settled, tmp_path, begins):
     checkpoints = tmp_path / "run" / "checkpoint"
     for step in (10, 20):
-        (checkpoints / f"step-{step}").mkdir(parents=True)
+        dcp.save({"train_state.step": torch.tensor(step)}, checkpoint_id=checkpoints / f"step-{step}", no_dist=True)
     flags = [*FLAGS, "--checkpoint.enable", "--checkpoint.load_step", "10"]
     options = PrepareOptions(str(tmp_path / "run.toml"), flags, ranks=1, run_dir=str(tmp_path / "run"), here=False)
     told = prepare.prepare(replace(options, begins=begins)).warnings

@@ -49,7 +49,8 @@ def sick(monkeypatch, fault):
 
 
 def flip_a_weight(folder):
-    """Flip the lowest bit of one element in a checkpoint's file."""
+    """Flip the lowest bit of one element in a checkpoint's file, as if it had flipped before the file was written."""
+    (folder / "__0_0.distcp.xxh3").unlink()
     stored = FileSystemReader(folder).read_metadata().storage_data
     where = next(info for index, info in stored.items() if index.fqn == "output.weight" or "wq.weight" in index.fqn)
     with (folder / where.relative_path).open("r+b") as file:

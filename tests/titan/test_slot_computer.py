@@ -1,6 +1,5 @@
 """What a group sends about its slots besides gradients, and what a commit does with the sums over all groups."""
 
-import contextlib
 from types import SimpleNamespace
 from unittest.mock import MagicMock, create_autospec
 
@@ -84,12 +83,8 @@ def test_an_optimizer_step_with_few_labels_has_its_lost_rows_looked_for(monkeypa
     assert slots._checks.looks_at_rows == looks
 
 
-@pytest.mark.parametrize("failed", [1, 2])
-def test_a_validation_without_data_ends_no_training_if_the_ranks_agree(monkeypatch, failed):
-    mine, part = MagicMock(), torch.nn.Linear(1, 1).eval()
-    mine._trainer.model_parts, mine._trainer.validator.validate.side_effect = [part], AssertionError
-    monkeypatch.setattr(work, "sum_in_group", lambda failure: failed)
-    monkeypatch.setattr(work.dist, "get_world_size", lambda: 2)
-    with contextlib.nullcontext() if failed == 2 else pytest.raises(RuntimeError, match="on some ranks"):
+def test_a_validation_without_data_says_so():
+    mine = MagicMock()
+    mine._trainer.validator.validate.side_effect = AssertionError
+    with pytest.raises(RuntimeError, match=r"\[validator\] failed: its data has no batch"):
         Steps._validate(mine, 4, tells=True)
-    assert (part.training, "no batch" in str(mine._events.emit.mock_calls)) == (failed == 2, failed == 2)

@@ -6,7 +6,6 @@ without one, such as those of torchtitan alone, in Hugging Face's format or on o
 
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,23 @@ def write_checksums() -> None:
     replace(FileSystemWriter, "write_data", write_data_and_checksums)
 
 
-def damaged_file(folder: Path) -> str:
-    """Return a file of a checkpoint or of its parts whose checksum is another one; "" if there is none. Each rank reads
-    some of the files, once. A collective of the group."""
-    sums = sorted(folder.rglob(f"*{SUFFIX}"))
-    mine = _damaged(sums[dist.get_rank() :: dist.get_world_size()])
-    return next(filter(None, gather_json(next(mine, ""))), "")
+def damaged_file(folder: Path | None) -> str:
+    """Return a file of a checkpoint or of its parts that is missing, cannot be read, or has another checksum; "" if
+    there is none, and for None. Each rank reads some of the files that rank 0 lists. A collective of the group."""
+    listed = [] if folder is None else [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
+    mine = gather_json(listed)[0][dist.get_rank() :: dist.get_world_size()]
+    damaged = (name.removesuffix(SUFFIX) for name in mine if folder is None or not _is_whole(folder / name))
+    return next(filter(None, gather_json(next(damaged, ""))), "")
 
 
-def _damaged(sums: list[Path]) -> Iterator[str]:
-    for one in sums:
-        told, file = read_regular(one).decode(errors="replace"), one.with_name(one.name.removesuffix(SUFFIX))
-        if re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told) and file.exists() and _digest(file) != told:
-            yield str(file)
+def _is_whole(checksum: Path) -> bool:
+    try:
+        told = read_regular(checksum).decode(errors="replace")
+        if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told):  # of a host that lost power
+            return True
+        return _digest(checksum.with_name(checksum.name.removesuffix(SUFFIX))) == told
+    except OSError:
+        return False
 
 
 def _beside(file: Path) -> Path:

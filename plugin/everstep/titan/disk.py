@@ -79,10 +79,8 @@ class DiskCheckpoints:
         self.states: dict[str, Any] = self._manager.states if self._config.enable else {}
         """Name -> `Stateful`: what a checkpoint consists of."""
         self.choice = Choice(self._config, trainer.context.run_dir)
-        self._damaged: set[int] = set()
-        """The steps of checkpoints with a damaged file."""
-        self._verified: Path | None = None
-        """The checkpoint to load, once none of its files is damaged."""
+        self._damaged: dict[int, str] = {}
+        """Step -> what to say of its checkpoint, which has a damaged file and is left out."""
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint that training can resume from, else of the newest one, as the last
@@ -94,7 +92,7 @@ class DiskCheckpoints:
             return newest if newest >= 0 else None
         place = Path(self._manager.folder)
         found = sorted((checkpoints_in(place) | checkpoints_in(place, HF_INDEX)).items(), reverse=True)
-        found = [(step, folder) for step, folder in found if step not in self._damaged] or found
+        found = [(step, folder) for step, folder in found if step not in self._damaged]
         whole = (step for step, folder in found if not self.choice.why_not(step, folder, tensors_in(folder)))
         return next(whole, found[0][0] if found else None)
 
@@ -111,27 +109,28 @@ class DiskCheckpoints:
         files = (".metadata", HF_INDEX) if step != -1 else (".metadata",)
         return step, Path(folder) if folder and any((Path(folder) / file).exists() for file in files) else None
 
-    def leave_out_damaged(self) -> None:
-        """Leave out the newest checkpoints that have a damaged file, as a later step can be made again. Raises OSError
-        if the damaged one is the only one or was asked for. A collective of the group."""
+    def leave_out_damaged(self) -> bool:
+        """Find the newest checkpoints with a damaged file. They are left out from now on, as their steps can be made
+        again. Return whether there are any. Raises OSError if the damaged one was asked for. A collective of the
+        group."""
+        self._damaged.clear()
         step, folder = self._to_load()
-        while folder is not None and folder != self._verified:
-            if not (file := damaged_file(folder)):
-                self._verified = folder
-            elif step in self._damaged or step in (-1, self.choice.begun) or self.choice.load_step != -1:
-                raise OSError(
-                    f"{folder} is damaged: {file} has another checksum than at first. To go on, {remedy(step)}"
-                )
-            else:
-                self._damaged.add(step)
-                step, folder = self._to_load()
+        while file := damaged_file(folder):
+            why = f"{folder} is damaged: {file} is not what was written. To go on, {remedy(step)}"
+            if step in (-1, self.choice.begun) or self.choice.load_step != -1:
+                raise OSError(why)
+            self._damaged[step] = why
+            step, folder = self._to_load()
+        return bool(self._damaged)
 
     def load(self) -> bool:
         """Load the checkpoint that `[checkpoint]` names, or the newest. Return whether there was one. Of our keys it
         loads those that the checkpoint has, as torchtitan's own checkpoints lack some. Raises TrainerEnds if training
-        cannot resume from it (it may have the model only), ValueError for other data, and OSError if it is damaged."""
-        self.leave_out_damaged()
+        cannot resume from it (it may have the model only), ValueError for other data, and OSError if it is damaged, or
+        all others are."""
         step, folder = self._to_load()
+        if self._damaged and self.newest() is None:
+            raise OSError(self._damaged[max(self._damaged)])
         source: SlotSource = self._trainer.dataloader
         if folder is not None:
             keys = tensors_in(folder)
@@ -149,7 +148,8 @@ class DiskCheckpoints:
             where = folder or (self._config.initial_load_path if step == -1 else f"{self._manager.folder}/step-{step}")
             raise OSError(f"{where} cannot be read: {cause_of(error)}. To go on, {remedy(step)}") from None
         self._trainer.own_keys, source.saved_ranks = OURS, ()
-        self._tell_other_run(step)
+        if found:
+            self._tell_other_run(step)
         return bool(found)
 
     def _tell_other_run(self, step: int) -> None:
@@ -257,27 +257,17 @@ class DiskCheckpoints:
         return True
 
     def save(self, step: int, commit: int, *, last: bool = False, part: dict[str, torch.Tensor] | None = None) -> None:
-        """Write a checkpoint of this step if one is due, or a `part` of it. If it fails on all ranks of the group, on a
-        full disk for instance, training goes on, but for the `last` one, of the run or of this start of it, OSError is
-        raised; so it is if it fails on some ranks only. `commit` is the number for events. A collective of the
-        group."""
+        """Write a checkpoint of this step if one is due, or a `part` of it. If it fails, on a full disk for instance,
+        training goes on, but for the `last` one, of the run or of this start of it, OSError is raised. `commit` is the
+        number for events."""
         self._files.beat("checkpoint", commit)
         if last and self._trainer.should_continue_training():  # to resume, the run needs more than the model
             self._manager.last_save_model_only = self._manager.last_save_in_hf = False
         is_part = WORKERS in self.states and (not last or self.saves_all())  # `Parts.on_complete` tells of the last
         tell = functools.partial(self._tell, step, commit, time.monotonic(), is_part)
-        is_torchs = isinstance(self._manager, CheckpointManager)  # of others it is not known when they write
-        writes = last or part is not None or not is_torchs or self.is_due(step)
-        error: BaseException | None = None
-        saved = False
         try:
             saved = self._manager.save(step, last_step=last) if part is None else self._save_part(step, part, last)
-        except (CheckpointException, Exception) as failed:  # noqa: BLE001  told below
-            error = failed
-        failures = sum_in_group(error is not None) if writes else 0
-        if 0 < failures < dist.get_world_size():  # others may wait for this rank in the save: end, and start anew
-            raise OSError(f"ranks differ in whether the checkpoint of step {step} was written") from error
-        if error is not None:
+        except CheckpointException as error:  # the same on all ranks of the group
             if last:
                 reason = f"{cause_of(error)}{_room(self._manager.folder)}"
                 raise OSError(f"the last checkpoint was not written to {self._manager.folder}: {reason}") from None

@@ -339,7 +339,6 @@ class Rounds(TrainerWork):
         if why := self._files.why_run_ended():
             first = f"rm {ended_file(self._trainer.context.run_dir)}"
             raise TrainerEnds(HOPELESS_EXIT, f"{why} (With torchrun, run this first: {first})")
-        self._disk.leave_out_damaged()
         saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")

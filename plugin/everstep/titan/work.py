@@ -228,27 +228,15 @@ class TrainerWork(ABC):
         )
 
     def _validate(self, commit: int, *, tells: bool) -> None:
-        """Validate on every group, as the others would wait for a single one. Emit the loss if this group `tells`. If
-        all ranks of the group lack data, for instance, warn; RuntimeErrors are those of devices and collectives."""
-        trainer, error = self._trainer, None
+        """Validate on every group, as the others would wait for a single one. Emit the loss if this group `tells`."""
+        trainer = self._trainer
         self._files.beat("validate", commit)
         try:
             with sl.log_trace_span("validate"):
                 trainer.validator.validate(trainer.model_parts, trainer.step)
-        except RuntimeError:
-            raise
-        except Exception as failed:  # noqa: BLE001  told below
-            error = failed
-        failures = sum_in_group(error is not None)
-        if 0 < failures < dist.get_world_size():  # others may wait for this rank in a layer: end, and start anew
-            raise RuntimeError("[validator] failed on some ranks of the group only") from error
-        if error is not None:
-            for part in trainer.model_parts:
-                part.train()
-            # torchtitan's assertion, which says nothing, is that there was a batch.
-            why = f"{type(error).__name__}: {error}" if str(error) else "its data has no batch"
-            self._events.emit("warning", text=f"[validator] step {trainer.step} was not validated: {why}")
-        elif tells and (loss := self._measures.validation_loss()) is not None:
+        except AssertionError as error:  # torchtitan's, without a word, that there was a batch
+            raise RuntimeError(f"[validator] failed: {str(error) or 'its data has no batch for each rank'}") from error
+        if tells and (loss := self._measures.validation_loss()) is not None:
             self._events.emit("validation", commit, loss=loss)
 
     def _leave_unfit(self, commit: Commit) -> NoReturn:
@@ -317,8 +305,11 @@ class TrainerWork(ABC):
         return "memory"
 
     def _from_disk(self) -> str:
-        """Load a checkpoint if there is one. Return "disk", or "fresh" if the run starts at step 0."""
+        """Load a checkpoint if there is one. Return "disk", or "fresh" if the run starts at step 0; "memory" if the
+        newest checkpoint is damaged and a snapshot is newer than the one before."""
         trainer = self._trainer
+        if self._disk.leave_out_damaged() and (source := self._from_memory()):
+            return source
         found = self._disk.load()
         remedy = "Remove it to go on from an older one"
         self._require_as_committed(f"the checkpoint of step {trainer.step}", HOPELESS_EXIT, remedy)
