@@ -28,12 +28,15 @@ def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
 
 
-def newest_commit(run_dir: Path, since: float = 0.0) -> dict[str, Any]:
-    """Return the event of the highest step among the last that each group has committed; {"step": 0} if none has since
-    the wall time `since`."""
+def newest_commit(run_dir: Path) -> dict[str, Any]:
+    """Return the event of the highest step among the last that each group has committed; {"step": 0} if none has."""
+    return max(last_commits(run_dir), key=lambda commit: commit["step"], default={"step": 0})
+
+
+def last_commits(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the last commit event of each group that has one."""
     logs = event_path(run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
-    commits = filter(None, (last_event(log, {"commit"}) for log in logs))
-    return max((one for one in commits if one["t"] >= since), key=lambda commit: commit["step"], default={"step": 0})
+    return [commit for log in logs if (commit := last_event(log, {"commit"})) is not None]
 
 
 @dataclass
@@ -120,7 +123,9 @@ class Incarnation:
             phase, since = (STARTUP, self.started_mono) if beat is None else (beat.phase, beat.mono)
             starts = phase == STARTUP or (phase in COMPILING and not self.committed)
             patience_s = ft.startup_timeout_s if starts else ft.stall_timeout_s
-            if now_mono - max(since, awake_mono) > patience_s:
+            silent = now_mono - max(since, awake_mono) > patience_s
+            # Somebody may have removed the file of a worker that has beaten: then it is not known.
+            if silent and (beat is None or beat_path(self.settings.run_dir, self.settings.group, child.rank).exists()):
                 stalls.append((now_mono - since, child.rank, phase))
         if stalls:
             idle_s, rank, phase = max(stalls)

@@ -10,6 +10,7 @@ nor does an outage of a file system. The launcher reports it and retries after a
 made again from its first rank.
 """
 
+import errno
 import signal
 import time
 from collections.abc import Callable
@@ -134,6 +135,8 @@ class Launcher:
         if not beats:
             self.children.awake_mono = time.monotonic() + SHORTAGE_S
         check_room(self._run_dir, writes=not beats)
+        if not beats:
+            raise OSError(errno.EIO, "beats cannot be written, so a hang would not be noticed", str(self._run_dir))
 
     def _try(self, name: str, job: Job, log: EventLog, whose: str = "") -> None:
         """Do one part of a turn. A shortage is reported to `log`, and the part is skipped until its backoff has passed.

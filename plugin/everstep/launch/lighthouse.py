@@ -7,6 +7,7 @@ Its process beats, because the port and connections of a hung process stay open 
 
 import contextlib
 import functools
+import os
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from everstep.config.sections import FaultTolerance
 from everstep.launch.children import Child, Children
 from everstep.launch.machine import free_port
 from everstep.launch.restart_rules import backoff_s
-from everstep.run.address import publish_address, published_address
+from everstep.run.address import address_file, publish_address, published_address
 from everstep.run.beats import Beat, BeatFile, lighthouse_beat_path, read_beat
 from everstep.run.directory import LaunchError, starts_file
 from everstep.run.events import EventLog
@@ -69,13 +70,16 @@ class Lighthouse:
         child = self._child = self._child or self._start()
         beat = self._beat = read_beat(self._beats) or self._beat  # somebody may have removed the file
         serves = beat is not None and beat.pid == child.pid
-        if serves and not (self._serves and published_address(self._run_dir)):
+        if serves and self._serves and not os.path.lexists(address_file(self._run_dir)):  # somebody has removed it
+            publish_address(self._run_dir, self.address)
+        if serves and not self._serves:
             publish_address(self._run_dir, self.address)
             self.published, self._serves = self.address, True
             starts_file(self._run_dir, None).unlink(missing_ok=True)
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid)
         since = beat.mono if beat is not None and serves else self._started_mono
-        if self._children.looked_mono - max(since, self._children.awake_mono) > SILENCE_S:
+        silent = self._children.looked_mono - max(since, self._children.awake_mono) > SILENCE_S
+        if silent and (not serves or self._beats.exists()):
             self._hung = True
             child.signal(signal.SIGKILL)
 

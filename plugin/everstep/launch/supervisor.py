@@ -13,7 +13,7 @@ from pathlib import Path
 import everstep
 from everstep.launch import prepare
 from everstep.launch.forking import PRELOAD, preload
-from everstep.launch.incarnation import newest_commit
+from everstep.launch.incarnation import last_commits
 from everstep.launch.launcher import TICK_S, Launcher
 from everstep.launch.lighthouse import Lighthouse
 from everstep.launch.machine import HOST, devices_of_group
@@ -119,7 +119,10 @@ class Supervisor:
         if cannot_go_on:
             return "failed", cannot_go_on
         # Groups that were asked to stop between two starts have saved nothing.
-        stopping, newest = self._launcher.is_stopping(), newest_commit(self._run_dir, self._begun_t)["step"]
+        # The newest by its time: the run may have gone back to an older step since a group made its last one.
+        made = [one for one in last_commits(self._run_dir) if one["t"] >= self._begun_t]
+        newest = max(made, key=lambda commit: commit["t"], default={"step": 0})["step"]
+        stopping = self._launcher.is_stopping()
         if (stopping or "killed" in kinds) and max(0, finished_step(self._run_dir)) < newest:
             reasons = [end.reason for end in ends if end.status == "killed"]
             reason = "; ".join(reasons[:1] or ["no group was training that could save it"])

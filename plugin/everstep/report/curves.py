@@ -108,9 +108,10 @@ class Curves:
                 self._sinks[name].write(step, t, scalars)
             except Exception as error:  # noqa: BLE001  packages and networks can raise anything
                 print(f"everstep: cannot write to {name}: {type(error).__name__}: {error}", flush=True)
-                self._sinks.pop(name, None)
+                opened = self._sinks.pop(name, None)
                 self._again_mono[name] = time.monotonic() + RETRY_S
-                if isinstance(error, ImportError):
+                # W&B may take minutes to fail again, for which TensorBoard would wait.
+                if isinstance(error, ImportError) or (opened is None and name == "wandb"):
                     self._asked.remove(name)
 
     def _close(self) -> None:

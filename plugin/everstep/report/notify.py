@@ -9,7 +9,7 @@ from typing import Any
 TIMEOUT_S = 5.0
 """Seconds for a whole attempt, however often the server sends a byte."""
 TRIES = 2
-MOST_WAITING = 100
+MOST_WAITING = 1000
 """Texts that may wait for the server. Further ones are not sent."""
 CLOSE_S = 8.0
 """Seconds for which `Webhook.close` waits for the server."""
@@ -52,8 +52,8 @@ class Webhook:
         reason = ""
         for _ in range(TRIES):
             answer: Future[None] = Future()
-            threading.Thread(target=self._try, args=(data, answer), daemon=True).start()
             try:
+                threading.Thread(target=self._try, args=(data, answer), daemon=True).start()
                 answer.result(TIMEOUT_S)
                 return
             except Exception as error:  # noqa: BLE001  a bad address, a network: anything

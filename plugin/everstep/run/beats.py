@@ -23,7 +23,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.run.files import NotRegularError, file_system_now, open_own, open_regular, read_regular, reopen_if_gone
+from everstep.run.files import NotRegularError, file_system_now, open_own, open_regular, read_regular
 
 STARTUP = "startup"
 DONE = "done"
@@ -73,10 +73,10 @@ def lighthouse_beat_path(run_dir: Path) -> Path:
 
 
 class BeatFile:
-    """Writes beats to one file, which is made again if somebody removes it."""
+    """Writes beats to one file."""
 
     def __init__(self, path: Path):
-        self._path, self._fd = path, open_own(path)
+        self._fd = open_own(path)
         if os.fstat(self._fd).st_size > _RECORD.size:
             os.ftruncate(self._fd, 0)  # it is no beat, and readers refuse a file longer than one
 
@@ -84,9 +84,7 @@ class BeatFile:
         """Write that this process is alive, in `phase` (cut to 28 bytes) of step `step`, at slot `slot` (-1: none).
         Return whether it was written: if the file system is away or read-only, the beat is missed."""
         record = _RECORD.pack(_MARK, this_boot(), os.getpid(), time.monotonic(), step, phase.encode()[:28], slot)
-        try:
-            if os.fstat(self._fd).st_nlink == 0:
-                reopen_if_gone(self._fd, self._path)
+        try:  # without a look at the file, which a file server that is away would not answer
             return os.pwrite(self._fd, record, 0) == len(record)
         except OSError:
             return False

@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.run.event_fields import OF_RANK_0, event_in
-from everstep.run.files import NotRegularError, open_own, open_regular, reopen_if_gone
+from everstep.run.files import NotRegularError, open_own, open_regular
 
 LONGEST_LINE = 16 << 20
 """Bytes. A commit names every slot of a step, so lines can be long."""
 MOST_UNWRITTEN = 1000
-LOOK_S = 1.0
-"""Seconds between two looks whether a log that is written to was removed or renamed."""
 READ_AT_ONCE = 1 << 16
 """Bytes of each log that are in memory while the logs of a run are merged, or one is searched from its end."""
 NEAR = 1 << 20
@@ -62,8 +60,7 @@ class EventLog:
     """Appends the events of one process with the role `role` (see the module).
 
     Threads and forked children may share it, and the log may be read meanwhile. If the disk refuses a write, the run
-    goes on; the first such error is printed on stderr, and the event is written before the next one that fits. If the
-    log is removed or renamed, a new one is begun within LOOK_S.
+    goes on; the first such error is printed on stderr, and the event is written before the next one that fits.
     """
 
     def __init__(self, run_dir: Path, group: int | None, rank: int | None, role: str):
@@ -73,7 +70,6 @@ class EventLog:
         self.unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_UNWRITTEN)
         """The newest events that the disk refused. A caller that shows them in another way may clear it."""
         self._lock = threading.Lock()
-        self._look_mono = 0.0
         self._fd = open_own(self.path, os.O_APPEND)
         size = os.fstat(self._fd).st_size
         # The last writer may have died within a line, or a full disk cut one. A new event must not continue that line.
@@ -95,9 +91,6 @@ class EventLog:
         with self._lock:
             self.unwritten.append(event)
             try:
-                if (now := time.monotonic()) >= self._look_mono and self._fd >= 0:
-                    self._look_mono = now + LOOK_S
-                    reopen_if_gone(self._fd, self.path, os.O_APPEND)
                 while self.unwritten:
                     self._write(self.unwritten[0])
                     self.unwritten.popleft()
@@ -246,7 +239,7 @@ class EventTail:
         except FileNotFoundError:
             return
         if size < at:  # somebody has emptied or replaced the log, as logrotate does
-            at = 0
+            self._offsets[path] = at = 0
         early: dict[int, bytes] = {}
         newest: dict[str, int] = {}
         while at < size and (lines := _lines(path, at, READ_AT_ONCE)):

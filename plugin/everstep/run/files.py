@@ -127,18 +127,6 @@ def open_own(path: Path, flags: int = 0) -> int:
     return os.open(path, flags | os.O_EXCL, 0o644)
 
 
-def reopen_if_gone(fd: int, path: Path, flags: int = 0) -> None:
-    """Have the descriptor `fd`, which `open_own` opened, lead to a new file at `path` if its own was removed or renamed
-    meanwhile. A removed run directory (`path` is in a folder of it) is not made again. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.lstat(path), os.fstat(fd)):
-            return
-    if path.parent.parent.is_dir():
-        new = open_own(path, flags)
-        os.dup2(new, fd, inheritable=False)
-        os.close(new)
-
-
 def file_system_now(folder: Path) -> float:
     """Return the current time in seconds by the clock of `folder`'s file system, from a file touched there. Compare it
     only with times of other files there. Raises OSError if `folder` cannot be written to."""
