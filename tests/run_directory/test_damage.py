@@ -155,7 +155,7 @@ def test_a_beat_of_no_process_or_of_no_time_is_none(tmp_path, monkeypatch, pid, 
     assert read_beat(tmp_path / "beat") is None
 
 
-def test_who_beats_goes_on_if_the_file_is_removed_is_not_taken_for_hung(tmp_path):
+def test_who_beats_is_not_taken_for_hung_if_the_file_is_removed(tmp_path):
     settings = Mock(run_dir=tmp_path, group=0, fault_tolerance=Mock(startup_timeout_s=9.0, stall_timeout_s=9.0))
     one = Incarnation(settings, 0, Mock(), {0: Mock(pid=os.getpid(), rank=0)})
     beats = BeatFile(path := beat_path(tmp_path, 0, 0))

@@ -77,7 +77,7 @@ def test_a_line_torn_by_a_crash_is_skipped_and_does_not_swallow_the_next_writer(
     assert [event["kind"] for event in read_events(tmp_path)] == ["before", "after"]
 
 
-def test_the_tail_returns_each_event_once_waits_for_the_end_of_a_line_and_follows_a_rotation(tmp_path):
+def test_the_tail_returns_each_event_once_waits_for_the_end_of_a_line_and_follows_an_emptied_log(tmp_path):
     tail = EventTail(tmp_path)
     assert tail.new() == []
     log = EventLog(tmp_path, 0, None, "agent")

@@ -24,7 +24,7 @@ from everstep.launch.restart_rules import backoff_s, may_pass
 from everstep.launch.settings import GroupSettings
 from everstep.launch.view import OnEvents
 from everstep.report.live import Teller
-from everstep.run.beats import BeatFile
+from everstep.run.beats import BeatFile, launcher_beat_path
 from everstep.run.directory import check_room, stop_file
 from everstep.run.events import EventLog
 from everstep.run.output import keep_on_without_output
@@ -72,7 +72,7 @@ class Launcher:
         self.page = ""
         """The address of the run's page; "" without one."""
         self._run_dir, self._show = run_dir, show
-        self._heart = BeatFile(Path(run_dir) / "state" / f"launcher.{self.events.path.stem}.beat")
+        self._heart = BeatFile(launcher_beat_path(run_dir, self.events.path.stem))
         self._shortages: dict[str, tuple[int, float]] = {}
         """Name of a job or group -> number of shortages in a row, and the monotonic time of the next try."""
         self._next_jobs_mono = 0.0

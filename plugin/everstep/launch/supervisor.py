@@ -118,8 +118,8 @@ class Supervisor:
             return "stopped", "stopped at once, without a final checkpoint"
         if cannot_go_on:
             return "failed", cannot_go_on
-        # Groups that were asked to stop between two starts have saved nothing.
-        # The newest by its time: the run may have gone back to an older step since a group made its last one.
+        # The newest by its time: the run may have gone back to an older step since a group made its last one. Groups
+        # that were asked to stop between two starts have saved nothing.
         made = [one for one in last_commits(self._run_dir) if one["t"] >= self._begun_t]
         newest = max(made, key=lambda commit: commit["t"], default={"step": 0})["step"]
         stopping = self._launcher.is_stopping()

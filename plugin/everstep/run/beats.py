@@ -1,4 +1,4 @@
-"""Signs of life ("beats"): each rank, each agent and the lighthouse overwrites one small file.
+"""Signs of life ("beats"): each rank, agent, launcher and the lighthouse overwrites one small file.
 
 A launcher reads the beats of its own workers and lighthouse. Other processes read beats to find out whether the agent
 that holds a group's claim, a node of a group, or a group with a state to offer is still alive.
@@ -70,6 +70,12 @@ def agent_beat_path(run_dir: Path, group: int, node: int = 0) -> Path:
 def lighthouse_beat_path(run_dir: Path) -> Path:
     """Return the path of the lighthouse's beats."""
     return Path(run_dir) / "state" / "lighthouse.beat"
+
+
+def launcher_beat_path(run_dir: Path, log: str) -> Path:
+    """Return the path of the beats of the launcher whose log has this name. Nobody reads them: a launcher that cannot
+    write them knows that its children cannot write theirs."""
+    return Path(run_dir) / "state" / f"launcher.{log}.beat"
 
 
 class BeatFile:

@@ -48,12 +48,11 @@ class SemiSync:
 
     @property
     def needs(self) -> str:
-        """What the workers' states in a checkpoint depend on: it must be equal where they are loaded. Empty without
-        workers."""
+        """What the workers' states in a checkpoint depend on: it must be equal where they are loaded."""
         said = [f'method = "{self.method}"', f"fragments = {self.fragments}"]
         said += [f"sync_steps = {self.sync_steps}"] if self.fragments > 1 else []
         said += [f"{key} {'> 0' if getattr(self, key) else '= 0'}" for key in ("mixing", "outer_momentum")]
-        return ", ".join(said) if self.enabled else ""
+        return ", ".join(said)
 
     def commits(self, steps: int) -> int:
         """Return the number of commits in so many optimizer steps. A commit is a round, or without workers a step."""

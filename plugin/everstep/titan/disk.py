@@ -203,18 +203,14 @@ class DiskCheckpoints:
 
     def workers_to_load(self) -> int:
         """Return how many workers have their own states in the checkpoint that will be loaded."""
-        step, folder = self._to_load()
-        return len(workers_in(folder)) if folder and WORKERS not in self.choice.excluded(step) else 0
+        folder = self._to_load()[1]
+        return len(workers_in(folder)) if folder else 0
 
     def rounds_to_load(self) -> str:
         """Return `SemiSync.needs` of the run that wrote the checkpoint that will be loaded; "" if it does not say."""
         key, folder = f"{TRAIN_STATE}.{ROUNDS}", self._to_load()[1]
         told = {key: ""}
         return told[key] if folder and key in tensors_in(folder) and self.read(folder, told) else ""
-
-    def leaves_workers(self) -> bool:
-        """Return whether the workers' own states are left out of what will be loaded."""
-        return WORKERS in self.choice.excluded(self._to_load()[0])
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is written after this step, if it is not the last."""
@@ -223,7 +219,7 @@ class DiskCheckpoints:
     def workers(self, step: int, history: int) -> dict[int, Path]:
         """Return worker -> folder of its own state after this step of this history, for the workers of which a
         checkpoint has it, be it complete or still being written."""
-        if not self._config.enable or WORKERS in self.choice.excluded(step):
+        if not self._config.enable:
             return {}
         place, initial = Path(self._manager.folder), self._config.initial_load_path
         found = workers_in(place / f"writing-{step}-{history:x}")
@@ -323,8 +319,8 @@ def save_via_draft(manager: Any, writer: str, life: str, parts: Parts | None = N
 
     Args:
         writer: part of the temporary folder's name: the group and the run, as runs may share a checkpoint folder.
-        life: another part of it, new after every start of the group. Folders that earlier starts of
-            the group have left are removed; a checkpoint that was being replaced gets its name back.
+        life: another part of it, new after every start of the group. Folders that earlier starts of the group have left
+            are removed; a checkpoint that was being replaced gets its name back.
         parts: collects the parts of a semi-synchronous run, which refuses other managers (TrainerEnds); else None.
     """
     if type(manager) is not CheckpointManager or not manager.enable or filesystem.is_remote(manager.folder):

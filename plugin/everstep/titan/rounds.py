@@ -129,8 +129,8 @@ class Rounds(TrainerWork):
 
     def _tell_short_timeouts(self) -> None:
         """Warn, once, of timeouts that are too short for this worker's round."""
-        longest = {"join_timeout_s": 1, "stall_timeout_s": 2}
-        short = {key: n for key, n in longest.items() if getattr(self._ft, key) < n * self._round_s}
+        rounds = {"join_timeout_s": 1, "stall_timeout_s": 2}  # that each has to outlast
+        short = {key: n for key, n in rounds.items() if getattr(self._ft, key) < n * self._round_s}
         if short and not self._told_short and dist.get_rank() == 0:
             self._told_short = True
             wanted = ", ".join(f"{key} = {2 * n * self._round_s:.0f}" for key, n in short.items())
@@ -344,10 +344,10 @@ class Rounds(TrainerWork):
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
         if saved and (wrote := self._disk.rounds_to_load() or self._settings.needs) != self._settings.needs:
             self._refuse(
-                f"the checkpoint's workers need {wrote}, and the run has {self._settings.needs}: set the same, or "
-                f'[checkpoint] exclude_from_loading = ["{WORKERS}"] to begin all workers at the global parameters'
+                f"the checkpoint's workers need {wrote}, and the run has {self._settings.needs}: set the same, or load "
+                "its global parameters alone ([checkpoint] initial_load_path with initial_load_model_only = true)"
             )
-        if not saved and not self._disk.leaves_workers():  # there is no checkpoint, or synchronous training wrote it
+        if not saved:  # there is no checkpoint, or synchronous training wrote it
             del self._disk.states[WORKERS]
         round_, history = super().restore(quorum)
         self._disk.states[WORKERS] = self
