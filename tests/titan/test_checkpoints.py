@@ -92,14 +92,18 @@ def test_a_run_goes_on_from_the_newest_checkpoint_without_a_flipped_bit(tmp_path
         manager.save(step)
     manager.maybe_wait_for_saving()
     disk = DiskCheckpoints(trainer)
-    for step in (20, 10):
+    for step, kind in ((20, ".metadata"), (10, "*.distcp")):
+        (file,) = (tmp_path / "checkpoint" / f"step-{step}").glob(kind)
+        checksum = file.with_name(f"{file.name}.xxh3")
+        checksum.rename(tmp_path / checksum.name)
+        checksum.symlink_to(tmp_path / checksum.name)  # as in a copy made of links
         assert (disk.leave_out_damaged(), disk.newest()) == (step == 10, step)
-        (file,) = (tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")
-        content = file.read_bytes()
-        file.write_bytes(content[:-500] + bytes([content[-500] ^ 4]) + content[-499:])
+        content = bytearray(file.read_bytes())
+        content[content.index(b"weight") if kind == ".metadata" else -500] ^= 4
+        file.write_bytes(content)
     file.unlink()
     assert (disk.leave_out_damaged(), disk.newest()) == (True, None)
-    with pytest.raises(OSError, match=r"step-20 is damaged: .*distcp is not what was .*, rename it to abandoned-20"):
+    with pytest.raises(OSError, match=r"step-20 is damaged: .*metadata is not what was .*, rename it to abandoned-20"):
         disk.load()
 
 

@@ -14,7 +14,7 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 
 from everstep.foreign import replace
-from everstep.run.files import read_regular, write_whole
+from everstep.run.files import open_regular, write_whole
 from everstep.titan.group import gather_json
 
 SUFFIX = ".xxh3"
@@ -23,7 +23,7 @@ DIGITS = 16
 
 def write_checksums() -> None:
     """Have torch's writer of checkpoint files write checksums too. A second call does nothing."""
-    write = FileSystemWriter.write_data
+    write, finish = FileSystemWriter.write_data, FileSystemWriter.finish
     if write.__name__ == "write_data_and_checksums":
         return
 
@@ -34,7 +34,13 @@ def write_checksums() -> None:
             write_whole(_beside(file), _digest(file).encode())
         return written
 
+    def finish_with_checksum(writer: Any, *args: Any, **named: Any) -> None:
+        finish(writer, *args, **named)
+        if (file := Path(writer.path) / ".metadata").exists():
+            write_whole(_beside(file), _digest(file).encode())
+
     replace(FileSystemWriter, "write_data", write_data_and_checksums)
+    replace(FileSystemWriter, "finish", finish_with_checksum)
 
 
 def damaged_file(folder: Path | None) -> str:
@@ -48,7 +54,8 @@ def damaged_file(folder: Path | None) -> str:
 
 def _is_whole(checksum: Path) -> bool:
     try:
-        told = read_regular(checksum).decode(errors="replace")
+        with open_regular(checksum) as file:  # or a link, as in a checkpoint that was copied as links
+            told = file.read(DIGITS + 1).decode(errors="replace")
         if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told):  # of a host that lost power
             return True
         return _digest(checksum.with_name(checksum.name.removesuffix(SUFFIX))) == told
