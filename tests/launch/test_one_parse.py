@@ -77,6 +77,11 @@ def test_a_users_own_config_is_not_overwritten_by_the_resolved_one(settled, tmp_
     (run_dir / "events").mkdir()
     (run_dir / "events" / "group-0.rank-0.jsonl").touch()
     assert prepare.prepare(own).groups == 2, "the run's, which is the resolved one"
+    (tmp_path / "again" / "checkpoint" / "step-4").mkdir(parents=True)
+    gone = ["--checkpoint.enable", "--checkpoint.initial_load_path", "/gone"]
+    for scaled_or_replayed in ("", str(tmp_path / "again")):
+        again = PrepareOptions(own.config, gone, ranks=1, run_dir=scaled_or_replayed, here=False)
+        assert prepare.prepare(again).groups == 2, "its checkpoints have what it began with"
 
 
 def test_a_start_that_does_not_read_the_runs_checkpoints_is_warned(settled, tmp_path):

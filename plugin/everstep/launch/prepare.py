@@ -102,9 +102,11 @@ def prepare(options: PrepareOptions) -> Prepared:
     from everstep.titan.load_once import choose
 
     config, ranks, warnings = _load_and_check(options)
-    ran = bool(options.run_dir) and any(Path(options.run_dir).glob("events/group-*"))
+    home = Path(options.run_dir or Path(options.config).parent)  # of `scale`, too, which writes nothing there
+    ran = any(home.glob("events/group-*"))
+    begun = ran or any((home / config.checkpoint.folder).glob("step-*"))  # if so, it may not read what it began with
     begin = config.checkpoint.initial_load_path if config.checkpoint.enable else None
-    if begin and not ran and "://" not in begin and not Path(begin).is_dir():  # a run that has begun may not read it
+    if begin and not begun and "://" not in begin and not Path(begin).is_dir():
         raise ConfigError(f'[checkpoint] initial_load_path = "{begin}" is not a folder: give that of a checkpoint')
     ft, devices = config.fault_tolerance, visible_devices(accelerator.device_count())
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
