@@ -58,6 +58,7 @@ MISTAKES = {
     "doctor good.toml --nodes-per-group 0": "--nodes-per-group must be at least 1, and --ranks-per-group a",
     "doctor good.toml --nodes-per-group 2": "--ranks-per-group a multiple of it.",
     "replay started --step 4 --slot 2": "step 4 has no slot 2: it has 2, counted from 0.",
+    "replay semi --step 4 --slot 1": "--slot: a semi-synchronous run has no gradients",
     "chaos folder": "give --every SECONDS",
     "chaos started --campaign late.toml": "late.toml: kill-all at step 5, but the run ends at step 4.",
     "chaos folder --faults kill-all --campaign good.toml": "--faults needs --every SECONDS",
@@ -70,10 +71,11 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "good.toml").write_text(GOOD)
     (tmp_path / "text.txt").write_text("hello\n")
     (tmp_path / "folder").mkdir()
-    for name in ("foreign", "started"):
+    for name in ("foreign", "started", "semi"):
         log = EventLog(tmp_path / name, 0, 0, "worker")
         log.emit("commit", 4, groups=[0], loss=1.0, tokens=1.0, history="", parent="", owners=[0, 0])
     (tmp_path / "started" / "config.toml").touch()
+    (tmp_path / "semi" / "config.toml").write_text('[semi_sync]\nmethod = "diloco"\n')
     write_json(
         prepared_file(tmp_path / "started"), dict.fromkeys(("groups", "ranks", "seed", "steps"), 4) | {"identity": ""}
     )

@@ -86,6 +86,9 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
     if step not in slots:
         has = f"steps {min(slots)} to {max(slots)}" if slots else "none"
         raise LaunchError(f"{run_dir} has no commit of step {step}: it has {has}.")
+    semi = read_source(config_file(run_dir)).table.get("semi_sync", {}) if slot is not None else {}
+    if semi.get("method", "none") != "none":
+        raise LaunchError("--slot: a semi-synchronous run has no gradients of slots to compare. Replay the whole step.")
     if slot is not None and slot not in range(slots[step]):
         raise LaunchError(f"step {step} has no slot {slot}: it has {slots[step]}, counted from 0.")
     start = _compute_again(run_dir, step)
