@@ -9,9 +9,13 @@ from everstep.report import notify
 from everstep.report.notify import Webhook
 
 
-def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_is_said(hook, monkeypatch, capfd):
+@pytest.mark.parametrize(("most", "last"), [(99, "the run ended first"), (2, "2 earlier attempts have no end")])
+def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_is_said(
+    hook, monkeypatch, capfd, most, last
+):
     monkeypatch.setattr(notify, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(notify, "CLOSE_S", 3.0)
+    monkeypatch.setattr(notify, "MOST_TRYING", most)
     monkeypatch.setattr(notify, "MOST_WAITING", 29)
     gone = threading.Event()
     hook.answer = lambda handler: [handler.wfile.write(b"H") for _ in iter(lambda: gone.wait(0.1), True)]
@@ -19,11 +23,12 @@ def test_a_webhook_that_never_answers_holds_nobody_up_and_what_it_was_not_told_i
     for number in range(30):
         outlet.put(f"trouble {number}")
     outlet.close()
+    assert sum("_try" in thread.name for thread in threading.enumerate()) <= most
     gone.set()
     assert time.monotonic() - begin < 20.0
     said = capfd.readouterr().out
     assert "fault_tolerance.notify: not sent (URLError: timed out): trouble 0" in said or "TimeoutError" in said
-    assert "everstep: fault_tolerance.notify: not sent (the run ended first): trouble 28" in said
+    assert f"everstep: fault_tolerance.notify: not sent ({last}): trouble 28" in said
     assert "everstep: fault_tolerance.notify: not sent (29 wait before it): trouble 29" in said
     assert all(f": trouble {number}\n" in said for number in range(30))
     assert "secret" not in said

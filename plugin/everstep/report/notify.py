@@ -9,6 +9,8 @@ from typing import Any
 TIMEOUT_S = 5.0
 """Seconds for a whole attempt, however often the server sends a byte."""
 TRIES = 2
+MOST_TRYING = 8
+"""Attempts that may go on after TIMEOUT_S, each in a thread, as long as the server sends a byte now and then."""
 MOST_WAITING = 1000
 """Texts that may wait for the server. Further ones are not sent."""
 CLOSE_S = 8.0
@@ -30,6 +32,7 @@ class Webhook:
         self._thread = ThreadPoolExecutor(1)
         self._posts: dict[Future[None], str] = {}
         """Posts that were under way at the last `put`, and their texts."""
+        self._trying: list[threading.Thread] = []
 
     def put(self, text: str) -> None:
         """Post a text after those before it."""
@@ -52,8 +55,13 @@ class Webhook:
         reason = ""
         for _ in range(TRIES):
             answer: Future[None] = Future()
+            self._trying = [thread for thread in self._trying if thread.is_alive()]
+            if len(self._trying) >= MOST_TRYING:
+                reason = f"{MOST_TRYING} earlier attempts have no end"
+                break
             try:
-                threading.Thread(target=self._try, args=(data, answer), daemon=True).start()
+                self._trying.append(threading.Thread(target=self._try, args=(data, answer), daemon=True))
+                self._trying[-1].start()
                 answer.result(TIMEOUT_S)
                 return
             except Exception as error:  # noqa: BLE001  a bad address, a network: anything
