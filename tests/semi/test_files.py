@@ -123,8 +123,12 @@ def test_who_leaves_copies_its_newest_states_even_if_an_older_copy_never_ends(tm
     assert copied == [store.name(key)]
 
 
-def test_a_copy_that_fails_in_any_way_is_told_of(tmp_path):
+def test_a_copy_that_fails_in_any_way_is_told_of_and_made_again_by_who_leaves(tmp_path):
     store = files(tmp_path, other="no Path")
     write(store, KEY, STATE)
     store.hold(replace(KEY, round=8), STATE)
     assert "has no copy: unsupported operand" in store.begin_writes(8, DEADLINE_S)
+    store.finish_copies(DEADLINE_S)
+    store._memory.other = tmp_path / "other"
+    store.finish_copies(DEADLINE_S)
+    assert (tmp_path / "other" / store.name(replace(KEY, round=8))).exists()

@@ -162,9 +162,10 @@ class WorkerStore:
         return why
 
     def finish_copies(self, timeout_s: float) -> None:
-        """Begin to copy the newest states that are not, and wait for all copies, `timeout_s` at most."""
+        """Begin to copy the newest states that are not, or whose copy failed; wait `timeout_s` at most for all."""
         for key, state in self.held.values():
-            if self._writes.get(key.worker, (None,))[0] != key:
+            known, done = self._writes.get(key.worker, (None, None))
+            if known != key or (done is not None and done.done() and done.exception()):
                 self.begin_write(key, state)
         wait([done for _, done in self._writes.values()], timeout_s)
 
