@@ -11,7 +11,7 @@ from everstep.chaos import cluster
 from everstep.chaos.view import Proc, View
 from everstep.launch import slurm
 from everstep.run import files
-from everstep.run.directory import over_file, stop_file
+from everstep.run.directory import LaunchError, over_file, require_events, stop_file
 from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
@@ -43,6 +43,17 @@ def test_a_lighthouse_without_groups_is_replaced_as_it_may_be_about_to_end(squeu
         (run_dir / name).chmod(0o755)
     assert slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1)) == {"lighthouse": "12", "groups": "12"}
     assert (run_dir / "done").read_text().startswith("scancel --quiet 9\nsbatch --parsable --job-name=run-lighthouse")
+
+
+def test_a_lighthouse_is_cancelled_when_the_groups_are_refused(squeue):
+    run_dir = squeue()
+    for name, does in (("sbatch", 'case "$*" in *--array*) exit 1;; esac'), ("scancel", f"echo $* >{run_dir}/done")):
+        (run_dir / name).write_text(f"#!/bin/sh\n{does}\necho 12\n")
+        (run_dir / name).chmod(0o755)
+    require_events(run_dir)  # `status` and `stop` are for jobs that are pending, too
+    with pytest.raises(LaunchError, match="--array=0-0"):
+        slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1))
+    assert (run_dir / "done").read_text() == "--quiet 12\n"
 
 
 def test_a_job_knows_its_everstep_and_not_more_of_the_environment_than_it_is_to_know(tmp_path):

@@ -23,6 +23,7 @@ from everstep.run.directory import (
     ends_of_groups,
     groups_file,
     holder_of,
+    job_file,
     over_file,
     starts_file,
     stop_file,
@@ -77,10 +78,6 @@ class Submission:
         }  # fmt: skip
 
 
-def job_file(run_dir: Path) -> Path:
-    return Path(run_dir) / "state" / "slurm.json"
-
-
 def jobs_of(run_dir: Path) -> dict[str, Any]:
     """Return the ids of a run's jobs by name; `groups` may be several ids, separated by commas. Raises LaunchError if
     its groups were not submitted."""
@@ -125,7 +122,12 @@ def submit(submission: Submission) -> dict[str, str]:
     jobs, commands = dict(alive), submission.commands()
     for name, command in commands.items():
         if name not in alive:
-            jobs[name] = _sbatch(command)
+            try:
+                jobs[name] = _sbatch(command)
+            except LaunchError:
+                if name == "groups" and "lighthouse" not in alive:  # it would wait for groups that never come
+                    call(["scancel", "--quiet", jobs["lighthouse"]])
+                raise
             write_json(job_file(run_dir), jobs | {"sbatch": commands["groups"]})
     return jobs
 

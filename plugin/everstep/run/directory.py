@@ -74,8 +74,9 @@ def refuse_starting(run_dir: Path) -> None:
 
 
 def require_events(run_dir: Path) -> None:
-    """Raise LaunchError if `run_dir` has no events: it is no run directory, or its run is still starting."""
-    if not any((run_dir / "events").glob("*.jsonl")):
+    """Raise LaunchError if `run_dir` has no events: it is no run directory, or its run is still starting. The jobs of a
+    submitted run may be pending still, or may never have started."""
+    if not any((run_dir / "events").glob("*.jsonl")) and not job_file(run_dir).exists():
         refuse_starting(run_dir)
         raise LaunchError(f"{run_dir} is not a run directory: it has no events/*.jsonl.")
 
@@ -128,6 +129,11 @@ def bad_node_file(run_dir: Path, group: int) -> Path:
 def stop_file(run_dir: Path) -> Path:
     """Return the file that asks every agent of the run for a clean stop, as long as it exists."""
     return Path(run_dir) / "state" / "stop"
+
+
+def job_file(run_dir: Path) -> Path:
+    """Return the file that names the Slurm jobs of a submitted run."""
+    return Path(run_dir) / "state" / "slurm.json"
 
 
 def prepared_file(run_dir: Path) -> Path:
