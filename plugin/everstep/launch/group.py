@@ -345,7 +345,7 @@ class Group:
     def _reason_to_move(self, death: Death) -> str:
         """Return why the group should move to another node; "" if it need not."""
         if death.exitcode == UNFIT_EXIT:
-            return "its arithmetic was wrong twice in the same place"
+            return "its trainer found this machine's results or data wrong"
         ft = self.settings.fault_tolerance
         recent = sum(one.mono > death.mono - WINDOW_S for one in self.deaths)
         if 0 < ft.node_failures <= recent:
