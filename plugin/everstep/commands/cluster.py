@@ -120,7 +120,7 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
     """Return what the person who submitted can do next."""
-    run_dir = submission.run_dir
+    run_dir = shlex.quote(str(submission.run_dir))
     return "\n".join(
         [
             f"groups      job {jobs['groups']}, array 0-{submission.groups - 1}, "
@@ -128,7 +128,7 @@ def _what_next(submission: slurm.Submission, jobs: Mapping[str, str]) -> str:
             f"lighthouse  job {jobs['lighthouse']}",
             f"watch       everstep status {run_dir}    (or tail -f {run_dir}/logs/group-0/job.log)",
             f"stop        everstep stop {run_dir}    (cleanly, with a final checkpoint)",
-            "resume      the same submit command again",
+            f"resume      the same submit command again, with --run-dir {run_dir}",
         ]
     )
 
