@@ -4,6 +4,7 @@ import fcntl
 import os
 import struct
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +21,12 @@ from everstep.run.files import write_json
 def squeue(tmp_path, monkeypatch):
     """Makes a fake squeue that answers with the given lines, for a run of two jobs. The file `asked` has its calls."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")  # of the user's own views
     write_json(slurm.job_file(tmp_path), {"groups": "7", "lighthouse": "9"})
 
     def answer(*lines):
         said = "".join(f'case "$*" in *--jobs={line.partition("|")[0]}*) echo "{line}";; esac\n' for line in lines)
-        (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n{said}')
+        (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*$SQUEUE_STATES" >>{tmp_path}/asked\n{said}')
         (tmp_path / "squeue").chmod(0o755)
         return tmp_path
 
@@ -34,6 +36,7 @@ def squeue(tmp_path, monkeypatch):
 def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
     run_dir = squeue("7|0|7|RUNNING|n1|None", "9|N/A|9|COMPLETING|n2|None")
     assert slurm.alive_jobs(run_dir) == {"groups": "7"}
+    assert "PENDING" not in (run_dir / "asked").read_text(), "the filters of the user's own views would hide jobs"
 
 
 def test_a_lighthouse_without_groups_is_replaced_as_it_may_be_about_to_end(squeue):
@@ -42,7 +45,11 @@ def test_a_lighthouse_without_groups_is_replaced_as_it_may_be_about_to_end(squeu
         (run_dir / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{run_dir}/done\necho 12\n')
         (run_dir / name).chmod(0o755)
     assert slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1)) == {"lighthouse": "12", "groups": "12"}
-    assert (run_dir / "done").read_text().startswith("scancel --quiet 9\nsbatch --parsable --job-name=run-lighthouse")
+    assert (
+        (run_dir / "done")
+        .read_text()
+        .startswith(f"scancel --quiet 9\nsbatch --parsable --chdir={Path.cwd()} --job-name=run-lighthouse")
+    )
 
 
 def test_a_lighthouse_is_cancelled_when_the_groups_are_refused(squeue):
@@ -93,10 +100,19 @@ def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeyp
 
 
 def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):
-    for name, does in (("squeue", "echo RUNNING"), ("scontrol", f"echo $1 >>{tmp_path}/requeued"), ("venv", "exit 2")):
+    for name, does in (
+        ("squeue", "echo RUNNING$SQUEUE_STATES"),
+        ("scontrol", f"echo $1 >>{tmp_path}/requeued"),
+        ("venv", "exit 2"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SLURM_JOB_ID": "9"}
+    path = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "EVERSTEP": str(tmp_path / "venv"),
+        "SLURM_JOB_ID": "9",
+        "SQUEUE_STATES": "x",
+    }
     job = ["bash", slurm.SCRIPTS / "lighthouse.sbatch", "run.toml", "--run-dir", tmp_path]
     assert [subprocess.run(job, env=path, umask=0).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
     assert (tmp_path / "state").stat().st_mode & 0o022 == 0

@@ -62,7 +62,8 @@ class Submission:
         # The path of this Everstep is an argument, as the user's flags may keep the environment from the job.
         everstep = str(Path(sys.executable).with_name("everstep"))
         common = [everstep, str(config_file(self.run_dir)), "--run-dir", str(self.run_dir)]
-        sbatch = ["sbatch", "--parsable"]
+        # Also where `scale` submits more tasks: paths in the config are relative to the folder of the first submit.
+        sbatch = ["sbatch", "--parsable", f"--chdir={Path.cwd()}"]
         array = [f"--job-name={name}", f"--array=0-{self.groups - 1}", f"--nodes={self.nodes_per_group}"]
         return {
             "lighthouse": [
@@ -231,7 +232,9 @@ def call(command: Sequence[str]) -> str:
     """Run a command of Slurm and return its output. Raises LaunchError if it fails or there is no Slurm here."""
     require_program(command[0])
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S)
+        # SQUEUE_STATES or SQUEUE_PARTITION of the user's own views would hide jobs.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"no answer within {COMMAND_TIMEOUT_S:g} s: {shlex.join(command)}") from None
     if done.returncode:
