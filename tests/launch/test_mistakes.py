@@ -52,6 +52,8 @@ MISTAKES = {
     "snapshots foreign --sweep": "--sweep is for all of this machine's memory: give no run directory with it.",
     "snapshots --sweep --segment-dir nosuch": "--segment-dir nosuch: there is no such folder.",
     "submit good.toml": "there is no sbatch here",
+    "submit good.toml --ntasks-per-node=8": "give --ranks-per-node instead",
+    "submit good.toml -N2": "-N2: give --nodes-per-group instead",
     "agent good.toml --run-dir folder": "--group is missing",
     "agent good.toml --run-dir folder --group 0 --node-rank 1": "--node-rank below --nodes",
     "run good.toml --run-dir=": "run-dir is empty: give a path",

@@ -25,6 +25,13 @@ from everstep.run.events import EventLog
 from everstep.run.files import write_json
 from everstep.run.token import own_token, require_own, require_run
 
+SET_HERE = {
+    "--array": "--groups", "-a": "--groups", "--nodes": "--nodes-per-group", "-N": "--nodes-per-group",
+    "--ntasks": "--ranks-per-node", "-n": "--ranks-per-node", "--ntasks-per-node": "--ranks-per-node",
+}  # fmt: skip
+"""sbatch's flags that would undo what `submit` asks for, and what to give in their place. The job of a group has one
+task, an agent, on each node; of several, one trains and the others are refused by its fence."""
+
 
 def lighthouse(
     config: tyro.conf.Positional[Path],
@@ -114,6 +121,9 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
         if is_flag(flag):
             name = flag.lstrip("-").partition("=")[0].replace("-", "_")
             target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
+            asked = re.sub(r"^(-[aNn]).*|=.*", r"\1", flag)
+            if asked in SET_HERE:
+                raise LaunchError(f"{flag}: give {SET_HERE[asked]} instead, by which submit sets sbatch's {asked}.")
         target.append(flag)
     return slurm, titan
 
