@@ -95,6 +95,8 @@ def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeyp
     (tmp_path / ".lock").touch()
     locked = struct.pack(files._FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, pid)  # what the kernel answers then
     monkeypatch.setattr(files.fcntl, "fcntl", lambda *_: locked)
+    with pytest.raises(LaunchError, match="a run that is still going"):
+        slurm.alive_jobs(tmp_path)  # `submit` would end its groups
     assert "asked every group" in slurm.stop(tmp_path)
     assert stop_file(tmp_path).exists()
 

@@ -23,6 +23,7 @@ from everstep.run.directory import (
     ends_of_groups,
     groups_file,
     holder_of,
+    in_use,
     job_file,
     over_file,
     starts_file,
@@ -89,7 +90,10 @@ def jobs_of(run_dir: Path) -> dict[str, Any]:
 
 
 def alive_jobs(run_dir: Path) -> dict[str, str]:
-    """Return the ids of the run's queued or running jobs by name. Raises LaunchError if both jobs are."""
+    """Return the ids of the run's queued or running jobs by name. Raises LaunchError if both jobs are, or if an
+    `everstep run` has the directory: the jobs' claims would end its groups."""
+    if holder_of(run_dir) is not None:
+        raise in_use(run_dir)
     known = read_json(job_file(run_dir))
     alive = {name: job for name, job in known.items() if name in ("lighthouse", "groups") and states_of(job)}
     if len(alive) == 2:

@@ -48,15 +48,20 @@ def lock_run_dir(run_dir: Path) -> None:
     except OSError as error:
         raise LaunchError(f"{run_dir}: cannot be used as run directory: {error.strerror}.") from None
     if not alone:
-        raise LaunchError(
-            f"{run_dir}: in use by a run that is still going (pid {lock_holder(lock) or 'unknown'}). "
-            "Stop it, or give another --run-dir."
-        )
+        raise in_use(run_dir)
     if groups := groups_held(run_dir, CLAIMED):  # ranks of a launcher that was killed may still be dying
         raise LaunchError(
             f"{run_dir}: in use by agents, which run {', '.join(groups)}. "
             f"Stop them with `everstep stop {run_dir}`, or give another --run-dir."
         )
+
+
+def in_use(run_dir: Path) -> LaunchError:
+    """Return the error of a start in a run directory that an `everstep run` holds."""
+    pid = holder_of(run_dir) or "unknown"
+    return LaunchError(
+        f"{run_dir}: in use by a run that is still going (pid {pid}). Stop it, or give another --run-dir."
+    )
 
 
 def holder_of(run_dir: Path) -> int | None:
