@@ -11,6 +11,7 @@ import pytest
 from everstep import cli
 from everstep.commands import doctor
 from everstep.commands.init import SOURCES
+from everstep.config.errors import ConfigError
 from everstep.launch import prepare, supervisor
 from everstep.titan.imports import import_all
 
@@ -124,3 +125,13 @@ def test_a_mistake_is_one_sentence_at_every_door(doors, tmp_path, capsys, more, 
     path.write_text(f"{GOOD}{more}\n")
     said = doors(path, flags.split(), capsys)
     assert set(said.values()) == {MISTAKES[more, flags].replace("run.toml", str(path), 1)}
+
+
+@pytest.mark.parametrize(("keys", "why"), [
+    ("context_parallel_degree = 3", "seq_len = 2048 must be a multiple of 6, into which"),
+    ("expert_parallel_degree = 2", "expert_parallel_degree = 2 must divide the 3 ranks of a group that share"),
+])  # fmt: skip
+def test_what_torchtitan_refuses_once_its_ranks_are_connected_is_refused_before(tmp_path, keys, why):
+    (path := tmp_path / "run.toml").write_text(f"{GOOD}[parallelism]\npipeline_parallel_degree = 2\n{keys}\n")
+    with pytest.raises(ConfigError, match=why):
+        prepare.prepare(prepare.PrepareOptions(str(path), ranks=6))

@@ -230,6 +230,15 @@ def _training(config: Any) -> Iterator[Row]:
         "training.mixed_precision_param",
         '= "float32" must be "bfloat16" with gpt_oss, whose experts always compute in bfloat16',
     )
+    parallelism, length = config.parallelism, config.training.seq_len
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    parts = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
+    yield (
+        length % parts > 0,
+        "training.seq_len",
+        f"= {length} must be a multiple of {parts}, into which tensor_parallel_degree = {tensor} and "
+        f"context_parallel_degree = {context} divide a row",
+    )
     steps, total = config.training.steps, config.lr_scheduler.total_steps
     goes_wrong = "after it the learning rate falls below 0, or rises again (cosine)"
     short = f"= {total} must be at least [training] steps = {steps}: {goes_wrong}"
@@ -279,6 +288,11 @@ def _ranks(config: Any, ranks: int) -> Iterator[Row]:
         f"parallelism.{written[0]}",
         f"{product} needs {needed} in a group, but a group has {ranks}: change the degrees, or --ranks-per-group",
     )
+    experts, key = parallelism.expert_parallel_degree, "parallelism.expert_parallel_degree"
+    shards = shard if shard > 0 else ranks // together  # 0: not known
+    sharers = shards * sharing(parallelism) // parallelism.pipeline_parallel_degree
+    what = f"= {experts} must divide the {sharers} ranks of a group that share a pipeline stage's experts"
+    yield experts < 1 or sharers % experts > 0, key, what
 
 
 def _batch(config: Any, ranks: int) -> Iterator[Row]:
