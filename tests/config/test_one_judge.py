@@ -128,6 +128,9 @@ def test_a_mistake_is_one_sentence_at_every_door(doors, tmp_path, capsys, more, 
 
 
 @pytest.mark.parametrize(("keys", "why"), [
+    ('pipeline_parallel_schedule = "2F2B"', "Unknown schedule name '2F2B'"),
+    ("".join(f'[[optimizer.param_groups]]\npattern = "{part}"\noptimizer_name = "Adam"\n' for part in ("head", "")),
+     'pattern = "head" matches no parameter of the pipeline stage with tok_embeddings, layers.0'),
     ("context_parallel_degree = 3", "seq_len = 2048 must be a multiple of 6, into which"),
     ("expert_parallel_degree = 2", "expert_parallel_degree = 2 must divide the 3 ranks of a group that share"),
 ])  # fmt: skip

@@ -14,7 +14,7 @@ from torchtitan.models.common import dist_gemm, token_dispatcher
 
 from everstep.config.assign import shown
 from everstep.config.checks import Problem
-from everstep.titan import attention, cpu, cpu_attention
+from everstep.titan import attention, cpu, cpu_attention, private
 
 _KERNELS = {
     "torchtitan.overrides.fused_swiglu": "Triton",
@@ -84,28 +84,44 @@ def why_not_built(config: Any) -> str:
             copy.override.imports = [item for item in copy.override.imports if not _kernel(item)]
         apply_overrides(copy.override, copy)
         choose_attention(copy)
+        stages = private.stages(copy)
     except (ValueError, ImportError, TypeError, NotImplementedError) as error:
         return str(error)
-    return _why_no_optimizer(copy)
+    return _why_no_optimizer(copy, stages)
 
 
-def _why_no_optimizer(config: Any) -> str:
-    """Return why torchtitan's optimizer cannot be built for the config's model, once that is updated and overridden."""
+def _why_no_optimizer(config: Any, stages: list[list[str]]) -> str:
+    """Return why torchtitan's optimizer cannot be built for the config's model, once that is updated and overridden, or
+    for a pipeline stage of it."""
     names = {group.optimizer_name for group in config.optimizer.param_groups}
     if type(config.optimizer) is not OptimizersContainer.Config or "DistMuon" in names:
         return ""  # it may need the group's other processes
     try:
         with torch.device("meta"):
-            optimizers = config.optimizer.build(model_parts=[config.model_spec.model.build()])
+            model = config.model_spec.model.build()
+            optimizers = config.optimizer.build(model_parts=[model])
     except ImportError:
         return ""  # of a kernel, which a login node need not have
     except (ValueError, NotImplementedError, AssertionError) as error:
         return f"[optimizer] {error}"
     except re.error as error:
         return f'[optimizer] pattern = "{error.pattern}": {error}'
+    for stage in stages:
+        left = {name for name, param in model.named_parameters() if param.requires_grad and _is_in(name, stage)}
+        for group in config.optimizer.param_groups:
+            found = {name for name in left if re.search(group.pattern, name)}
+            if not found:
+                where = f"the pipeline stage with {', '.join(stage)}: torchtitan needs one in each stage"
+                return f'[optimizer] pattern = "{group.pattern}" matches no parameter of {where}'
+            left -= found
     unknown = {key for one in optimizers for group in one.param_groups for key in group.keys() - one.defaults.keys()}
     unknown -= {"params", "param_names", "initial_lr"}
     return f"[optimizer] optimizer_kwargs has {', '.join(sorted(unknown))}, which no optimizer reads" if unknown else ""
+
+
+def _is_in(name: str, stage: list[str]) -> bool:
+    """Return whether a parameter belongs to one of the modules of a pipeline stage."""
+    return any(name.startswith(f"{module}.") for module in stage)
 
 
 def built_on_meta(config: Any) -> nn.Module:

@@ -6,6 +6,7 @@ it chooses its device while it is imported, and `train_on` has to run before tha
 """
 
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch._utils
@@ -57,6 +58,20 @@ def models() -> Collection[str]:
     from torchtitan.models import _supported_models
 
     return _supported_models
+
+
+def stages(config: Any) -> list[list[str]]:
+    """Return the names of the modules of each pipeline stage of a trainer config; [] without any, or if a model splits
+    itself. Raises ValueError if torchtitan has no such schedule, or the layers do not fit the stages."""
+    from torchtitan.distributed import pipeline_parallel
+
+    parallelism, model, split = config.parallelism, config.model_spec.model, config.model_spec.pipelining_fn
+    known = (pipeline_parallel.pipeline_llm, pipeline_parallel.pipeline_vlm)
+    if parallelism.pipeline_parallel_degree == 1 or split not in known:
+        return []
+    dims: Any = SimpleNamespace(pp=parallelism.pipeline_parallel_degree)
+    sizes = pipeline_parallel._get_pipeline_metadata(dims, parallelism, model)
+    return parallelism.module_fqns_per_model_part or pipeline_parallel._generate_llm_fqn_per_model_part(*sizes)
 
 
 def computes_eagerly(trainer: Any) -> bool:
