@@ -5,6 +5,8 @@ import json
 import os
 import signal
 
+import pytest
+
 from everstep.report import score
 from everstep.run.events import read_events
 from watched import losses_match, write_config
@@ -13,8 +15,10 @@ ENDLESS = ("--steps", "1000000")
 PACE_S = 0.1
 
 
-def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path):
-    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 6})
+@pytest.mark.parametrize("backend", ["spmd_types", pytest.param("full_dtensor", marks=pytest.mark.slow)])
+def test_a_group_of_two_sharded_ranks_lives_and_dies_as_one(start, tmp_path, backend):
+    parallelism = {"spmd_backend": backend}
+    config = write_config(tmp_path / "fsdp.toml", training={"global_batch_size": 6}, parallelism=parallelism)
     run = start(config, "--groups", "2", "--ranks-per-group", "2", *ENDLESS, pace_s=PACE_S)
     run.wait_for_step((0, 1))
     killed = run.kill(0, ranks=slice(1, 2))

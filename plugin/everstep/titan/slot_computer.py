@@ -132,7 +132,7 @@ class SlotComputer:
         self._reached.update(param for param in self.trainable if param.grad is not None)
         # In a pipeline only the last stage knows the loss; on the others torchtitan returns -1.
         known = not pipelined or trainer.pp_has_last_stage
-        self._losses[slot] = loss.detach().to(torch.float64) * (self.nominal_tokens if known else 0.0)
+        self._losses[slot] = local(loss.detach()).to(torch.float64) * (self.nominal_tokens if known else 0.0)
 
     def _seed(self, step: int, slot: int) -> None:
         """Seed the random numbers of a slot."""
