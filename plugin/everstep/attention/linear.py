@@ -69,53 +69,39 @@ def with_products(project: Callable, input_gradient: Callable, weight_gradient: 
     return Projection
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
-    """Return y (T, out) of x (T, in), checked."""
-    section = f"{guard.name}.y"
-    y = guard.inject(section, F.linear(x, weight, bias))
-    if not guard.checked:
+def _checked_product(
+    guard: Guard, name: str, compute: Callable[[], torch.Tensor], operands: Callable[[], tuple], *, backward: bool
+) -> torch.Tensor:
+    """Return the product that `compute` makes, the guard's result `name`; checked if the layer is, in this slot."""
+    section = f"{guard.name}.{name}"
+    y = guard.inject(section, compute(), backward=backward)
+    if guard.checked:
+        return check_rows(guard, section, y, operands, compute, backward=backward)
+    if not backward:
         with guard.looking():
             look_for_extremes([(guard, section, y)])
-        return y
-    return check_rows(
-        guard,
-        section,
-        y,
-        lambda: (x, weight_sums(guard, "rows", weight.t()), None if bias is None else bias_sums(bias)),
-        lambda: F.linear(x, weight, bias),
-    )
+    return y
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, guard: Guard) -> torch.Tensor:
+    """Return y (T, out) of x (T, in), checked."""
+
+    def operands() -> tuple:
+        return x, weight_sums(guard, "rows", weight.t()), None if bias is None else bias_sums(bias)
+
+    return _checked_product(guard, "y", lambda: F.linear(x, weight, bias), operands, backward=False)
 
 
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dX (T, in) of dY (T, out), checked."""
-    section = f"{guard.name}.dx"
-    dx = guard.inject(section, dy @ weight, backward=True)
-    if not guard.checked:
-        return dx
-    return check_rows(
-        guard,
-        section,
-        dx,
-        lambda: (dy, weight_sums(guard, "columns", weight)),
-        lambda: dy @ weight,
-        backward=True,
-    )
+    operands = lambda: (dy, weight_sums(guard, "columns", weight))  # noqa: E731
+    return _checked_product(guard, "dx", lambda: dy @ weight, operands, backward=True)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dW (out, in) of dY (T, out) and x (T, in), checked."""
-    section = f"{guard.name}.dw"
-    dw = guard.inject(section, dy.t() @ x, backward=True)
-    if not guard.checked:
-        return dw
-    return check_rows(
-        guard,
-        section,
-        dw,
-        lambda: (dy.t(), at_once(tile_sums, x)(x)),
-        lambda: dy.t() @ x,
-        backward=True,
-    )
+    operands = lambda: (dy.t(), at_once(tile_sums, x)(x))  # noqa: E731
+    return _checked_product(guard, "dw", lambda: dy.t() @ x, operands, backward=True)
 
 
 _Linear = with_products(project, input_gradient, weight_gradient)
