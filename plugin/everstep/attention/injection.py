@@ -86,8 +86,6 @@ class Injector:
         """Layer and name of each result that can be hit."""
         self._hit_step = 0
         self._armed: tuple[int, str, Fault] | None = None
-        self.hits: list[tuple[int, int, str]] = []
-        """Step, layer and section of each fault so far."""
 
     def register(self, layer: int, sections: tuple[str, ...]) -> None:
         """Add the results of `layer` that can be hit: those of `sections` that match the plan's pattern."""
@@ -113,9 +111,8 @@ class Injector:
         self._step = step
 
     def renew(self) -> None:
-        """Forget all hits, because what was computed so far is not used."""
+        """Forget the last hit, because what was computed so far is not used."""
         self._armed, self._hit_step = None, 0
-        self.hits.clear()
 
     def fault_for(self, layer: int, section: str, part: int = 0, parts: int = 1) -> Fault | None:
         """Return the fault that hits this result, or None. part, parts: the number of the piece and of all pieces, if a
@@ -126,5 +123,4 @@ class Injector:
         if part != int(fault.place * 7919) % parts:
             return None
         self._armed, self._hit_step = None, self._step
-        self.hits.append((self._step, layer, section))
         return fault
