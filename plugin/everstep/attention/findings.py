@@ -37,7 +37,7 @@ class Deviation(NamedTuple):
 
 class Record(NamedTuple):
     """One check's outcome. again: whether it is of a forward that activation checkpointing computes a second time.
-    worst: a scalar on any device; the result is wrong unless worst / bound <= 1. bound: negative if `worst` must not
+    worst: a scalar on the device; the result is wrong unless worst / bound <= 1. bound: negative if `worst` must not
     lie below it."""
 
     step: int
@@ -73,7 +73,8 @@ class FindingLog:
         gradients must not be used. Synchronises with the host once if anything was recorded, otherwise not."""
         records, self._records = self._records, []
         passes: defaultdict[tuple[int, int, int, str], dict[bool, list[tuple[int, float]]]] = defaultdict(dict)
-        for record, worst in zip(records, _read(records), strict=True):
+        sizes = torch.stack([record.worst for record in records]).tolist() if records else []
+        for record, worst in zip(records, sizes, strict=True):
             size = worst / record.bound
             if not size <= 1:
                 passes[record[:4]].setdefault(record.again, []).append((ACTIONS.index(record.action), size))
@@ -106,16 +107,3 @@ class FindingLog:
 def _worse_pass(seen: dict[bool, list[tuple[int, float]]]) -> list[tuple[int, float]]:
     """Return the outcomes of the forward that repaired less; those of the first forward if both repaired alike."""
     return max((seen[again] for again in sorted(seen)), key=lambda made: max(action for action, _ in made))
-
-
-def _read(records: list[Record]) -> list[float]:
-    """Return each record's `worst`, copied to the host in one transfer per device."""
-    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for i, record in enumerate(records):
-        by_device[record.worst.device].append(i)
-    values = [0.0] * len(records)
-    for indices in by_device.values():
-        stacked = torch.stack([records[i].worst for i in indices]).tolist()
-        for i, value in zip(indices, stacked, strict=True):
-            values[i] = value
-    return values
