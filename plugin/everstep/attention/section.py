@@ -81,14 +81,9 @@ class AttentionCheck:
         Raises:
             ValueError: frequency is neither `adaptive` nor a number from 0 to 1.
         """
-        if self.frequency == "adaptive":
-            return None
-        try:
-            rate = float(self.frequency)
-        except ValueError:
-            rate = -1.0
+        rate = None if self.frequency == "adaptive" else float(self.frequency)
         _require(
-            0.0 <= rate <= 1.0,
+            rate is None or 0.0 <= rate <= 1.0,
             f'attention_check.frequency = {self.frequency!r}: must be "adaptive" or a number from 0 to 1.',
         )
         return rate
