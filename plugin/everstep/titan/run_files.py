@@ -25,7 +25,8 @@ def differences(run_dir: Path, name: str, mine: dict[str, str]) -> str:
 
 
 class RankFiles:
-    """Implements `everstep.step.interfaces.RunFiles`. Installs a SIGTERM handler, which asks this rank to leave.
+    """Implements `everstep.step.interfaces.RunFiles`; see there for methods without a docstring. Installs a SIGTERM
+    handler, which asks this rank to leave.
 
     Args:
         run_dir, group, rank: of this rank.
@@ -52,7 +53,6 @@ class RankFiles:
         self._heartbeat.beat(phase, step, slot)
 
     def fenced(self) -> bool:
-        """See `RunFiles.fenced`."""
         return self._claim is not None and not fence.holds(self._run_dir, self._group, self._claim)
 
     def asked_to_leave(self) -> bool:
@@ -60,7 +60,6 @@ class RankFiles:
         return self._terminated or (self._rank == 0 and os.path.exists(stop_file(self._run_dir)))
 
     def groups_with_state(self) -> list[int]:
-        """See `RunFiles.groups_with_state`."""
         return [
             group
             for group, beat, age_s in beats_of_groups(self._run_dir)
@@ -68,11 +67,9 @@ class RankFiles:
         ]
 
     def finished_step(self) -> int:
-        """See `RunFiles.finished_step`."""
         return finished_step(self._run_dir)
 
     def ended_for_all(self) -> bool:
-        """See `RunFiles.ended_for_all`."""
         return read_json(finished_file(self._run_dir)).get("for_all") is True
 
     def mark_finished(self, step: int, *, for_all: bool) -> None:
@@ -86,7 +83,6 @@ class RankFiles:
             self.mark_finished(step, for_all=False)
 
     def is_over(self) -> bool:
-        """See `RunFiles.is_over`."""
         return self.finished_step() >= self._steps
 
     def end_run(self, reason: str) -> None:
