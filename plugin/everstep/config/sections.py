@@ -46,8 +46,8 @@ class FaultTolerance:
     """This group's id, 0 to groups - 1, the same after every restart. `everstep run` and `everstep agent` set it."""
 
     lighthouse: str = ""
-    """Address of the run's lighthouse (`everstep lighthouse`), `http://host:port`. Empty: the environment variable
-    TORCHFT_LIGHTHOUSE. An address that a lighthouse has written into the run directory is preferred to both."""
+    """Address of the run's lighthouse (`everstep lighthouse`), `http://host:port`. An address that a lighthouse has
+    written into the run directory is preferred."""
 
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend of the gradient sums between groups. gloo aborts cleanly and runs everywhere. nccl is faster between GPUs

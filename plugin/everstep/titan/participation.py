@@ -73,12 +73,11 @@ class Participation:
         ended (see `Driver.run`). Once the group is announced, every quorum waits for it."""
         ft, semi, run = self._ft, self._config.semi_sync, self._context
         if self._ranks.rank == 0:
-            given = ft.lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE", "")
             self._membership = Membership(
                 group=ft.group_id,
                 life=self.life,
                 token=run.token,
-                find_lighthouse=lambda: published_address(run.run_dir) or given,
+                find_lighthouse=lambda: published_address(run.run_dir) or ft.lighthouse,
                 fenced=run.files.fenced,
                 heartbeat_timeout_s=ft.heartbeat_timeout_s,
             )
