@@ -50,12 +50,12 @@ class LocalTarget(Target):
     kind = "local"
 
     def alive(self) -> bool:
-        return self.launcher() is not None
+        return self._launcher() is not None
 
-    def launcher(self) -> Proc | None:
-        """Return the supervisor; None if it has ended."""
-        pid, now = holder_of(self.run_dir), time.time()
-        return Proc(pid, now, "launcher") if pid and signals.is_same(pid, now) else None
+    def _launcher(self) -> int | None:
+        """Return the supervisor's pid; None if it has ended."""
+        pid = holder_of(self.run_dir)
+        return pid if pid and signals.is_same(pid, time.time()) else None
 
     def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
         return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
@@ -63,7 +63,6 @@ class LocalTarget(Target):
     def _ours(self, proc: Proc) -> bool:
         """Whether the process that has this pid now belongs to this run. `signals.send` checks that it is also the one
         that the run announced."""
-        launcher = self.launcher()
         try:
             process = psutil.Process(proc.pid)
             if process.uids().real != os.geteuid():
@@ -71,7 +70,7 @@ class LocalTarget(Target):
             if proc.role == "keeper":
                 # It has its own session, and may have outlived the supervisor that it descends from.
                 return _keeps(process.cmdline(), self.run_dir)
-            return launcher is not None and launcher.pid in [proc.pid, *(p.pid for p in process.parents())]
+            return self._launcher() in [proc.pid, *(p.pid for p in process.parents())]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             return False
 

@@ -25,7 +25,7 @@ class Proc:
     pid: int
     since: float
     role: str
-    """worker, keeper, lighthouse or launcher."""
+    """worker, keeper or lighthouse."""
     group: int | None = None
     rank: int | None = None
     node: str = ""
