@@ -28,11 +28,6 @@ def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
     return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
 
 
-def newest_commit(run_dir: Path) -> dict[str, Any]:
-    """Return the event of the highest step among the last that each group has committed; {"step": 0} if none has."""
-    return max(last_commits(run_dir), key=lambda commit: commit["step"], default={"step": 0})
-
-
 def last_commits(run_dir: Path) -> list[dict[str, Any]]:
     """Return the last commit event of each group that has one."""
     logs = event_path(run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
@@ -154,7 +149,7 @@ class Incarnation:
         log = event_path(settings.run_dir, settings.group, culprit.rank, "worker")
         told = last_event(log, {"worker_failed", "commit"}) if exitcode > 0 else None  # commits bound the search
         error, traceback = (told["error"], told["traceback"]) if told and told.get("pid") == culprit.pid else ("", [])
-        newest = newest_commit(settings.run_dir)
+        newest = max(last_commits(settings.run_dir), key=lambda commit: commit["step"], default={"step": 0})
         reason = self.stall or f"rank {culprit.rank} {describe_exit(exitcode)}"
         if out_of_memory:
             reason += ", by the kernel: the memory of its control group was used up"

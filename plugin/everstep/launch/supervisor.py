@@ -139,10 +139,8 @@ class Supervisor:
 
     def _prepare(self) -> Prepared:
         """Check the config in a forked process that writes the result to the run directory. Raises LaunchError."""
-        options, log = (
-            replace(self._options, run_dir=str(self._run_dir), begins=True),
-            self._run_dir / "logs" / "prepare.log",
-        )
+        options = replace(self._options, run_dir=str(self._run_dir), begins=True)
+        log = self._run_dir / "logs" / "prepare.log"
         try:
             child = self._launcher.children.start(functools.partial(prepare.main, asdict(options)), log)
         except OSError as error:
