@@ -110,39 +110,33 @@ def _config_functions(registry: ModuleType) -> list[str]:
 
 def _call_config(registry: ModuleType, job: Job, source: Source) -> Trainer.Config:
     functions = _config_functions(registry)
+    place, named = ("job", "config"), f'[job] config = "{job.config}"'
     if job.config not in functions:
         near = nearest(job.config, functions)
         hint = f'the nearest is "{near}"' if near else "that registry has no configs"
-        raise source.error(
-            ("job", "config"), f'[job] config = "{job.config}" is not in the registry of {job.module}; {hint}'
-        )
+        raise source.error(place, f"{named} is not in the registry of {job.module}; {hint}")
     try:
         config = getattr(registry, job.config)()
     except (ImportError, ValueError) as error:  # e.g. the config needs a library or device that this machine lacks
-        raise source.error(("job", "config"), f'[job] config = "{job.config}" fails here: {error}') from error
+        raise source.error(place, f"{named} fails here: {error}") from error
     if not isinstance(config, Trainer.Config):
-        raise source.error(
-            ("job", "config"), f'[job] config = "{job.config}" is not the config of a torchtitan Trainer'
-        )
+        raise source.error(place, f"{named} is not the config of a torchtitan Trainer")
     if config.model_spec is not None and config.model_spec.name in GONE_MODELS:
-        gone = GONE_MODELS[config.model_spec.name]
-        raise source.error(("job", "config"), f'[job] config = "{job.config}": {gone}')
+        raise source.error(place, f"{named}: {GONE_MODELS[config.model_spec.name]}")
     return config
 
 
 def _model_spec(registry: ModuleType, job: Job, source: Source) -> Any:
-    model_registry = getattr(registry, "model_registry", None)
+    model_registry, place = getattr(registry, "model_registry", None), ("job", "flavor")
     if model_registry is None:
-        raise source.error(("job", "flavor"), f"[job] flavor: {job.module} has no model_registry")
+        raise source.error(place, f"[job] flavor: {job.module} has no model_registry")
     try:
         return model_registry(job.flavor)
     except KeyError:
         flavors = _flavors(model_registry)
         near = nearest(job.flavor, flavors)
         hint = f'; the nearest is "{near}" of {", ".join(map(shown, flavors))}' if near else ""
-        raise source.error(
-            ("job", "flavor"), f'[job] flavor = "{job.flavor}" is not a model of {job.module}{hint}'
-        ) from None
+        raise source.error(place, f'[job] flavor = "{job.flavor}" is not a model of {job.module}{hint}') from None
 
 
 def _flavors(model_registry: Any) -> list[str]:
