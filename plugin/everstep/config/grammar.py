@@ -5,7 +5,7 @@ tyro itself would print a panel and exit. `private.errors` has the cause of an e
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import tyro
 
@@ -13,8 +13,6 @@ from everstep.run.typed import words
 
 from .errors import ConfigError, nearest
 from .private import errors
-
-T = TypeVar("T")
 
 ROOT_KEYS = ("dump_folder", "hf_assets_path")
 """torchtitan's flags that belong to no section."""
