@@ -19,6 +19,7 @@ from everstep.config.checks import problems
 from everstep.config.errors import ConfigError
 from everstep.config.sections import Data, FaultTolerance, Job
 from everstep.quorum.streams import streams_of
+from everstep.run import fence
 from everstep.run.beats import STARTUP
 from everstep.run.directory import stop_file
 from everstep.run.exits import FENCED_EXIT, USAGE_EXIT, TrainerEnds
@@ -176,7 +177,7 @@ class EverstepTrainer(titan.Trainer):
         ) as self.profiler:
             end = self.participation.run(work)
         if end is Outcome.FENCED:
-            run.events.emit("fenced", work.committed, claim=os.environ.get("EVERSTEP_FENCE", ""))
+            run.events.emit("fenced", work.committed, claim=os.environ.get(fence.ENVIRONMENT, ""))
             os._exit(FENCED_EXIT)
         leaves = end is Outcome.LEFT
         work.close(leaves=leaves)
