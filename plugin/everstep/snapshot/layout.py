@@ -218,7 +218,7 @@ class CopyPlan:
         begin, end = self.part
         self._staging: torch.Tensor | None = None
         if state.device.type == "cpu":
-            views = {name: _bytes_of(tensor) for name, tensor in state.tensors.items()}
+            views = {name: t.detach().view(-1).view(torch.uint8).numpy() for name, t in state.tensors.items()}
             self._chunks = [self._pieces(views, begin + a, begin + b) for a, b in chunks(end - begin)]
         else:
             self._staging = page_locked(end - begin)
@@ -281,7 +281,3 @@ class CopyPlan:
                 self._tensors[entry.name].detach().view(-1).view(torch.uint8)[start:stop],
                 staging[at : at + stop - start],
             )
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()

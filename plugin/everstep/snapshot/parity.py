@@ -38,10 +38,6 @@ def gf_multiply(a: int, b: int) -> int:
     return product
 
 
-def gf_inverse(a: int) -> int:
-    return functools.reduce(gf_multiply, [a] * 254)  # a^254, as a^255 is 1
-
-
 def encoding_rows(data: int, parity: int) -> list[list[int]]:
     """Return the parity shards' coefficients: `parity` rows (at most 2) of `data` field elements (at most 255)."""
     powers = itertools.accumulate([2] * (data - 1), gf_multiply, initial=1)
@@ -63,7 +59,7 @@ def _inverse(data: int, parity: int, have: tuple[int, ...]) -> list[list[int]]:
     for column in range(data):
         pivot = next(i for i in range(column, data) if rows[i][column])
         rows[column], rows[pivot] = rows[pivot], rows[column]
-        scale = gf_inverse(rows[column][column])
+        scale = functools.reduce(gf_multiply, [rows[column][column]] * 254)  # its inverse, as a^255 is 1
         rows[column] = [gf_multiply(scale, x) for x in rows[column]]
         for i in range(data):
             if i != column and (factor := rows[i][column]):
