@@ -16,7 +16,6 @@ import xxhash
 from everstep.run import typed
 from everstep.run.typed import Count
 
-SCHEMA_VERSION = 9
 Kind = Literal["data", "parity"]
 Moment = tuple[int, int, str]
 """Step, history and start of a snapshot: equal in all groups that took it together."""
@@ -65,7 +64,8 @@ class Header:
     """XXH3-64 of the chunk table, hexadecimal. The digests in a data table are of the bytes in the trainer's memory."""
     roots: tuple[str, ...] = ()
     """In parity: the roots of the payloads of all members of `parity_group`, this one included, in that order."""
-    schema: int = SCHEMA_VERSION
+    schema: Literal[9] = 9
+    """Version of the header's fields and of the file's format."""
 
     @functools.cached_property
     def identity(self) -> str:
@@ -94,15 +94,12 @@ class Header:
     @classmethod
     def from_json(cls, body: Any) -> "Header":
         """The inverse of `to_json`. Raises ValueError if the version, a field's type or a field's value is wrong."""
-        version = body.get("schema") if isinstance(body, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"a header of schema version {version}, not {SCHEMA_VERSION}")
         return typed.parse(cls, body, "a header").checked()
 
     def checked(self) -> "Header":
         """Return this header if its fields are consistent. Raises ValueError otherwise."""
         members = _members(self.shared_by)
-        if self.schema != SCHEMA_VERSION or not self.rank < self.ranks or self.group not in members:
+        if not self.rank < self.ranks or self.group not in members:
             raise ValueError(f"rank {self.rank} of {self.ranks}, group {self.group} of {len(members)} members")
         together = set(self.parity_group)
         ascending = self.parity_group == tuple(sorted(together))
