@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from everstep.run.files import read_typed
 from everstep import wire
 from everstep.run.token import read_token
 from everstep.snapshot import peers
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         take_lock(segment.path)
         keeper = Keeper(run_dir, segment, options["host"], settings)
     except BlockingIOError:
-        told = peers.read_record(peers.record_file(run_dir, group))
+        told = read_typed(KeeperRecord, peers.record_file(run_dir, group))
         who = f"process {told.pid}, by its record," if told else "another process"
         log.info("%s holds the lock of %s: if it hangs, kill -9 it; the next keeper adopts it", who, segment.path)
         return LOCKED_EXIT

@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep import wire
 from everstep.run.events import EventLog
-from everstep.run.files import is_own_directory, open_own
+from everstep.run.files import is_own_directory, open_own, read_typed
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import SnapshotError
@@ -145,7 +145,7 @@ def find_keeper(run_dir: Path, group: int, settings: Snapshot) -> KeeperRecord |
     """Return this host's keeper of a group if it is alive and answers; else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, wire.WireError):
         token = read_token(run_dir)
-        record = peers.read_record(peers.record_file(run_dir, group))
+        record = read_typed(KeeperRecord, peers.record_file(run_dir, group))
         if record is None:
             return None
         timeout = timedelta(seconds=settings.transfer_timeout_s)

@@ -16,8 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from everstep import wire
-from everstep.run import typed
-from everstep.run.files import read_json, write_json
+from everstep.run.files import read_typed, write_json
 from everstep.run.typed import Count
 from everstep.snapshot.buffer import root_of, table_bytes
 from everstep.snapshot.header import Header, Kind, headers_from_json
@@ -65,14 +64,6 @@ def write_record(run_dir: Path, record: KeeperRecord) -> None:
     write_json(record_file(run_dir, record.group), asdict(record))
 
 
-def read_record(path: Path) -> KeeperRecord | None:
-    """Return what `write_record` wrote; None if the file is gone or holds something else."""
-    try:
-        return typed.parse(KeeperRecord, read_json(path))
-    except typed.UnfitError:
-        return None
-
-
 def read_records(run_dir: Path, group: int | None = None) -> list[KeeperRecord]:
     """Return the keepers that have been in this run, of one group or all, by group, the latest first. They need not be
     alive. This lists the folder once, and opens only the files of that group."""
@@ -81,7 +72,7 @@ def read_records(run_dir: Path, group: int | None = None) -> list[KeeperRecord]:
         names = [name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(".json")]
     except (FileNotFoundError, NotADirectoryError):  # no keeper yet
         return []
-    found = filter(None, (read_record(folder / name) for name in names))
+    found = filter(None, (read_typed(KeeperRecord, folder / name) for name in names))
     return sorted(found, key=lambda record: (record.group, -record.started_at))
 
 
