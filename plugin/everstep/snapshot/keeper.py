@@ -10,7 +10,6 @@ gets SIGTERM, if the run directory is gone or now has another run, or if nobody 
 A keeper that gets SIGKILL leaves its segment behind. The next keeper of the same run on this host adopts the segment.
 """
 
-import argparse
 import contextlib
 import errno
 import json
@@ -247,11 +246,9 @@ def _lower_priority() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a keeper. Returns its exit status."""
-    parser = argparse.ArgumentParser(prog="everstep keeper", description="Started by a trainer, not by hand.")
-    parser.add_argument("options", help="JSON: run_dir, group, host, settings")
-    options = json.loads(parser.parse_args(argv).options)
+def main(order: str) -> int:
+    """Run a keeper, as a trainer's `keepers.start_keeper` orders in JSON. Returns its exit status."""
+    options = json.loads(order)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     _lower_priority()
     # Ctrl-C and the end of a terminal are meant for the run, which itself tells its keepers to end.
@@ -280,4 +277,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))
