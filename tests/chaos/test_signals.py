@@ -53,7 +53,7 @@ def test_only_this_runs_arenas_are_removed(tmp_path):
     other = tmp_path / "precious"
     other.mkdir()
     link = Segment.of(replace(apart, segment_dir=str(tmp_path / "links")), run_id(token), 2)
-    link.root.mkdir()
+    link.path.parent.mkdir()
     link.path.symlink_to(other)
     around = tmp_path / "x" / ".." / mine.path.name
     named = ((0, mine.path), (1, other), (1, mine.path), (0, around), (2, link.path))

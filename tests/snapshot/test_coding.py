@@ -108,6 +108,6 @@ def test_a_host_that_a_group_left_and_that_is_off_does_not_hold_up_the_coding(ho
 
 @pytest.mark.parametrize("character", ["x", "é", "\N{GRINNING FACE}", "\0", "\ud800"])
 def test_a_keeper_is_heard_whatever_it_gives_as_a_reason(tmp_path, character):
-    it = Segment(tmp_path, "run", 0, tmp_path)
+    it = Segment("run", 0, tmp_path)
     it.write_notes(0, Notes(time.monotonic(), reason=1000 * character))
     assert not it.read_notes(0).is_silent

@@ -106,11 +106,10 @@ def own_segments(run_dir: Path, places: Iterable[KeeperRecord]) -> list[Segment]
     found = []
     for place in places:
         path, run = Path(place.segment), run_id(read_token(run_dir))
-        segment = Segment(path.parent, run, place.group, path)
         with contextlib.suppress(OSError):
             own = path.name in (f"everstep-{run}", f"everstep-{run}-group-{place.group}")
             if own and is_own_directory(path):
-                found.append(segment)
+                found.append(Segment(run, place.group, path))
     return found
 
 

@@ -25,8 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from everstep.run.files import read_typed
 from everstep import wire
+from everstep.run.files import read_typed
 from everstep.run.token import read_token
 from everstep.snapshot import peers
 from everstep.snapshot.buffer import BufferReader, SnapshotError
@@ -268,7 +268,7 @@ def main(order: str) -> int:
     except (SnapshotError, OSError, wire.WireError) as error:
         log.error("%s", error)
         return 1
-    for line in sweep(segment.root, settings.keeper_ttl_s, spare=segment.run):
+    for line in sweep(segment.path.parent, settings.keeper_ttl_s, spare=segment.run):
         log.info("%s", line)
     signal.signal(signal.SIGTERM, lambda *_: keeper.over.set())
     log.info("keeping %s, adopted (group, rank) %s", segment.path, segment.columns())

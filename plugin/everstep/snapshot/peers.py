@@ -165,10 +165,10 @@ def reachable(
 def left_by(record: KeeperRecord, run: str) -> list[Held]:
     """Return the buffers that a killed keeper left on this host; the next keeper of the run adopts them. Raises
     OSError."""
-    path = Path(record.segment)
     if record.host != socket.gethostname():
         return []
-    return [Held(record.address, header) for header in Segment(path.parent, run, record.group, path).inventory()]
+    held = Segment(run, record.group, Path(record.segment)).inventory()
+    return [Held(record.address, header) for header in held]
 
 
 def ask_all(

@@ -69,19 +69,18 @@ class Notes:
 class Segment:
     """One group's files in a keeper's directory, and the directory itself."""
 
-    def __init__(self, directory: Path, run: str, group: int, path: Path) -> None:
-        self.root, self.run, self.group, self.path = directory, run, group, path
+    def __init__(self, run: str, group: int, path: Path) -> None:
+        self.run, self.group, self.path = run, group, path
 
     @classmethod
     def of(cls, settings: Snapshot, run: str, group: int) -> "Segment":
         """Return the segment of a group under these settings."""
-        directory = Path(settings.segment_dir)
         own = f"-group-{group}" if settings.failure_domain == "group" else ""
-        return cls(directory, run, group, directory / f"everstep-{run}{own}")
+        return cls(run, group, Path(settings.segment_dir) / f"everstep-{run}{own}")
 
     def beside(self, group: int) -> "Segment":
         """Return another group's segment in the same directory."""
-        return Segment(self.root, self.run, group, self.path)
+        return Segment(self.run, group, self.path)
 
     def create(self) -> None:
         """Make the directory. Raises SnapshotError, which names it, if it cannot be made or is another user's."""
