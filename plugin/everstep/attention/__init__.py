@@ -5,5 +5,5 @@ The training step and the checked modules call `guard`. `linear` and `product` c
 `checksums` check attention as matrices, `fused` and `identities` check a stock kernel. `operators` is `linear` and
 `fused` for a compiled graph. `roundoff` says how far a correct result may be from its checksum.
 
-It needs PyTorch >= 2.11, but neither distributed nor torchtitan. `everstep.titan.attention` puts it into torchtitan.
+It needs neither distributed nor torchtitan. `everstep.titan.attention` puts it into torchtitan.
 """
