@@ -38,7 +38,8 @@ def test_kills_change_nothing(start, reference, tmp_path, monkeypatch, way):
     semi = sections.get("semi_sync", {})
     sync_steps = semi.get("sync_steps", SYNC_STEPS)
     steps = 48 // sync_steps * sync_steps
-    interval = sync_steps + sync_steps // semi.get("fragments", 1)
+    round_steps = sync_steps // semi.get("fragments", 1)
+    interval = sync_steps + round_steps
     more = {"training": {"steps": steps}, "checkpoint": {"interval": interval}}
     config = semi_config(tmp_path / "run.toml", **sections | more)
     run = start(config, pace_s=0.1)
@@ -56,6 +57,7 @@ def test_kills_change_nothing(start, reference, tmp_path, monkeypatch, way):
     assert worst(run, expected, steps) <= 1e-5
     assert worst_loss(run, expected) <= 1e-5
     assert score.broken_promises(score.score(run.run_dir)) == []
+    assert {event["step"] for event in run.events("commit") if event["metrics"]} >= {1, -(-10 // round_steps)}
     assert run.events("worker_moved")
     assert [*{event["reason"] for event in run.events("slot_refused")}] == [NOT_FINITE] * (way == "halves, late")
 

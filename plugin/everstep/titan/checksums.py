@@ -4,6 +4,7 @@ Each rank writes beside each of its files one of the same name and `SUFFIX`, bef
 without one, such as those of torchtitan alone, in Hugging Face's format or on object storage, are not verified.
 """
 
+import errno
 import hashlib
 import re
 from pathlib import Path
@@ -19,6 +20,9 @@ from everstep.titan.group import gather_json
 
 SUFFIX = ".xxh3"
 DIGITS = 16
+DAMAGE = (errno.ENOENT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EINVAL, errno.EISDIR)
+"""Errors of a file that is missing, cannot be read or is no file. Others, such as those of a file server that does not
+answer, end this start of the group, and the next may read the file."""
 
 
 def write_checksums() -> None:
@@ -45,7 +49,8 @@ def write_checksums() -> None:
 
 def damaged_file(folder: Path | None) -> str:
     """Return a file of a checkpoint or of its parts that is missing, cannot be read, or has another checksum; "" if
-    there is none, and for None. Each rank reads some of the files that rank 0 lists. A collective of the group."""
+    there is none, and for None. Each rank reads some of the files that rank 0 lists. A collective of the group. Raises
+    OSError if whether a file is damaged cannot be known."""
     listed = [] if folder is None else [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
     mine = gather_json(listed)[0][dist.get_rank() :: dist.get_world_size()]
     damaged = (name.removesuffix(SUFFIX) for name in mine if folder is None or not _is_whole(folder / name))
@@ -59,7 +64,9 @@ def _is_whole(checksum: Path) -> bool:
         if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told):  # of a host that lost power
             return True
         return _digest(checksum.with_name(checksum.name.removesuffix(SUFFIX))) == told
-    except OSError:
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
         return False
 
 

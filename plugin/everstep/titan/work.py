@@ -44,12 +44,14 @@ class MetricsLogger(BaseLogger):
 
     Args:
         trainer: torchtitan's trainer. Its `MetricsProcessor` logs to this object from now on.
+        steps: of a commit.
     """
 
-    def __init__(self, trainer: titan.Trainer) -> None:
+    def __init__(self, trainer: titan.Trainer, steps: int) -> None:
         self._processor = trainer.metrics_processor
         self._processor.logger = self
         self._logged: dict[str, float] = {}
+        self._steps = steps
         schedule = trainer.config.parallelism.pipeline_parallel_schedule
         self._knows_loss = dist.get_rank() == private.metrics_rank(trainer.parallel_dims, schedule)
 
@@ -57,8 +59,8 @@ class MetricsLogger(BaseLogger):
         self._logged = metrics
 
     def of(self, step: int, commit: Commit, loss: float, grad_norm: float, extra: dict[str, Any]) -> dict[str, float]:
-        """Return the metrics of a commit by torchtitan's names; empty at steps at which torchtitan does not log."""
-        if not self._processor.should_log(step):
+        """Return the metrics of a commit by torchtitan's names; empty if torchtitan would log none of its steps."""
+        if not any(self._processor.should_log(one) for one in range(step - self._steps + 1, step + 1)):
             return {}
         counted = commit.tokens > 0
         worst = float((commit.loss[counted] / commit.tokens[counted]).max())
@@ -93,7 +95,7 @@ class TrainerWork(ABC):
         self._events, self._files = trainer.context.events, trainer.context.files
         self._snapshots, self._checks = trainer.context.snapshots, trainer.checks
         self._source = self._slots.source
-        self._measures = MetricsLogger(trainer)
+        self._measures = MetricsLogger(trainer, self._slots.steps_per_commit)
         self._skipped: set[tuple[int, int]] = set()
         """(step, slot) pairs for which no group can compute a finite gradient."""
         self._commits = 0
