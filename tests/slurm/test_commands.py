@@ -101,22 +101,18 @@ def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeyp
     assert stop_file(tmp_path).exists()
 
 
-def test_a_lighthouse_that_never_serves_is_requeued_five_times(tmp_path):
-    for name, does in (
-        ("squeue", "echo RUNNING$SQUEUE_STATES"),
-        ("scontrol", f"echo $1 >>{tmp_path}/requeued"),
-        ("venv", "exit 2"),
-    ):
+@pytest.mark.parametrize(("script", "status"), [("lighthouse", 2), ("train", 1)])
+def test_a_job_that_never_does_its_work_is_requeued_five_times(tmp_path, script, status):
+    """The lighthouse cannot serve; the groups' time limit is so short that Slurm sends TERM when they start."""
+    fakes = {"squeue": "echo RUNNING$SQUEUE_STATES", "scontrol": f"echo $1 >>{tmp_path}/requeued", "venv": "exit 2",
+             "srun": "kill -TERM $PPID; sleep 0.2; exit 1", "scancel": ""}  # fmt: skip
+    for name, does in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    path = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "EVERSTEP": str(tmp_path / "venv"),
-        "SLURM_JOB_ID": "9",
-        "SQUEUE_STATES": "x",
-    }
-    job = ["bash", slurm.SCRIPTS / "lighthouse.sbatch", "run.toml", "--run-dir", tmp_path]
-    assert [subprocess.run(job, env=path, umask=0).returncode for _ in range(6)] == [2, 2, 2, 2, 2, 3]
+    task = dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST"), "9")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SQUEUE_STATES": "x"} | task
+    job = ["bash", slurm.SCRIPTS / f"{script}.sbatch", "run.toml", "--run-dir", tmp_path]
+    assert [subprocess.run(job, env=path, umask=0).returncode for _ in range(6)] == [status] * 5 + [3]
     assert (tmp_path / "state").stat().st_mode & 0o022 == 0
     assert subprocess.run(job[:-2], env=path, capture_output=True).returncode != 0, "it would write to /state"
     assert (tmp_path / "requeued").read_text() == "requeue\n" * 5
