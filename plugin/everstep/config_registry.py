@@ -5,7 +5,6 @@ torchtitan takes the NAME of `--config NAME` as an attribute of this module, and
 an ImportError of this module, but one that is raised in the call names what is missing.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
     def from_toml() -> Any:
         from everstep.config.errors import ConfigError
+        from everstep.run.exits import USAGE_EXIT, TrainerEnds
         from everstep.titan.load import load_config
         from everstep.titan.trainer import EverstepTrainer
 
@@ -26,7 +26,6 @@ def __getattr__(name: str) -> Callable[[], Any]:
             # combinations are checked where the trainer is built, once torchtitan has applied the command line
             return load_config(Path(name), EverstepTrainer.Config, check=False)
         except ConfigError as error:
-            print(f"everstep: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+            raise TrainerEnds(USAGE_EXIT, str(error)) from None
 
     return from_toml

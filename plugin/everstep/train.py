@@ -5,6 +5,10 @@
 With an accelerator, `-m torchtitan.train` does the same.
 """
 
+import os
+import sys
+
+from everstep.run.exits import TrainerEnds
 from everstep.titan.imports import import_all
 
 
@@ -13,7 +17,11 @@ def main() -> None:
     import_all()
     from torchtitan import train
 
-    train.main()
+    try:
+        train.main()
+    except TrainerEnds as end:
+        print(f"everstep: {end}", file=sys.stderr, flush=True)
+        os._exit(end.status)  # an interpreter that imported triton would print thirty lines about leaks after this one
 
 
 if __name__ == "__main__":
