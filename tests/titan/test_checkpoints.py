@@ -16,7 +16,7 @@ from everstep.step.attempt import Outcome
 from everstep.titan import checksums
 from everstep.titan.disk import DiskCheckpoints, save_via_draft
 from everstep.titan.names import TRAIN_STATE, CheckpointManager
-from everstep.titan.parts import checkpoints_in, clear_draft, put_in_place
+from everstep.titan.parts import checkpoints_in, clear_draft, put_in_place, tensors_in
 from everstep.titan.trainer import EverstepTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,6 +106,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_without_a_flipped_bit(tmp_path
         content = bytearray(file.read_bytes())
         content[content.index(b"weight") if kind == ".metadata" else -500] ^= 4
         file.write_bytes(content)
+        assert bool(tensors_in(file.parent)) == (step == 10), "what is damaged is not unpickled"
     file.unlink()
     assert (disk.leave_out_damaged(), disk.newest()) == (True, None)
     with pytest.raises(OSError, match=r"step-20 is damaged: .*metadata is not what was .*, rename it to abandoned-20"):

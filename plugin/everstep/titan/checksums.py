@@ -57,6 +57,13 @@ def damaged_file(folder: Path | None) -> str:
     return next(filter(None, gather_json(next(damaged, ""))), "")
 
 
+def is_damaged(file: Path) -> bool:
+    """Return whether a file has another checksum than the one beside it; False if either is missing. Raises OSError if
+    that cannot be known."""
+    checksum = _beside(file)
+    return checksum.exists() and not _is_whole(checksum) and file.exists()
+
+
 def _is_whole(checksum: Path) -> bool:
     try:
         with open_regular(checksum) as file:  # or a link, as in a checkpoint that was copied as links

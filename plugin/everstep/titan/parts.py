@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from everstep.titan.checksums import is_damaged
 from everstep.titan.names import TRAIN_STATE
 
 WORKERS = "semi_sync"
@@ -50,6 +51,8 @@ def tensors_in(folder: Path) -> dict[str, tuple[Path, Any]]:
     found: dict[str, tuple[Path, Any]] = {}
     for part in sorted(parts_in(folder)):
         try:
+            if is_damaged(part / ".metadata"):  # to unpickle it could take all memory
+                raise ValueError("it is not what was written")
             entries = FileSystemReader(part).read_metadata().state_dict_metadata
         except OSError:  # another group is just moving it
             continue
