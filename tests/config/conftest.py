@@ -1,4 +1,4 @@
-"""Loads TOML texts into a trainer's Config."""
+"""Loads TOML texts into a trainer's Config, and a text that every command accepts."""
 
 import pytest
 
@@ -6,11 +6,21 @@ from everstep.titan.load import load_config
 from everstep.titan.trainer import EverstepTrainer
 
 LLAMA = '[job]\nmodule = "llama3"\nconfig = "llama3_debugmodel"\n'
-
-
-@pytest.fixture(scope="session")
-def config_class():
-    return EverstepTrainer.Config
+GOOD = f"""{LLAMA}\
+[training]
+steps = 12
+local_batch_size = 1
+global_batch_size = 12
+disable_cuda_graphs = true
+[fault_tolerance]
+enable = true
+groups = 3
+stall_timeout_s = 120.0
+[optimizer]
+lr = 1e-3
+[data]
+source = "stdlib"
+"""
 
 
 @pytest.fixture

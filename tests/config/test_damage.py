@@ -4,36 +4,19 @@ import random
 
 import pytest
 
+from config.conftest import GOOD
 from damage import damaged
 from everstep.config.checks import problems
 from everstep.config.errors import ConfigError
 from everstep.config.source import parse_source
 from everstep.titan.load import config_from_source
-
-GOOD = """
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-[training]
-steps = 10
-local_batch_size = 2
-global_batch_size = 8
-disable_cuda_graphs = true
-[fault_tolerance]
-enable = true
-groups = 2
-stall_timeout_s = 120.0
-[optimizer]
-lr = 1e-3
-[data]
-source = "stdlib"
-"""
+from everstep.titan.trainer import EverstepTrainer
 
 
-def refusal(text, config_class):
+def refusal(text):
     """Return the message with which a TOML text is refused; None if it is not refused."""
     try:
-        config = config_from_source(parse_source(text, "run.toml"), config_class)
+        config = config_from_source(parse_source(text, "run.toml"), EverstepTrainer.Config)
         return next((problem.message for problem in problems(config)), None)
     except ConfigError as error:
         return str(error)
@@ -51,7 +34,7 @@ WRONG = [
         "stall_timeout_s = nan", "quorum_timeout_s = 1e18", "metrics_port = 65536", 'lighthouse = "http://h:65536"',
         "metrics_port = 9223372036854775807", 'lighthouse = "http://h:99999999"',
     )),
-    *(("groups = 2", text) for text in ("groups = 9223372036854775807", "group_id = 1000000")),
+    *(("groups = 3", text) for text in ("groups = 9223372036854775807", "group_id = 1000000")),
     *(("lr = 1e-3", text) for text in ("lr = nan", "lr = 1" + "0" * 400)),
     *(('module = "llama3"', f'module = "{name}"') for name in (".llama3", "a..b", "", "os; rm")),
     *(('source = "stdlib"', f"source = {text}") for text in (
@@ -63,16 +46,16 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("old", "new"), [("", ""), *WRONG], ids=range(len(WRONG) + 1))
-def test_a_damaged_config_is_refused_in_a_sentence(old, new, config_class):
+def test_a_damaged_config_is_refused_in_a_sentence(old, new):
     assert old in GOOD
-    said = refusal(GOOD.replace(old, new) if old else GOOD, config_class)
+    said = refusal(GOOD.replace(old, new) if old else GOOD)
     assert (said is None) == (not old)
     assert said is None or (said.isprintable() and len(said) < 500)
 
 
 @pytest.mark.parametrize("rounds", [300, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_a_damaged_file_loads_or_is_refused(config_class, rounds):
+def test_a_damaged_file_loads_or_is_refused(rounds):
     chance = random.Random(rounds)
     for _ in range(rounds):
-        said = refusal(damaged(GOOD.encode(), chance).decode(errors="replace"), config_class)
+        said = refusal(damaged(GOOD.encode(), chance).decode(errors="replace"))
         assert said is None or said.startswith(("run.toml", "["))

@@ -8,28 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from config.conftest import GOOD
 from everstep import cli
 from everstep.commands import doctor
 from everstep.commands.init import SOURCES
 from everstep.config.errors import ConfigError
 from everstep.launch import prepare, supervisor
 from everstep.titan.imports import import_all
-
-GOOD = """\
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-[data]
-source = "stdlib"
-[training]
-steps = 12
-local_batch_size = 1
-global_batch_size = 12
-disable_cuda_graphs = true
-[fault_tolerance]
-enable = true
-groups = 3
-"""
 
 
 @pytest.fixture
@@ -113,7 +98,7 @@ MISTAKES = {
         )
     },
     ("[checkpoint]\nlast_save_model_weights_only = 3", ""): (
-        "run.toml:15: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
+        "run.toml:18: [checkpoint] last_save_model_only ([checkpoint] last_save_model_weights_only in the file) must "
         "be true or false, got 3"
     ),
 }  # fmt: skip

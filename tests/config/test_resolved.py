@@ -11,6 +11,7 @@ import pytest
 from everstep.config.resolved import _structure, config_identity, differing_keys, resolved_toml
 from everstep.titan import cpu_attention
 from everstep.titan.load import load_config
+from everstep.titan.trainer import EverstepTrainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TORCHTITANS = (
@@ -22,10 +23,10 @@ TEXTS |= {name: f'[job]\nmodule = "{module}"\nconfig = "{name}"\n' for module, n
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_a_config_loads_to_an_equal_one_from_its_resolved_toml(load, config_class, text):
+def test_a_config_loads_to_an_equal_one_from_its_resolved_toml(load, text):
     config = load(text, base="")
     again = load(resolved_toml(config), base="")
-    sections = [name for name in config_class.__dataclass_fields__ if name != "model_spec"]
+    sections = [name for name in EverstepTrainer.Config.__dataclass_fields__ if name != "model_spec"]
     assert [getattr(again, name) for name in sections] == [getattr(config, name) for name in sections]
     assert (resolved_toml(again), config_identity(again)) == (resolved_toml(config), config_identity(config))
     structure = json.dumps(_structure(config.model_spec.model))
@@ -52,12 +53,12 @@ DIFFERENT = {
 
 
 @pytest.fixture(scope="module")
-def demo(config_class, tmp_path_factory):
+def demo(tmp_path_factory):
     """A function that loads configs/demo.toml, with 120 steps, and flags."""
     path = tmp_path_factory.mktemp("demo") / "demo.toml"
     text = (CONFIGS / "demo.toml").read_text()
     path.write_text("\n".join("steps = 120" if line.startswith("steps") else line for line in text.splitlines()))
-    return functools.cache(lambda *flags: load_config(path, config_class, flags))
+    return functools.cache(lambda *flags: load_config(path, EverstepTrainer.Config, flags))
 
 
 @pytest.mark.parametrize(("flag", "difference"), [*((flag, None) for flag in SAME), *DIFFERENT.items()])

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from config.conftest import GOOD
 
 from everstep import cli
 from everstep.config.sections import FaultTolerance
@@ -16,19 +17,6 @@ from everstep.run.exits import USAGE_EXIT, TrainerEnds
 from everstep.run.files import read_json, write_json
 from everstep.titan.run_context import open_run_context
 from watched import DEADLINE_S, environment, until
-
-GOOD = """
-[job]
-module = "llama3"
-config = "llama3_debugmodel"
-[training]
-steps = 4
-local_batch_size = 1
-global_batch_size = 12
-[fault_tolerance]
-enable = true
-groups = 3
-"""
 
 MISTAKES = {
     # command line -> part of the answer; the exit status is 2
