@@ -17,6 +17,13 @@ from everstep.run.events import EventLog
 from everstep.run.files import write_json
 
 
+def fake(folder, **commands):
+    """Write shell scripts that stand in for commands: name -> what it does."""
+    for name, does in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+
+
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
     """Makes a fake squeue that answers with the given lines, for a run of two jobs. The file `asked` has its calls."""
@@ -26,8 +33,7 @@ def squeue(tmp_path, monkeypatch):
 
     def answer(*lines):
         said = "".join(f'case "$*" in *--jobs={line.partition("|")[0]}*) echo "{line}";; esac\n' for line in lines)
-        (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*$SQUEUE_STATES" >>{tmp_path}/asked\n{said}')
-        (tmp_path / "squeue").chmod(0o755)
+        fake(tmp_path, squeue=f'echo "$*$SQUEUE_STATES" >>{tmp_path}/asked\n{said}')
         return tmp_path
 
     return answer
@@ -41,22 +47,15 @@ def test_a_lighthouse_whose_job_is_cleaned_up_is_submitted_again(squeue):
 
 def test_a_lighthouse_without_groups_is_replaced_as_it_may_be_about_to_end(squeue):
     run_dir = squeue("9|N/A|9|RUNNING|n2|None")
-    for name in ("scancel", "sbatch"):
-        (run_dir / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{run_dir}/done\necho 12\n')
-        (run_dir / name).chmod(0o755)
+    fake(run_dir, scancel=f'echo "scancel $*" >>{run_dir}/done', sbatch=f'echo "sbatch $*" >>{run_dir}/done\necho 12')
     assert slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1)) == {"lighthouse": "12", "groups": "12"}
-    assert (
-        (run_dir / "done")
-        .read_text()
-        .startswith(f"scancel --quiet 9\nsbatch --parsable --chdir={Path.cwd()} --job-name=run-lighthouse")
-    )
+    done = (run_dir / "done").read_text()
+    assert done.startswith(f"scancel --quiet 9\nsbatch --parsable --chdir={Path.cwd()} --job-name=run-lighthouse")
 
 
 def test_a_lighthouse_is_cancelled_when_the_groups_are_refused(squeue):
     run_dir = squeue()
-    for name, does in (("sbatch", 'case "$*" in *--array*) exit 1;; esac'), ("scancel", f"echo $* >{run_dir}/done")):
-        (run_dir / name).write_text(f"#!/bin/sh\n{does}\necho 12\n")
-        (run_dir / name).chmod(0o755)
+    fake(run_dir, sbatch='case "$*" in *--array*) exit 1;; esac\necho 12', scancel=f"echo $* >{run_dir}/done")
     require_events(run_dir)  # `status` and `stop` are for jobs that are pending, too
     with pytest.raises(LaunchError, match="--array=0-0"):
         slurm.submit(slurm.Submission(run_dir / "run.toml", run_dir, 1))
@@ -64,14 +63,12 @@ def test_a_lighthouse_is_cancelled_when_the_groups_are_refused(squeue):
 
 
 def test_a_job_knows_its_everstep_and_not_more_of_the_environment_than_it_is_to_know(tmp_path):
-    venv = tmp_path / "everstep"
-    venv.write_text('#!/bin/sh\necho "$@"')
-    venv.chmod(0o755)
+    fake(tmp_path, everstep='echo "$@"')
     run_dir = tmp_path / "80%j"
     words = slurm.Submission(tmp_path / "run.toml", run_dir, 1, lighthouse_flags=["--export=NONE"]).commands()
     assert f"--output={tmp_path}/80%%j/logs/group-%a/job.log" in words["groups"], "sbatch would replace %j"
     job = words["lighthouse"][words["lighthouse"].index("--export=NONE") + 1 :]
-    job[1] = str(venv)
+    job[1] = str(tmp_path / "everstep")
     said = subprocess.run(["bash", *job], env={"PATH": os.defpath}, capture_output=True, text=True).stdout
     assert said == f"lighthouse {run_dir / 'config.toml'} --run-dir {run_dir}\n"
 
@@ -104,11 +101,8 @@ def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeyp
 @pytest.mark.parametrize(("script", "status"), [("lighthouse", 2), ("train", 1)])
 def test_a_job_that_never_does_its_work_is_requeued_five_times(tmp_path, script, status):
     """The lighthouse cannot serve; the groups' time limit is so short that Slurm sends TERM when they start."""
-    fakes = {"squeue": "echo RUNNING$SQUEUE_STATES", "scontrol": f"echo $1 >>{tmp_path}/requeued", "venv": "exit 2",
-             "srun": "kill -TERM $PPID; sleep 0.2; exit 1", "scancel": ""}  # fmt: skip
-    for name, does in fakes.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+    fake(tmp_path, squeue="echo RUNNING$SQUEUE_STATES", scontrol=f"echo $1 >>{tmp_path}/requeued", venv="exit 2")
+    fake(tmp_path, srun="kill -TERM $PPID; sleep 0.2; exit 1", scancel="")
     task = dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST"), "9")
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVERSTEP": str(tmp_path / "venv"), "SQUEUE_STATES": "x"} | task
     job = ["bash", slurm.SCRIPTS / f"{script}.sbatch", "run.toml", "--run-dir", tmp_path]
