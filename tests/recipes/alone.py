@@ -27,14 +27,8 @@ class Streams(BaseDataLoader):
         self._loaders = [config.base.build(dp_rank=k, dp_world_size=config.streams, **place) for k in numbers]
 
     def __iter__(self):
-        iterators = [iter(loader) for loader in self._loaders]
-        while True:
-            for batches in iterators:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                yield batch
+        for batches in zip(*self._loaders, strict=False):
+            yield from batches
 
     def state_dict(self):
         return {}

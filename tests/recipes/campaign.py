@@ -97,15 +97,14 @@ def _alone(recipe, folder, steps):
 def compare(recipe, folder):
     """What comes of a recipe: result, why, and the largest difference between the losses of both runs."""
     losses, refused, failed = survive(recipe, folder)
-    found = {"result": "refused" if refused else "fails", "why": refused or failed}
-    theirs, error = ({}, "") if refused or failed else alone(recipe, folder)
-    if found["why"]:
-        return found
+    if refused or failed:
+        return {"result": "refused" if refused else "fails", "why": refused or failed}
+    theirs, error = alone(recipe, folder)
     if error:
-        return found | {"why": f"torchtitan alone: {error}"}
+        return {"result": "fails", "why": f"torchtitan alone: {error}"}
     steps = {int(step) for step in losses}
     delta = max(abs(theirs.get(step, float("inf")) - loss) for step, loss in losses.items())
     why = "" if delta <= recipe.tolerance else f"losses differ by {delta:.1g}"
     if max(steps) != catalog.STEPS:
         why = f"it ended at step {max(steps)}"
-    return found | {"delta": delta, "result": "fails" if why else "passes", "why": why}
+    return {"delta": delta, "result": "fails" if why else "passes", "why": why}

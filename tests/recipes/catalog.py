@@ -96,10 +96,6 @@ def load(suite: str, name: str) -> Recipe:
         config = original(suite, name)
     except (ImportError, ValueError):
         return Recipe(suite, name)
-    return _sized(suite, name, config)
-
-
-def _sized(suite: str, name: str, config: Any) -> Recipe:
     parallel = config.parallelism
     tensor, context, pipeline = (
         getattr(parallel, f"{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline")

@@ -3,8 +3,6 @@
 Pipelines keep their layers, which their stages need.
 """
 
-import functools
-
 from torchtitan.trainer import Trainer
 
 import catalog
@@ -12,23 +10,16 @@ import catalog
 LAYERS = 2
 
 
-def _shallow(suite: str, name: str) -> Trainer.Config:
-    config = catalog.original(suite, name)
-    model = config.model_spec.model
-    if config.parallelism.pipeline_parallel_degree == 1 and hasattr(model, "layers"):
-        model.layers = model.layers[:LAYERS]
-    return config
-
-
-def _named(suite, name):
+def _shallow(suite, name):
     # a function, not a partial: registries hold functions
-    @functools.wraps(_shallow)
     def make() -> Trainer.Config:
-        return _shallow(suite, name)
+        config = catalog.original(suite, name)
+        model = config.model_spec.model
+        if config.parallelism.pipeline_parallel_degree == 1 and hasattr(model, "layers"):
+            model.layers = model.layers[:LAYERS]
+        return config
 
-    del make.__wrapped__
-    make.__module__ = __name__
     return make
 
 
-globals().update({f"{suite}__{name}": _named(suite, name) for suite, name in catalog.names()})
+globals().update({f"{suite}__{name}": _shallow(suite, name) for suite, name in catalog.names()})
