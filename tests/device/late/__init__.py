@@ -18,34 +18,16 @@ NAME = "late"
 
 
 def autoload() -> None:
-    """Make the device, if this process is to have it."""
+    """Make the device, and register it with PyTorch, if this process is to have it."""
     if os.environ.get("EVERSTEP_TEST_DEVICE") == NAME and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        from late import hooks
+        from late import build, hooks
 
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # no compiler makes kernels for it
-        make()
+        torch.ops.load_library(build.library())
+        torch.utils.rename_privateuse1_backend(NAME)
+        torch._register_device_module(NAME, sys.modules[__name__])
+        torch.utils.generate_methods_for_privateuse1_backend()
         hooks.install()
-
-
-def make() -> None:
-    """Register the device with PyTorch. Idempotent."""
-    if hasattr(torch, NAME):
-        return
-    from late.build import library
-
-    torch.ops.load_library(library())
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, sys.modules[__name__])
-    torch.utils.generate_methods_for_privateuse1_backend()
-
-
-def races() -> list[str]:
-    """Accesses that nothing orders, each with both stacks."""
-    return torch.ops.late.reports()
-
-
-def forget() -> None:
-    torch.ops.late.forget()
 
 
 @contextlib.contextmanager
