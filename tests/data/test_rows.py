@@ -46,10 +46,9 @@ def rows_of(batch):
 
 def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokenizer, documents, register):
     register("documents", lambda path: Dataset.from_list([{"text": text} for text in documents]))
-    theirs = HuggingFaceTextDataset("documents", None, tokenizer, seq_len=16)
+    theirs = list(HuggingFaceTextDataset("documents", None, tokenizer, seq_len=16))
     ours = build(shuffle=False, local_batch_size=1)
     batches = iter(ours)
-    count = 0
     for inputs, labels in theirs:
         mine, mine_labels = next(batches)
         assert set(mine) == set(inputs)
@@ -58,8 +57,7 @@ def test_unshuffled_rows_are_those_of_torchtitans_own_text_dataset(build, tokeni
             assert torch.equal(mine[key][0], value)
         assert mine_labels.dtype == labels.dtype
         assert torch.equal(mine_labels[0], labels)
-        count += 1
-    assert count == ours.rows
+    assert len(theirs) == ours.rows
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -63,11 +63,7 @@ def uninterrupted(config, tokenizer, slots, steps):
 SLOTS, STEPS = 3, 14
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-    max_examples=4,
-    deadline=None,
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large], max_examples=4)
 @pytest.mark.parametrize("dataset", ["map", "iterable"])
 @pytest.mark.parametrize("infinite", [True, False])
 @given(data=st.data())

@@ -43,12 +43,9 @@ def venv(wheel, tmp_path_factory):
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, env=outside())
-    own = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    own = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
     # A path in a .pth file is searched after the wheel's own, and .pth files found there are not followed.
-    (Path(own.stdout.strip()) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (Path(own.strip()) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 
 
@@ -60,11 +57,9 @@ def everstep(venv, cwd, *args, timeout=300):
 
 
 def test_a_config_is_written_and_a_submission_shown_away_from_the_tree(venv, tmp_path):
-    where = subprocess.run(
-        [venv / "python", "-c", "import everstep; print(everstep.__file__)"],
-        cwd=tmp_path, env=outside(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(venv.parent))
+    command = [venv / "python", "-c", "import everstep; print(everstep.__file__)"]
+    where = subprocess.check_output(command, cwd=tmp_path, env=outside(), text=True)
+    assert where.startswith(str(venv.parent))
     written = everstep(venv, tmp_path, "init", "demo")
     assert written.returncode == 0, written.stderr
     assert "everstep run demo.toml" in (tmp_path / "demo.toml").read_text()

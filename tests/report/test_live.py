@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from everstep.config.sections import FaultTolerance
+from everstep.launch.machine import free_port
 from everstep.report.curves import Curves, WandB, scalars_of
 from everstep.report.live import PAUSE_S, Teller
 from everstep.run.events import EventLog
@@ -47,9 +48,7 @@ def answer(address):
 @pytest.fixture
 def told(tmp_path, hook, request):
     """A run of three steps, in a directory whose name is a free port, and the arguments of its Teller."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    run_dir = tmp_path / str(port)
+    run_dir = tmp_path / str(port := free_port())
     steps(1, 3).add(0, "run_started", role="supervisor", groups=3, steps=9).write(run_dir)
     (run_dir / "config.toml").write_text(f'[fault_tolerance]\nexact = false\nnotify = "{hook.address}"\n')
     ft = FaultTolerance(enable=True, groups=3, min_groups=2, metrics_port=port, notify=hook.address)

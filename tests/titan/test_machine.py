@@ -49,7 +49,5 @@ def test_torchtitans_own_entry_point_names_ours_where_there_is_no_accelerator(tm
     assert "PyTorch sees no accelerator; -m everstep.train trains on the CPU" in ended.stderr.splitlines()[-1]
     flags[3] = "gone.toml"
     ended = ran([sys.executable, "-m", "everstep.train", *flags], env=environment(**ranks))
-    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (
-        2,
-        "everstep: gone.toml: cannot be read: No such file or directory",
-    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "everstep: gone.toml: cannot be read: No such file or directory"

@@ -35,6 +35,8 @@ from everstep.titan.steps import Steps
 from everstep.titan.trainer import EverstepTrainer
 from everstep.titan.work import TrainerWork
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 
 def of_a_model():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
@@ -167,7 +169,6 @@ def disk_at(folder, **checkpoint):
     return disk
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_path, only_weights):
     """Also one that a run begins with (`initial_load_path`). If only its weights are loaded, it is not inspected."""
@@ -181,7 +182,6 @@ def test_a_whole_checkpoint_of_torchtitans_is_not_asked_for_what_it_lacks(tmp_pa
     assert (disk.asked, disk._trainer.own_keys) == ([(-1, OURS if only_weights else set())], OURS)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before(tmp_path, monkeypatch):
     """With more steps, or if all groups died before the end was noted. Without an older checkpoint it is refused."""
     keys = f"{TRAIN_STATE}.step", f"{TRAIN_STATE}.history", "dataloader.rows_read"
@@ -205,7 +205,6 @@ def test_a_run_whose_end_left_the_model_alone_goes_on_from_the_checkpoint_before
         disk_at(tmp_path).load()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeypatch):
     """The host lost power during the write. Without an older checkpoint the run is refused, and the file named."""
     names = f"{TRAIN_STATE}.step", "dataloader.rows_read"
@@ -226,7 +225,6 @@ def test_a_checkpoint_whose_metadata_is_cut_off_is_passed_over(tmp_path, monkeyp
         disk_at(tmp_path).load()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("excludes", [[], ["optimizer", "dataloader"]])
 def test_a_run_goes_back_to_a_chosen_checkpoint_once(tmp_path, excludes):
     """If all groups die again and again, it goes on from what they had committed. What it left is kept."""
