@@ -175,10 +175,6 @@ def log_of(cause, cured=False):
     return line, guarantee, words
 
 
-def samples(text):
-    return [line for family in text_string_to_metric_families(text.decode()) for line in family.samples]
-
-
 @pytest.mark.parametrize("cause", CAUSES)
 def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     line, guarantee, words = log_of(cause)
@@ -194,7 +190,8 @@ def test_each_is_the_same_sentence_everywhere(tmp_path, cause):
     assert not any(text.startswith("fine") for text in console), "nobody's words forge a line"
     assert f"WRONG   {found.sentence}" in status_of(tmp_path).splitlines()
     assert f"{escape(found.sentence)}</td>" in page_of(tmp_path).read_text()
-    figures = {(line.name, *line.labels.values()): line.value for line in samples(metrics.prometheus_text(state, 1))}
+    families = text_string_to_metric_families(metrics.prometheus_text(state, 1).decode())
+    figures = {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
     count = {name: figures["everstep_degraded", name] for name in GUARANTEES}
     assert count == dict.fromkeys(GUARANTEES, 0) | {guarantee: 1}
     assert figures["everstep_trouble_info", guarantee, found.sentence] == 1
