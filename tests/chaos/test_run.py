@@ -18,7 +18,6 @@ ENDLESS = ("--training.steps", "1000000")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The real supervisor, agents and lighthouse, with workers that only act like trainers."""
     run = TinyRun(tmp_path_factory.mktemp("tiny") / "run", 3, 2, *ENDLESS, "--tiny.page")
     for group in range(3):
         run.wait_for("commit", group=group)

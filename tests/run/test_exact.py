@@ -123,7 +123,6 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def without_flips(start, tmp_path_factory):
-    """A run in which no bit is flipped."""
     return start(config_of(tmp_path_factory.mktemp("clean"), "flips", steps=6), "--groups", "1")
 
 

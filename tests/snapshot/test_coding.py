@@ -32,23 +32,19 @@ class Host:
         self._segment = Segment.of(self._settings, run_id(run_token(run_dir)), group)
         self._segment.create()
         for rank in RANKS:
-            self._publish(rank)
+            writer = BufferWriter(self._segment.file("data", rank, 0))
+            writer.reserve(SIZE)
+            writer.begin()
+            header = Header(
+                run=self._segment.run, kind="data", group=group, rank=rank, ranks=2, step=5, history=1, parity=1,
+                shared_by=((0, 3),), parity_group=tuple(GROUPS), topology="t", state_bytes=4 * SIZE, payload_bytes=SIZE,
+                part=(group * SIZE, group * SIZE + SIZE), last_section=SIZE, sequence=1,
+            )  # fmt: skip
+            writer.publish(header, chunk_digests(writer.payload(SIZE).data))
+            writer.release()
         self.keeper = Keeper(run_dir, self._segment, "127.0.0.1", self._settings)
         self.neighbours = self.keeper._neighbours
         peers.write_record(run_dir, self.keeper.record(group))
-
-    def _publish(self, rank: int) -> None:
-        group = self._segment.group
-        writer = BufferWriter(self._segment.file("data", rank, 0))
-        writer.reserve(SIZE)
-        writer.begin()
-        header = Header(
-            run=self._segment.run, kind="data", group=group, rank=rank, ranks=2, step=5, history=1, parity=1,
-            shared_by=((0, 3),), parity_group=tuple(GROUPS), topology="t", state_bytes=4 * SIZE, payload_bytes=SIZE,
-            part=(group * SIZE, group * SIZE + SIZE), last_section=SIZE, sequence=1,
-        )  # fmt: skip
-        writer.publish(header, chunk_digests(writer.payload(SIZE).data))
-        writer.release()
 
     def blames(self, time_s: float = TIME_S) -> list[int]:
         """Code both ranks within `time_s` seconds. Returns the group that the keeper blames, by rank."""
