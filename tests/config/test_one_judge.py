@@ -116,6 +116,8 @@ def test_a_mistake_is_one_sentence_at_every_door(doors, tmp_path, capsys, more, 
     ('pipeline_parallel_schedule = "2F2B"', "Unknown schedule name '2F2B'"),
     ("".join(f'[[optimizer.param_groups]]\npattern = "{part}"\noptimizer_name = "Adam"\n' for part in ("head", "")),
      'pattern = "head" matches no parameter of the pipeline stage with tok_embeddings, layers.0'),
+    ("pipeline_parallel_layers_per_stage = 0", "layers_per_stage must be at least 1, got 0"),
+    ('pipeline_parallel_schedule = "ZBVZeroBubble"\npipeline_parallel_layers_per_stage = 1', "per rank, got 4"),
     ("context_parallel_degree = 3", "seq_len = 2048 must be a multiple of 6, into which"),
     ("expert_parallel_degree = 2", "expert_parallel_degree = 2 must divide the 3 ranks of a group that share"),
 ])  # fmt: skip

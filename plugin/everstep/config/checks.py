@@ -239,6 +239,9 @@ def _training(config: Any) -> Iterator[Row]:
         f"= {length} must be a multiple of {parts}, into which tensor_parallel_degree = {tensor} and "
         f"context_parallel_degree = {context} divide a row",
     )
+    layers, key = parallelism.pipeline_parallel_layers_per_stage, "parallelism.pipeline_parallel_layers_per_stage"
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    yield pipelined and layers is not None and layers < 1, key, f"must be at least 1, got {layers}"
     steps, total = config.training.steps, config.lr_scheduler.total_steps
     goes_wrong = "after it the learning rate falls below 0, or rises again (cosine)"
     short = f"= {total} must be at least [training] steps = {steps}: {goes_wrong}"

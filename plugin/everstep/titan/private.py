@@ -62,7 +62,8 @@ def models() -> Collection[str]:
 
 def stages(config: Any) -> list[list[str]]:
     """Return the names of the modules of each pipeline stage of a trainer config; [] without any, or if a model splits
-    itself. Raises ValueError if torchtitan has no such schedule, or the layers do not fit the stages."""
+    itself. Raises ValueError if torchtitan has no such schedule, or the layers or the ranks do not fit the
+    stages."""
     from torchtitan.distributed import pipeline_parallel
 
     parallelism, model, split = config.parallelism, config.model_spec.model, config.model_spec.pipelining_fn
@@ -71,7 +72,13 @@ def stages(config: Any) -> list[list[str]]:
         return []
     dims: Any = SimpleNamespace(pp=parallelism.pipeline_parallel_degree)
     sizes = pipeline_parallel._get_pipeline_metadata(dims, parallelism, model)
-    return parallelism.module_fqns_per_model_part or pipeline_parallel._generate_llm_fqn_per_model_part(*sizes)
+    found = parallelism.module_fqns_per_model_part or pipeline_parallel._generate_llm_fqn_per_model_part(*sizes)
+    schedule = parallelism.pipeline_parallel_schedule
+    try:
+        pipeline_parallel._get_pp_rank_to_stage_indices_mapping(0, dims.pp, schedule, len(found))
+    except AssertionError as error:
+        raise ValueError(str(error)) from None
+    return found
 
 
 def computes_eagerly(trainer: Any) -> bool:
