@@ -4,6 +4,7 @@ A run is two jobs: an array with one task per replica group, and a small job for
 directory, on a file system that all nodes see. RUN_DIR/state/slurm.json names the jobs.
 """
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -131,7 +132,8 @@ def submit(submission: Submission) -> dict[str, str]:
                 jobs[name] = _sbatch(command)
             except LaunchError:
                 if name == "groups" and "lighthouse" not in alive:  # it would wait for groups that never come
-                    call(["scancel", "--quiet", jobs["lighthouse"]])
+                    with contextlib.suppress(LaunchError):
+                        call(["scancel", "--quiet", jobs["lighthouse"]])
                 raise
             write_json(job_file(run_dir), jobs | {"sbatch": commands["groups"]})
     return jobs

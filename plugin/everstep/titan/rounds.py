@@ -340,7 +340,7 @@ class Rounds(TrainerWork):
             first = f"rm {ended_file(self._trainer.context.run_dir)}"
             raise TrainerEnds(HOPELESS_EXIT, f"{why} (With torchrun, run this first: {first})")
         saved = self._disk.workers_to_load()
-        if saved and saved != self.shares and self._disk.leave_out_damaged():
+        if not all_in_group(saved in (0, self.shares)) and self._disk.leave_out_damaged():
             saved = self._disk.workers_to_load()
         if saved and saved != self.shares:
             self._refuse(f"the checkpoint has {saved} workers, but the run has {self.shares}: set workers = {saved}")
