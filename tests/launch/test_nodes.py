@@ -116,7 +116,7 @@ def test_a_node_on_which_a_worker_cannot_even_be_killed_is_left(agent, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "settings", "reason"), [
-    (UNFIT_EXIT, {}, "arithmetic"), (1, {"node_failures": 2}, "died here 2 times"),
+    (UNFIT_EXIT, {}, "results or data wrong"), (1, {"node_failures": 2}, "died here 2 times"),
 ])  # fmt: skip
 def test_a_bad_node_is_named_and_left(agent, tmp_path, status, settings, reason):
     one = agent("--tiny.exit", str(status), ranks=1, job=7, restart=1, node="n3", **settings)

@@ -23,7 +23,7 @@ def step_of(loads, gradients, held, group):
     """A `Steps` with one expert layer, and with gradients for some of its parameters. One group of three is a spare."""
     slots = SlotComputer.__new__(SlotComputer)
     slots._trainer = SimpleNamespace(device=torch.device("cpu"), parallel_dims=HERE)
-    slots.number, slots.source = 2, None
+    slots.number, slots.steps_per_commit, slots.source = 2, 1, None
     slots._tokens, slots._rows, slots.computes_eagerly = dict.fromkeys(held, 10), {}, False
     slots._losses = {slot: torch.tensor(2.5) for slot in held}
     slots.expert_loads = [torch.tensor(loads)]
