@@ -4,7 +4,6 @@ Each command is a function whose parameters tyro parses, most of them in `comman
 the command is given, so `everstep --help` answers at once.
 """
 
-import contextlib
 import difflib
 import functools
 import importlib.metadata
@@ -19,6 +18,7 @@ from typing import Any
 
 import everstep
 from everstep.run.directory import LaunchError
+from everstep.run.exits import end_at_once
 
 BROKEN_PIPE_EXIT = 141
 """Exit status that a shell reports for a command that died of SIGPIPE."""
@@ -155,11 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"everstep: {error.filename}: {error.strerror}", file=sys.stderr)
         status = 2
     if argv is None and "triton" in sys.modules:
-        # An interpreter that imported triton prints thirty lines about leaks on stderr when it ends in the usual way.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(status)
+        end_at_once(status)
     sys.exit(status)
 
 

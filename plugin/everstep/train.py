@@ -5,10 +5,9 @@
 With an accelerator, `-m torchtitan.train` does the same.
 """
 
-import os
 import sys
 
-from everstep.run.exits import TrainerEnds
+from everstep.run.exits import TrainerEnds, end_at_once
 from everstep.titan.imports import import_all
 
 
@@ -20,8 +19,8 @@ def main() -> None:
     try:
         train.main()
     except TrainerEnds as end:
-        print(f"everstep: {end}", file=sys.stderr, flush=True)
-        os._exit(end.status)  # an interpreter that imported triton would print thirty lines about leaks after this one
+        print(f"everstep: {end}", file=sys.stderr)
+        end_at_once(end.status)
 
 
 if __name__ == "__main__":

@@ -94,14 +94,14 @@ def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gu
 
 def input_gradient(dy: torch.Tensor, weight: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dX (T, in) of dY (T, out), checked."""
-    operands = lambda: (dy, weight_sums(guard, "columns", weight))  # noqa: E731
-    return _checked_product(guard, "dx", lambda: dy @ weight, operands, backward=True)
+    return _checked_product(
+        guard, "dx", lambda: dy @ weight, lambda: (dy, weight_sums(guard, "columns", weight)), backward=True
+    )
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, guard: Guard) -> torch.Tensor:
     """Return dW (out, in) of dY (T, out) and x (T, in), checked."""
-    operands = lambda: (dy.t(), at_once(tile_sums, x)(x))  # noqa: E731
-    return _checked_product(guard, "dw", lambda: dy.t() @ x, operands, backward=True)
+    return _checked_product(guard, "dw", lambda: dy.t() @ x, lambda: (dy.t(), at_once(tile_sums, x)(x)), backward=True)
 
 
 _Linear = with_products(project, input_gradient, weight_gradient)

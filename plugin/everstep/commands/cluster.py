@@ -121,7 +121,7 @@ def _split(flags: Sequence[str]) -> tuple[list[str], list[str]]:
         if is_flag(flag):
             name = flag.lstrip("-").partition("=")[0].replace("-", "_")
             target = titan if re.match(r"[a-z_]+\.", name) or name in ROOT_KEYS else slurm
-            asked = re.sub(r"^(-[aNn]).*|=.*", r"\1", flag)
+            asked = flag.partition("=")[0] if flag.startswith("--") else flag[:2]
             if asked in SET_HERE:
                 raise LaunchError(f"{flag}: give {SET_HERE[asked]} instead, by which submit sets sbatch's {asked}.")
         target.append(flag)

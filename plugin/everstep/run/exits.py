@@ -1,4 +1,9 @@
-"""Exit statuses by which the processes of a run tell their parents what should happen next."""
+"""Exit statuses by which the processes of a run tell their parents what should happen next, and how to end with one."""
+
+import contextlib
+import os
+import sys
+from typing import NoReturn
 
 USAGE_EXIT = 2
 """The command line or the config is not valid (also the status of argument parsers): starting again cannot help."""
@@ -17,6 +22,15 @@ HOPELESS_EXIT = 64
 
 UNFIT_EXIT = 65
 """Of a trainer: its machine cannot be trusted, because its results were wrong repeatedly."""
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Flush the standard streams and end this process without the interpreter's clean-up, in which one that imported
+    triton prints thirty lines about leaks on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 class TrainerEnds(Exception):

@@ -34,14 +34,13 @@ def write_checksums() -> None:
     def write_data_and_checksums(writer: Any, *args: Any) -> Any:
         written = write(writer, *args)
         for name in {result.storage_data.relative_path for result in written.wait()}:
-            file = Path(writer.path) / name
-            write_whole(_beside(file), _digest(file).encode())
+            _write_checksum(Path(writer.path) / name)
         return written
 
     def finish_with_checksum(writer: Any, *args: Any, **named: Any) -> None:
         finish(writer, *args, **named)
         if (file := Path(writer.path) / ".metadata").exists():
-            write_whole(_beside(file), _digest(file).encode())
+            _write_checksum(file)
 
     replace(FileSystemWriter, "write_data", write_data_and_checksums)
     replace(FileSystemWriter, "finish", finish_with_checksum)
@@ -53,28 +52,32 @@ def damaged_file(folder: Path | None) -> str:
     OSError if whether a file is damaged cannot be known."""
     listed = [] if folder is None else [str(path.relative_to(folder)) for path in sorted(folder.rglob(f"*{SUFFIX}"))]
     mine = gather_json(listed)[0][dist.get_rank() :: dist.get_world_size()]
-    damaged = (name.removesuffix(SUFFIX) for name in mine if folder is None or not _is_whole(folder / name))
+    names = (name.removesuffix(SUFFIX) for name in mine)
+    damaged = (name for name in names if folder is None or not _is_whole(folder / name))
     return next(filter(None, gather_json(next(damaged, ""))), "")
 
 
 def is_damaged(file: Path) -> bool:
     """Return whether a file has another checksum than the one beside it; False if either is missing. Raises OSError if
     that cannot be known."""
-    checksum = _beside(file)
-    return checksum.exists() and not _is_whole(checksum) and file.exists()
+    return _beside(file).exists() and not _is_whole(file) and file.exists()
 
 
-def _is_whole(checksum: Path) -> bool:
+def _is_whole(file: Path) -> bool:
     try:
-        with open_regular(checksum) as file:  # or a link, as in a checkpoint that was copied as links
-            told = file.read(DIGITS + 1).decode(errors="replace")
+        with open_regular(_beside(file)) as checksum:  # or a link, as in a checkpoint that was copied as links
+            told = checksum.read(DIGITS + 1).decode(errors="replace")
         if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", told):  # of a host that lost power
             return True
-        return _digest(checksum.with_name(checksum.name.removesuffix(SUFFIX))) == told
+        return _digest(file) == told
     except OSError as error:
         if error.errno not in DAMAGE:
             raise
         return False
+
+
+def _write_checksum(file: Path) -> None:
+    write_whole(_beside(file), _digest(file).encode())
 
 
 def _beside(file: Path) -> Path:
