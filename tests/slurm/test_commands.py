@@ -86,6 +86,13 @@ def test_a_run_that_has_ended_is_not_asked_to_stop(tmp_path, squeue):
         assert not stop_file(run_dir).exists()
 
 
+def test_a_run_whose_tasks_were_all_pending_has_ended_when_it_is_stopped(squeue):
+    run_dir = squeue("7|0|7|PENDING|n1|Priority")
+    fake(run_dir, scancel="")
+    assert "cancelled the tasks" in slurm.stop(run_dir)
+    assert slurm.has_ended(run_dir), "everstep watch ends"
+
+
 @pytest.mark.parametrize("pid", [0, -7], ids=["other container", "other machine"])
 def test_a_run_whose_launcher_has_no_pid_here_is_asked_to_stop(tmp_path, monkeypatch, pid):
     EventLog(tmp_path, None, None, "supervisor").emit("run_started")

@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everstep import files
 from everstep.run.directory import (
+    End,
     LaunchError,
     ask_to_stop,
     config_file,
@@ -183,9 +184,13 @@ def stop(run_dir: Path) -> str:
     said = [f"asked every group of {run_dir} to finish its step and to stop"]
     job = read_json(job_file(run_dir)).get("groups")
     try:
-        if job and any(task.state == "PENDING" for task in states_of(job)):
+        pending = [task.group for task in states_of(job) if task.state == "PENDING"] if job else []
+        if job and pending:
             call(["scancel", "--state=PENDING", *job.split(",")])
             said.append("cancelled the tasks that were pending")
+        for group in pending:
+            if group is not None:  # no agent will say how it ended
+                write_json(over_file(run_dir, group), asdict(End("stopped", "cancelled while it was pending")))
     except LaunchError as error:
         said.append(f"pending tasks were not cancelled: {error}")
     return "; ".join(said)
