@@ -137,7 +137,8 @@ def check_network(host: str, nodes: int) -> Check:
         card = interface_of(host)
     except InterfaceError as error:
         return Check("network", "error", str(error), advice)
-    found = f"{host} is {card.address} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
+    named = host if host == card.address else f"{host} is {card.address}"
+    found = f"{named} on {card.name}: heals, stores, Gloo and NCCL go through it; port {port}"
     return Check("network", "ok", f"{found} and others of {PORTS.start} to {PORTS.stop} are free")
 
 
