@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from everstep.run.beats import beat_path
 from everstep.run.directory import groups_file
 from everstep.run.files import write_json
 from everstep.run.stops import SAME_S
+from forked import ran
 from launched import DEADLINE_S, alive, until
 
 ENDLESS = ("--training.steps", "1000000")
@@ -220,3 +222,14 @@ def test_nothing_that_a_worker_started_outlives_its_incarnation_or_the_launcher(
     again = type(run)(run.run_dir, 1, 1, "--training.steps", "5", temporary=run.temporary)
     assert again.process.wait(DEADLINE_S) == 0
     assert list(run.temporary.iterdir()) == [], "what the killed one left behind is cleared away as well"
+
+
+def test_a_finished_worker_waits_for_a_pools_work_and_not_for_its_idle_threads():
+    code = (
+        "import time; from concurrent.futures import ThreadPoolExecutor; from everstep.launch import worker\n"
+        "begin, pool = time.monotonic(), ThreadPoolExecutor()\n"
+        "work = pool.submit(time.sleep, 0.5)\n"
+        "worker._let_others_end()\n"
+        "print(work.done(), time.monotonic() - begin < worker.EXIT_TIMEOUT_S / 2)"
+    )
+    assert ran([sys.executable, "-c", code]).stdout == "True True\n"

@@ -3,6 +3,7 @@
 from unittest.mock import MagicMock
 
 import pytest
+from torchtitan.components.validate import Validator
 
 from everstep.attention.injection import Injector
 from everstep.attention.section import Inject
@@ -27,10 +28,13 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     trainer.device.type, trainer.checks.injector, trainer.slots.compute = "cpu", injector, compute
     trainer.work.discard = lambda: done.append("discard")
     trainer.participation.configure_mock(warm=lambda: done.append("warm"), run=lambda work: 1 / 0)
+    trainer.validator.config = validation = Validator.Config(steps=7)
+    trainer.validator.validate = lambda *_: done.append(f"validate {trainer.validator.config.steps} of 7")
     trainer._compile = lambda: EverstepTrainer._compile(trainer)
     with pytest.raises(ZeroDivisionError):
         EverstepTrainer.train(trainer)
-    assert done == ["compute", "discard", "warm"]
+    assert done == ["compute", "validate 1 of 7", "discard", "warm"]
+    assert trainer.validator.config is validation
     compute(1, 0, check_all=False)  # the fault of the first step was not used up
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,11 @@ def _work(run_dir: Path, group: int, incarnation: int, argv: list[str], events: 
 
 def _let_others_end() -> None:
     """Wait for the threads and child processes of this finished worker, except daemons, for EXIT_TIMEOUT_S together:
-    those that do not end must not keep the group from finishing."""
+    those that do not end must not keep the group from finishing. Idle threads of pools (torch's compilers keep some)
+    would never end."""
+    for one in gc.get_objects():
+        if issubclass(type(one), ThreadPoolExecutor):
+            one.shutdown(wait=False)
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
     children = [one for one in multiprocessing.active_children() if not one.daemon]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -190,8 +190,9 @@ class EverstepTrainer(titan.Trainer):
         logger.info(f"Left the run after step {self.step}, as {why}" if leaves else "Training completed")
 
     def _compile(self) -> None:
-        """Compute and discard a slot if the first slot compiles code or loads kernels, so that the other groups do not
-        wait for that. Gradients, data and random numbers stay as they were."""
+        """Compute and discard a slot if the first slot compiles code or loads kernels, and a batch of a validation if
+        that is compiled too, so that the other groups do not wait for that, and it does not count as a stall.
+        Gradients, data and random numbers stay as they were."""
         if self.device.type == "cpu" and not self.config.compile.enable:
             return
         self.context.files.beat(STARTUP, 0)
@@ -200,6 +201,15 @@ class EverstepTrainer(titan.Trainer):
         with torch.random.fork_rng(devices), contextlib.suppress(OutOfData):
             self.slots.compute(1, 0, check_all=True)
             self.metrics_processor.data_loading_times.pop()
+        if self.config.compile.enable and self.config.validator.enable and hasattr(self.validator.config, "steps"):
+            whole: Any = self.validator.config
+            self.validator.config = replace(whole, steps=1)
+            without_batch_or_label = contextlib.suppress(AssertionError, ZeroDivisionError)
+            with torch.random.fork_rng(devices), without_batch_or_label:
+                self.validator.validate(self.model_parts, 0)
+            self.validator.config = whole
+            for part in self.model_parts:  # a validation that fails leaves them in evaluation mode
+                part.train()
         self.work.discard()
         if self.checks is not None:
             self.checks.injector.renew()
