@@ -25,11 +25,12 @@ def span(text: str) -> tuple[int, int]:
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
+    usual = Settings()
     parser = argparse.ArgumentParser(prog="scripts/simulate", description=__doc__)
     parser.add_argument("--seeds", type=span, metavar="A-B", help="seeds to try; default: 0-1999, and the variants'")
-    parser.add_argument("--groups", type=span, default=(2, 4), metavar="A-B", help="number of groups at the start")
-    parser.add_argument("--ranks", type=span, default=(1, 3), metavar="A-B", help="number of ranks of each group")
-    parser.add_argument("--faults", type=int, default=8, help="number of faults in each run")
+    parser.add_argument("--groups", type=span, default=usual.groups, metavar="A-B", help="groups at the start")
+    parser.add_argument("--ranks", type=span, default=usual.ranks, metavar="A-B", help="number of ranks of each group")
+    parser.add_argument("--faults", type=int, default=usual.faults, help="number of faults in each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults, separated by commas; default: %(default)s")
     parser.add_argument("--trace", type=int, metavar="SEED", help="run this seed alone and print a timeline")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes at a time")

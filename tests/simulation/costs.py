@@ -11,7 +11,7 @@ from pathlib import Path
 
 RECORDED = Path(__file__).with_name("costs.tsv")
 """A column for each figure. Row MOST: the most that one run adds to the figure. Row SPREAD: the standard deviation of
-this by chance, from runs with the same faults and all else drawn anew three times: 80 of `default`, 15 to 24 of each
+this by chance, from runs with the same faults and all else drawn anew three times: 80 of `default`, 15 of each
 variant. The other rows: the sums of the first seeds of a name, as `scripts/simulate --record` writes them."""
 PRINTS = RECORDED.with_name("prints.txt")
 """A line for each name: a checksum of each seed's figures."""

@@ -46,8 +46,7 @@ class SimFiles:
                 self._rank.process.die_after = 1
         if self._rank.number == 0:
             life.group.beat.write(now, (now, phase, step))
-            if step > 0:
-                life.able_since = min(life.able_since, now)
+            life.able_since = min(life.able_since, now) if step > 0 else math.inf
 
     def _when(self) -> float:
         """Return the time as of which this rank now sees the run directory."""

@@ -65,7 +65,7 @@ class Voice:
 
     def ask(self, request: Request, timeout: timedelta) -> tuple[int, list[Request]]:
         life, world = self._life, self._world
-        world.judge_silence(self._rank)
+        world.judge_silence(self._rank, "asks for a quorum")
         if life.asks_at_vote:
             life.asks_at_vote, votes = False, world.votes
             world.scheduler.wait(world.voted, lambda: world.votes > votes, VOTE_S)

@@ -157,6 +157,7 @@ class SimWork:
     def _forward_and_backward(self, step: int, slot: int, *, summed: bool) -> None:
         if self.reducer.takes != summed:
             self.judge.violate("audit", f"{self.rank.name} computes {step, slot}, to be summed: {self.reducer.takes}")
+        self._world.judge_silence(self.rank, "computes a slot")
         slot_s, slow = self._world.plan.slot_s, self._world.slow.get(self.rank.life.group.id, 1.0)
         first = 1.0 if self._computed else FIRST
         self._world.scheduler.pause(0.9 * slot_s, 1.1 * slot_s * max(slow, first))

