@@ -87,6 +87,9 @@ def why_not_built(config: Any) -> str:
         stages = private.stages(copy)
     except (ValueError, ImportError, TypeError, NotImplementedError) as error:
         return str(error)
+    if config.compile.enable and config.compile.backend not in torch.compiler.list_backends(()):
+        known = ", ".join(torch.compiler.list_backends())
+        return f'[compile] backend = "{config.compile.backend}" is none of {known}'
     return _why_no_optimizer(copy, stages)
 
 
