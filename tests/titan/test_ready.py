@@ -31,6 +31,7 @@ def test_a_group_computes_and_connects_before_it_announces_itself():
     trainer.validator.config = validation = Validator.Config(steps=7)
     trainer.validator.validate = lambda *_: done.append(f"validate {trainer.validator.config.steps} of 7")
     trainer._compile = lambda: EverstepTrainer._compile(trainer)
+    trainer._validate_a_batch = lambda: EverstepTrainer._validate_a_batch(trainer)
     with pytest.raises(ZeroDivisionError):
         EverstepTrainer.train(trainer)
     assert done == ["compute", "validate 1 of 7", "discard", "warm"]

@@ -138,7 +138,7 @@ def _let_others_end() -> None:
     those that do not end must not keep the group from finishing. Idle threads of pools (torch's compilers keep some)
     would never end."""
     for one in gc.get_objects():
-        if issubclass(type(one), ThreadPoolExecutor):
+        if issubclass(type(one), ThreadPoolExecutor):  # `isinstance` would run code of lazy proxies
             one.shutdown(wait=False)
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]

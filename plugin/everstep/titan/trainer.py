@@ -198,19 +198,25 @@ class EverstepTrainer(titan.Trainer):
         self.context.files.beat(STARTUP, 0)
         begin = time.monotonic()
         devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices), contextlib.suppress(OutOfData):
-            self.slots.compute(1, 0, check_all=True)
-            self.metrics_processor.data_loading_times.pop()
-        if self.config.compile.enable and self.config.validator.enable and hasattr(self.validator.config, "steps"):
-            whole: Any = self.validator.config
-            self.validator.config = replace(whole, steps=1)
-            without_batch_or_label = contextlib.suppress(AssertionError, ZeroDivisionError)
-            with torch.random.fork_rng(devices), without_batch_or_label:
-                self.validator.validate(self.model_parts, 0)
-            self.validator.config = whole
-            for part in self.model_parts:  # a validation that fails leaves them in evaluation mode
-                part.train()
+        with torch.random.fork_rng(devices):
+            with contextlib.suppress(OutOfData):
+                self.slots.compute(1, 0, check_all=True)
+                self.metrics_processor.data_loading_times.pop()
+            if self.config.compile.enable and self.config.validator.enable:
+                self._validate_a_batch()
         self.work.discard()
         if self.checks is not None:
             self.checks.injector.renew()
         self.context.events.emit("compiled", took_s=round(time.monotonic() - begin, 3))
+
+    def _validate_a_batch(self) -> None:
+        """Validate on the first batch alone, if the validator is told a number of batches. It logs that as step 0."""
+        whole: Any = self.validator.config
+        if not hasattr(whole, "steps"):
+            return
+        self.validator.config = replace(whole, steps=1)
+        with contextlib.suppress(AssertionError, ZeroDivisionError):  # it has no batch, or none with a label
+            self.validator.validate(self.model_parts, 0)
+        self.validator.config = whole
+        for part in self.model_parts:  # a validation that fails leaves them in evaluation mode
+            part.train()
