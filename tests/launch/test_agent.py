@@ -16,6 +16,7 @@ from everstep.launch.settings import GroupSettings
 from everstep.launch.worker import log_path
 from everstep.run.events import EventLog
 from everstep.run.exits import GAVE_UP_EXIT
+from everstep.run.files import write_json
 from forked import ran
 from launched import DEADLINE_S, FULL, alive, on_a_full_disk, until
 
@@ -32,6 +33,12 @@ def test_workers_of_a_batch_job_share_the_cores_unless_they_are_told_how_many(ag
     for said, shared in (("7", {}), ("0", {"OMP_NUM_THREADS": "1"})):  # torch refuses 0 threads
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         assert limited_threads(1 << 20) == shared
+
+
+def test_workers_of_an_exact_run_have_as_many_threads_as_in_its_first_start(agent, tmp_path):
+    write_json(tmp_path / "run" / "state" / "exact.json", {"threads": "3"})
+    one = agent("--training.steps", "3", exact=True, environment={"OMP_NUM_THREADS": ""})
+    assert (one.process.wait(DEADLINE_S), "with 3 threads" in log_path(one.run_dir, 0, 0).read_text()) == (0, True)
 
 
 def test_a_rank_that_leaves_with_status_0_before_it_is_done_has_died(agent):

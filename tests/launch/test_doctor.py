@@ -1,11 +1,15 @@
 """What `everstep doctor` says about a config and about this machine."""
 
+import errno
+import fcntl
 import json
+from unittest.mock import Mock
 
 import pytest
 
 from everstep.commands import doctor
 from everstep.launch.machine import VISIBLE, visible_devices
+from everstep.run.directory import LaunchError, lock_run_dir
 from watched import everstep, write_config
 
 
@@ -25,6 +29,14 @@ def test_the_card_that_sums_use_is_named_and_is_this_machines(host, nodes, verdi
     line = doctor.check_network(host, nodes)
     assert (line.verdict, "bind_host" in line.advice) == (verdict, verdict != "ok")
     assert what in line.found
+
+
+def test_a_file_system_without_locks_is_no_place_for_a_run(monkeypatch, tmp_path):
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    assert "Lustre needs the mount option flock" in doctor.check_run_directory(tmp_path).found
+    with pytest.raises(LaunchError, match="Lustre needs the mount option flock"):
+        lock_run_dir(tmp_path)
 
 
 def test_gpus_that_only_a_variable_names_are_none(monkeypatch):

@@ -16,7 +16,7 @@ from everstep.run.beats import BeatFile, agent_beat_path, beat_path, read_beat
 from everstep.run.directory import over_file
 from everstep.run.events import EventLog, read_events
 from everstep.run.exits import FENCED_EXIT
-from everstep.run.fence import Claim, Fenced, claim_group, holds
+from everstep.run.fence import Claim, Fenced, claim_group, fence_file, holds
 from everstep.run.files import write_json
 from forked import Forked
 from launched import DEADLINE_S, TinyRun, alive, until
@@ -86,6 +86,7 @@ def test_everstep_run_leaves_agents_alone_which_train_in_its_directory(agent, tm
     assert "run     stopped" in status_of(one.run_dir)
     write_json(slurm.job_file(one.run_dir), {"groups": "7"})
     write_json(over_file(one.run_dir, 0), {"status": "stopped", "reason": ""})
+    write_json(fence_file(one.run_dir, 0), {"job": 7, "restart": 1, "host": "node17", "pid": 99})
     last, begin = TinyRun(one.run_dir, 1, 1, "--training.steps", "1000000"), time.time()
     request.addfinalizer(last.end)
     last.wait_for("commit", after=begin)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from everstep.commands.status import status_of, watch
+from everstep.launch import view
 from everstep.launch.view import RunState
 from timeline import Timeline
 
@@ -17,6 +18,16 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
     assert state.taking_part == {0}
     state.apply(line.commit(1.0, 2, (0, 1)).logged[-1])
     assert state.taking_part == {0, 1}
+
+
+def test_a_view_of_a_long_run_remembers_only_its_newest_commits(monkeypatch):
+    monkeypatch.setattr(view, "KEPT_COMMITS", 30)
+    state, line = RunState(), Timeline()
+    for step in range(1, 100):
+        line.commit(float(step), step, (0, 1))
+    state.show(line.events)
+    assert len(state.lineage.commits) == len(state.lineage.by_history) == len(state.current.commits) == 30
+    assert "1.00 s/step" in state.progress()
 
 
 SHOWN_TO_NOBODY = """

@@ -18,6 +18,7 @@ from everstep.launch.machine import PORTS, free_port, storage_complaint
 from everstep.launch.prepare import Check, Prepared, PrepareOptions, prepare_in_subprocess
 from everstep.quorum.interface import InterfaceError, interface_of
 from everstep.run.directory import LaunchError, make_run_dir
+from everstep.run.files import locked
 from everstep.run.token import require_own
 
 HANG_TOLERANT_GROUPS = 3
@@ -111,6 +112,8 @@ def check_run_directory(run_dir: Path) -> Check:
     try:
         make_run_dir(run_dir)
         require_own(run_dir)
+        with locked(run_dir / "state" / "doctor"):
+            pass
         complaint = storage_complaint(run_dir)
     except OSError as error:
         return Check("run directory", "error", f"{run_dir}: {error.strerror}", "repair it, or give another --run-dir")

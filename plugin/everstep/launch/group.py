@@ -40,6 +40,8 @@ STOP_GRACE_S = 120.0
 """Seconds that workers may take to end cleanly, beside `stall_timeout_s`, in which they may write a checkpoint."""
 CLEANUP_TIMEOUT_S = 30.0
 """Seconds to wait after SIGKILL for workers, and for processes that they started, before going on without their end."""
+KEPT_DEATHS = 1000
+"""Number of a group's newest deaths that its launcher remembers."""
 FAILURES_ARE_TOLD = frozenset(3 * 2**n for n in range(20))
 """Numbers of failures in a row at which an event reports them: 3, 6, 12 and so on."""
 
@@ -202,7 +204,8 @@ class Group:
     def _fork(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Child:
         settings = self.settings
         env = now.round.environment(rank, now.number)
-        env |= limited_threads(settings.ranks_here or settings.ranks)
+        first = read_json(settings.run_dir / "state" / "exact.json") if settings.fault_tolerance.exact else {}
+        env |= limited_threads(settings.ranks_here or settings.ranks, str(first.get("threads", "")))  # for equal bits
         if settings.devices is not None:
             env[VISIBLE] = settings.devices
         if settings.job:
@@ -296,6 +299,7 @@ class Group:
         peer_killed = (culprit.exitcode or 0) > 0 and rendezvous.others_were_killed
         death = now.death_of(culprit, peer_killed=peer_killed)
         self.deaths.append(death)
+        del self.deaths[:-KEPT_DEATHS]
         poison = now.poison_of(culprit, death, self.events)
         # A configuration with which the group made steps is valid: a file that it names may only be away.
         worked = any(one.committed for one in self.deaths)

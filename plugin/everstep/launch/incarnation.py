@@ -23,11 +23,6 @@ SYSTEM_ERROR = re.compile(r"\w+: \[Errno \d+\]")
 """Matches an error of the operating system, such as of the data's file system (`Death.error`)."""
 
 
-def last_commit(run_dir: Path, group: int) -> dict[str, Any] | None:
-    """Return the event of the last step that a group has committed; None if there is none."""
-    return last_event(event_path(run_dir, group, 0, "worker"), {"commit"})
-
-
 def last_commits(run_dir: Path) -> list[dict[str, Any]]:
     """Return the last commit event of each group that has one."""
     logs = event_path(run_dir, 0, 0, "worker").parent.glob("group-*.rank-0.jsonl")
@@ -58,7 +53,7 @@ class Incarnation:
         self.started_mono = time.monotonic()
         self._oom_kills = oom_kills()
         self._beats: dict[int, Beat] = {}
-        self._commit_before = last_commit(self.settings.run_dir, self.settings.group)
+        self._commit_before = self._last_commit()
 
     @property
     def running(self) -> list[Child]:
@@ -88,10 +83,13 @@ class Incarnation:
         beat = self._beat_of(child)
         return beat is not None and beat.phase == DONE
 
+    def _last_commit(self) -> dict[str, Any] | None:
+        return last_event(event_path(self.settings.run_dir, self.settings.group, 0, "worker"), {"commit"})
+
     def note_commit(self) -> bool:
         """Check whether it has committed a step by now, and return that."""
         if not self.committed:
-            self.committed = last_commit(self.settings.run_dir, self.settings.group) != self._commit_before
+            self.committed = self._last_commit() != self._commit_before
         return self.committed
 
     def kill(self) -> None:

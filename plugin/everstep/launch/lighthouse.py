@@ -70,10 +70,9 @@ class Lighthouse:
         child = self._child = self._child or self._start()
         beat = self._beat = read_beat(self._beats) or self._beat  # somebody may have removed the file
         serves = beat is not None and beat.pid == child.pid
-        if serves and self._serves and not os.path.lexists(address_file(self._run_dir)):  # somebody has removed it
+        if serves and not (self._serves and os.path.lexists(address_file(self._run_dir))):  # somebody may remove it
             publish_address(self._run_dir, self.address)
         if serves and not self._serves:
-            publish_address(self._run_dir, self.address)
             self.published, self._serves = self.address, True
             starts_file(self._run_dir, None).unlink(missing_ok=True)
             self._events.emit("lighthouse_started", address=self.address, pid=child.pid)

@@ -53,13 +53,13 @@ def sharing_complaint(visible: Sequence[str], ranks: int, process_group: str) ->
     )
 
 
-def limited_threads(ranks: int) -> dict[str, str]:
-    """Return environment variables that share this machine's cores among its `ranks` workers; {} if OMP_NUM_THREADS is
-    set already. If thread pools outnumber the cores, ranks slow each other down tenfold. torchrun sets the variable
-    too. A process that was forked after torch had been imported must call `follow_threads`."""
+def limited_threads(ranks: int, threads: str = "") -> dict[str, str]:
+    """Return environment variables that share this machine's cores among its `ranks` workers, or give each of these
+    `threads`; {} if OMP_NUM_THREADS is set already. If thread pools outnumber the cores, ranks slow each other down
+    tenfold. torchrun sets it too. A process forked after torch had been imported must call `follow_threads`."""
     if os.environ.get("OMP_NUM_THREADS", "") not in ("", "0"):  # these two count as unset
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+    return {"OMP_NUM_THREADS": threads or str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
 
 def follow_threads() -> None:

@@ -28,8 +28,11 @@ SHORTAGES = frozenset((
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
     errno.ESTALE,
 ))  # fmt: skip
-OUTAGES = frozenset((errno.EIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO))
-"""What NFS and Lustre clients report while their server is away."""
+OUTAGES = frozenset((
+    errno.EIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.ECOMM, errno.ENODEV,
+    errno.ENOLCK, errno.EACCES, errno.EKEYEXPIRED,
+))  # fmt: skip
+"""What clients of shared file systems report while a server is away, also one of locks, or of users and their keys."""
 LONGEST_BACKOFF_S = 30.0
 
 

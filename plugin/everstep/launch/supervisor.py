@@ -158,7 +158,8 @@ class Supervisor:
     def _begin(self, found: Prepared) -> None:
         """Report the start of the run and the config's warnings, and start the process of `chaos`, if wanted."""
         launcher, state = self._launcher, self._run_dir / "state"
-        for path in (job_file(self._run_dir), *state.glob("group-*.over")):  # of an earlier run on Slurm
+        earlier = job_file(self._run_dir), *state.glob("group-*.over"), *state.glob("group-*.fence.json")
+        for path in earlier:  # of a run under Slurm, whose agents are all gone: see `lock_run_dir`
             path.unlink(missing_ok=True)
         begun = launcher.events.emit(
             "run_started",

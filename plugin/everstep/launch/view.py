@@ -15,7 +15,7 @@ from everstep.run.events import named
 
 RATE_WINDOW = 20
 """Number of committed steps over which tokens/s and the time of a step are computed."""
-KEPT_LINES = 8
+KEPT_LINES, KEPT_COMMITS = 8, 10_000
 
 OnEvents = Callable[[list[dict]], None]
 """A function that is called with each batch of new events."""
@@ -72,7 +72,8 @@ def show_plainly(events: list[dict]) -> None:
 
 @dataclass
 class RunState(Account):
-    """The current state of a run, updated event by event, and the lines that people see of it."""
+    """The current state of a run, updated event by event, and the lines that people see of it. It forgets all but the
+    newest KEPT_COMMITS commits, as it lives in processes that last as long as the run."""
 
     starts: Counter[int] = field(default_factory=Counter)
     """Group id -> number of times the batch system has started the group."""
@@ -98,6 +99,9 @@ class RunState(Account):
         self.recent.extend(lines)
         if self.newest is not before:
             lines.append(self.progress())
+            while len(self.lineage.commits) > KEPT_COMMITS:
+                del self.lineage.by_history[self.lineage.commits.pop(0).history]
+            del self.current.commits[:-KEPT_COMMITS], self.rounds[:-KEPT_COMMITS]
         return "\n".join(lines)
 
     def show(self, events: list[dict]) -> None:

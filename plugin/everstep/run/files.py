@@ -76,7 +76,7 @@ def _draft(path: Path, data: Iterable[bytes | memoryview], mode: int) -> Iterato
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
     """Hold the lock of `path` (a file beside it, with the suffix .lock) during the body. Raises TimeoutError
-    if another process keeps it, and another OSError if the file system has no locks."""
+    if another process keeps it, and another OSError if the file system gives none."""
     end, path = time.monotonic() + timeout_s, path.with_suffix(".lock")
     with os.fdopen(open_own(path), "r+b", buffering=0) as lock:
         while True:
@@ -86,6 +86,8 @@ def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process has held {path} for {timeout_s:g} s") from None
+            except OSError as error:
+                raise _no_lock(error, path) from None
             time.sleep(POLL_S)
         try:
             yield
@@ -144,9 +146,9 @@ _held: set[tuple[int, int, int]] = set()
 
 
 def lock_for_life(path: Path) -> bool:
-    """Lock a file for this process. Return True if this process holds the lock now, or if the file system has no locks;
-    False if another live process holds it. The lock ends with this process, or once it closes any descriptor of this
-    file, so do not open the file again. A process that this one forks does not hold the lock."""
+    """Lock a file for this process. Return True if this process holds the lock now, False if another live process holds
+    it. The lock ends with this process, or once it closes any descriptor of this file, so do not open the file again. A
+    process that this one forks does not hold the lock. Raises OSError if the file system gives none."""
     with contextlib.suppress(FileNotFoundError):
         there = os.lstat(path)
         if (os.getpid(), there.st_dev, there.st_ino) in _held:  # each call would keep one more descriptor
@@ -156,10 +158,16 @@ def lock_for_life(path: Path) -> bool:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # these two: it is held
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # it is held
+            return False
+        raise _no_lock(error, path) from None
     locked_file = os.fstat(fd)
     _held.add((os.getpid(), locked_file.st_dev, locked_file.st_ino))
     return True
+
+
+def _no_lock(error: OSError, path: Path) -> OSError:
+    return OSError(error.errno, f"no lock ({error.strerror}); Lustre needs the mount option flock", str(path))
 
 
 _FLOCK = "hhqqi4x"
