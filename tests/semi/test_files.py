@@ -76,6 +76,9 @@ def test_a_state_is_kept_as_long_as_somebody_may_go_on_from_it(tmp_path, round_,
     assert store.in_memory(known) == draft.exists() == (not over)
     assert files(tmp_path).read(KEY) == STATE, "by any group"
     assert store.in_memory(other)
+    write(store, newer := replace(KEY, round=8), STATE)
+    assert store.in_memory(newer)
+    assert store.in_memory(other) == (not over), "no group can go on from it, wherever its worker is now"
 
 
 def test_a_state_is_in_the_memory_of_another_host_when_this_one_has_it_no_more(tmp_path):

@@ -32,7 +32,7 @@ class Host:
         self._segment = Segment.of(self._settings, run_id(run_token(run_dir)), group)
         self._segment.create()
         for rank in RANKS:
-            writer = BufferWriter(self._segment.file("data", rank, 0))
+            writer = BufferWriter(self._segment.files("data", rank)[0])
             writer.reserve(SIZE)
             writer.begin()
             header = Header(

@@ -60,7 +60,7 @@ def test_without_room_or_permission_the_snapshot_fails_and_the_one_before_stays(
 def test_a_pipe_where_a_buffer_belongs_does_not_hold_up_a_trainer():
     with Cluster(2) as run:
         run.take(1, 2)
-        path = run.segment(1).file("data", 0, 1)
+        path = run.segment(1).files("data", 0)[1]
         path.unlink(missing_ok=True)
         os.mkfifo(path)
         began = time.monotonic()

@@ -98,6 +98,7 @@ class Coder:
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
         self._last: Header | None = None
+        self._told = ""
 
     def note(self, **changes: Any) -> None:
         """Write the notes for the trainer, with these fields changed and a new heartbeat."""
@@ -106,16 +107,22 @@ class Coder:
             try:
                 self._segment.write_notes(self.rank, self._notes)
             except OSError as error:
-                log.warning("group %d, rank %d: notes cannot be written: %s", self._segment.group, self.rank, error)
+                self._warn(error)
 
     def newer(self) -> Header | None:
         """Return the header of the newest snapshot, if it was published after the one that was last dealt with."""
         try:
             newest = self._newest()
         except OSError as error:
-            log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
+            self._warn(error)
             return None
         return newest if newest and (self._last is None or newest.sequence > self._last.sequence) else None
+
+    def _warn(self, error: OSError) -> None:
+        """Log an error, unless it is the same as the one before."""
+        if self._told != str(error):
+            self._told = str(error)
+            log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
 
     def code(self, newest: Header, waits: Waits) -> None:
         """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""

@@ -11,7 +11,6 @@ A keeper that gets SIGKILL leaves its segment behind. The next keeper of the sam
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -41,6 +40,8 @@ from everstep.snapshot.worker_states import opened, receive
 GONE_S, EMPTY_S = 20.0, 60.0
 HEARTBEAT_S = 0.5
 POLL_S = 0.05
+STOPPED_S = 5.0
+"""Seconds between two looks by which a keeper knows that it was stopped (SIGSTOP), so that nobody could use it."""
 JOIN_S = 15.0
 """Seconds that an ending keeper waits for its coding thread."""
 
@@ -60,7 +61,7 @@ class Keeper:
         self._groups: set[int] = set()
         """The groups that have a record of this keeper in the run directory."""
         self._warned: set[str] = set()
-        self._used_at = self._seen_at = time.monotonic()
+        self._used_at = self._seen_at = self._looked_at = time.monotonic()
         self.started_at = time.time()
         self._neighbours = Neighbours(run_dir, self.token)
         timeout = timedelta(seconds=settings.transfer_timeout_s)
@@ -150,6 +151,9 @@ class Keeper:
 
     def _reason_to_end(self) -> str:
         now = time.monotonic()
+        if now - self._looked_at > STOPPED_S:
+            self._seen_at = self._used_at = now
+        self._looked_at = now
         try:
             try:
                 token = read_token(self.run_dir)
@@ -159,7 +163,8 @@ class Keeper:
                 return f"{self.run_dir} belongs to another run"
             self._seen_at = now
         except (OSError, ValueError) as error:
-            if getattr(error, "errno", 0) not in (errno.ENOENT, errno.ESTALE):  # such as a token that others can read
+            # Any other error may pass, such as an outage of a shared file system, or a token that others can read.
+            if isinstance(error, ValueError) or not isinstance(error.__context__, FileNotFoundError):
                 self._warn(f"{self.run_dir} cannot be used: {error}")
                 self._seen_at = now
             elif now - self._seen_at > GONE_S:  # a shared file system may not show it for a moment

@@ -107,13 +107,9 @@ class Segment:
         for path in self.path.glob(f"group-{self.group}.rank-{rank}.*"):
             path.unlink(missing_ok=True)
 
-    def file(self, kind: Kind, rank: int, index: int) -> Path:
-        """Return the path of one of the rank's buffers, which need not exist."""
-        return self._own(rank, f"{_FILE_WORD[kind]}-{index}")
-
     def files(self, kind: Kind, rank: int) -> list[Path]:
         """Return the paths of the rank's buffers, which need not exist."""
-        return [self.file(kind, rank, index) for index in range(BUFFERS)]
+        return [self._own(rank, f"{_FILE_WORD[kind]}-{index}") for index in range(BUFFERS)]
 
     def columns(self, word: str = "buffer-0") -> list[tuple[int, int]]:
         """Return the (group, rank) pairs with a data buffer in this directory, which may still be empty (`claim`), or
@@ -163,7 +159,7 @@ class Segment:
 
     def claim(self, rank: int) -> None:
         """Have the keeper look after this rank, also if it has left or not published yet. Raises SnapshotError."""
-        path = self.file("data", rank, 0)
+        path = self.files("data", rank)[0]
         try:
             self._own(rank, "left").unlink(missing_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))

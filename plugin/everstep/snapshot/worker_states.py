@@ -37,12 +37,13 @@ def _parse(name: str) -> tuple[str, int]:
 
 
 def write(folder: Path, name: str, *data: bytes | memoryview, older: int) -> None:
-    """Write a state; remove its worker's states and drafts of more than `older` rounds before it. Raises OSError."""
+    """Write a state; remove its worker's states and drafts of more than `older` rounds before it, and those of other
+    workers, which another host may carry now, of more than OLDER_COPIES rounds before it. Raises OSError."""
     write_whole(folder / name, *data)
     whose, round_ = _parse(name)
-    for path in (*folder.glob(f"{whose}*"), *folder.glob(f".{whose}*")):
+    for path in folder.iterdir():
         of = NAME.match(path.name.removeprefix("."))
-        if of is not None and int(of[2]) < round_ - older:
+        if of is not None and int(of[2]) < round_ - (older if of[1] == whose else OLDER_COPIES):
             path.unlink(missing_ok=True)
 
 
