@@ -113,8 +113,15 @@ def test_lines_of_any_further_keys_in_a_file_of_any_name_are_read(tmp_path, docu
     assert texts_in(out, tokenizer) == ["2020-01-01", *documents]
 
 
-def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl, assets, documents, out):
-    footer = pack((jsonl,), out, encoder_for(str(assets / "tokenizer.json")))
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_hugging_face_tokenizer_gives_the_ids_that_torchtitan_trains_on(jsonl, assets, documents, out, pads):
+    model = shutil.copytree(assets, out.with_name("model"))
+    if pads:  # as Hugging Face saves a tokenizer that was used so; no document may be padded or cut
+        saved = Tokenizer.from_file(str(model / "tokenizer.json"))
+        saved.enable_padding()
+        saved.enable_truncation(4)
+        saved.save(str(model / "tokenizer.json"))
+    footer = pack((jsonl,), out, encoder_for(str(model / "tokenizer.json")))
     tokens, starts = map_tokens(out, footer)
     theirs = HuggingFaceTokenizer(tokenizer_path=str(assets))
     expected = [theirs.encode(text, add_bos=True, add_eos=True) for text in documents]

@@ -43,8 +43,8 @@ def base(dataset="map", **kwargs):
     return HuggingFaceTextDataLoader.Config(dataset=dataset, **kwargs)
 
 
-def streams(config, tokenizer, slots, dp_rank=0, dp_size=1):
-    source = built(SlotStreams.Config(base=config), tokenizer, dp_rank, dp_size)
+def streams(config, tokenizer, slots, dp_rank=0, dp_size=1, seed=0):
+    source = built(SlotStreams.Config(base=config, seed=seed), tokenizer, dp_rank, dp_size)
     source.open_slots(slots)
     return source
 
@@ -179,6 +179,29 @@ def test_a_batch_for_which_a_dataset_draws_random_numbers_is_the_same_on_every_g
     before = random.getstate(), np.random.get_state()[2]
     assert flat(late.microbatch(8, 1)) == batch == flat(later.microbatch(8, 1))
     assert before == (random.getstate(), np.random.get_state()[2])
+
+
+def test_streams_draw_alike_so_that_a_dataset_may_shuffle_what_it_then_divides_among_them(register, tokenizer):
+    orders = []
+
+    def load(path):
+        orders.append(torch.randperm(20).tolist())
+        return Dataset.from_list([{"text": str(number) * 40} for number in orders[-1]])
+
+    register("shuffled_first", load)
+    for seed in (0, 1):
+        source = streams(base("shuffled_first"), tokenizer, 2, seed=seed)
+        _ = source.microbatch(1, 0), source.microbatch(1, 1)
+    assert orders[0] == orders[1] != orders[2] == orders[3], "each run has another order"
+
+
+def test_a_group_tells_the_others_of_the_streams_that_it_reads_and_a_joiner_of_all(datasets, tokenizer):
+    one, other = (streams(base(), tokenizer, 2) for _ in range(2))
+    for slot, group in enumerate((one, other)):
+        group.microbatch(1, slot)
+        group.committed(1)
+    other.learn(one.known_states(own=True))
+    assert [[*decode_states(other.known_states(own=own))] for own in (True, False)] == [[1], [0, 1]]
 
 
 def test_more_streams_than_documents_are_refused(datasets, tokenizer):

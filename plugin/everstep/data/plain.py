@@ -72,6 +72,8 @@ def to_plain(value: Any, place: str = "state") -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return _array(value, place)
     try:
+        if kind is list and all(type(item) is int and item.bit_length() <= LONGEST_INT for item in value):
+            return [*value]  # a buffer of many tokens: a place for each would take seconds
         if kind in (list, tuple):
             items = [to_plain(item, f"{place}[{i}]"[:200]) for i, item in enumerate(value)]
             return items if kind is list else {"tuple": items}

@@ -264,7 +264,7 @@ class TrainerWork(ABC):
     def own_notes(self, step: int) -> bytes | None:
         """Return the positions of this group's data streams, with which any group can go on; None if not due, or if the
         data has no streams: the same on all groups."""
-        return None if step % self.notes_interval else self._source.known_states() or None
+        return None if step % self.notes_interval else self._source.known_states(own=True) or None
 
     def receive_notes(self, notes: list[bytes]) -> None:
         for place, note in enumerate(notes, 1):
@@ -363,13 +363,17 @@ class TrainerWork(ABC):
 
     def _taken(self, source: str) -> None:
         """Tell the data source and the events that a state was loaded from `source`."""
-        self._source.committed(self._trainer.step)
-        config = self._trainer.config
+        trainer = self._trainer
+        self._source.committed(trainer.step)
+        for profiler in (trainer.profiler.torch_profiler, trainer.profiler.memory_profiler):
+            if profiler is not None:  # they began with step 0, and name their files by the step
+                profiler.step_num = trainer.step
+        config = trainer.config
         self._events.emit(
             "training_started",
             self.committed + 1,
             source=source,
-            history=f"{self._trainer.history:x}",
+            history=f"{trainer.history:x}",
             slots=self.shares,
             nominal_groups=config.fault_tolerance.groups,
             steps=config.semi_sync.commits(config.training.steps),

@@ -16,6 +16,8 @@ def _hugging_face(directory: Path) -> Encoder:
 
     theirs = HuggingFaceTokenizer(tokenizer_path=str(directory))
     tokenizer = theirs.tokenizer
+    tokenizer.no_padding()  # to the longest text of a batch; torchtitan encodes one text at a time
+    tokenizer.no_truncation()
     before = [] if theirs.bos_id is None or theirs.hf_adds_bos else [theirs.bos_id]
     after = [] if theirs.eos_id is None or theirs.hf_adds_eos else [theirs.eos_id]
 

@@ -76,9 +76,9 @@ class SlotSource(BaseDataLoader):
     def note_live(self) -> None:
         """Remember the state of each stream of this process that is not beyond the last committed step."""
 
-    def known_states(self) -> bytes:
-        """Return the newest known state of every stream, none beyond the last committed step. Healing groups,
-        checkpoints and other groups' `learn` use them. Empty for sources without streams."""
+    def known_states(self, *, own: bool = False) -> bytes:
+        """Return the newest known state of every stream, or of those that this process reads (`own`, for other groups'
+        `learn`), none beyond the last committed step. Empty for sources without streams."""
         return b""
 
     def learn(self, states: bytes) -> None:

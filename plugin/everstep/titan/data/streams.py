@@ -65,11 +65,12 @@ def _drawing(seed: int) -> Iterator[None]:
 
 class _Stream:
     """An open dataloader and its position, the number of its next batch. It starts at the state `known` if there is one
-    and restoring from it is exact, else at the beginning. `seed`: the run's, for what a dataset draws."""
+    and restoring from it is exact, else at the beginning. `seed`: the run's, for what a dataset draws. As torchtitan's
+    data-parallel ranks, all streams draw the same, so that a dataset may shuffle what it then divides among them."""
 
-    def __init__(self, build: Callable[[], BaseDataLoader], stream: int, seed: int, known: StreamState | None):
-        self._stream, self._seed = stream, seed
-        with _drawing(stream):  # a dataloader's iterator draws a seed from torch's global generator
+    def __init__(self, build: Callable[[], BaseDataLoader], seed: int, known: StreamState | None):
+        self._seed = seed
+        with _drawing(seed):  # a dataloader's iterator draws a seed from torch's global generator
             self.loader = build()
             parts = private.parts_of(getattr(self.loader, "dataset", None))
             private.count_epochs_apart(parts)
@@ -86,7 +87,7 @@ class _Stream:
     def batch(self, number: int) -> Batch:
         """Skip to batch `number`, not before `position`, and return it. Raises StopIteration at the end of the data."""
         while True:
-            with _drawing(slot_seed(self._seed, self.position, self._stream, 0)):
+            with _drawing(slot_seed(self._seed, self.position, 0, 0)):
                 batch = next(self._batches)
             self.position += 1
             if self.position > number:
@@ -191,10 +192,10 @@ class SlotStreams(SlotSource):
 
     # Positions of streams.
 
-    def known_states(self) -> bytes:
-        """Return the newest known state of every stream, this rank's and others', none beyond the last commit."""
+    def known_states(self, *, own: bool = False) -> bytes:
+        """Return the newest known state of every stream, or of this rank's `own`, none beyond the last commit."""
         self.note_live()
-        return encode_states(self._known)
+        return encode_states({of: known for of, known in self._known.items() if of in self._live or not own})
 
     def learn(self, states: bytes) -> None:
         """Keep each of `states` that is newer than the known state of its stream."""
@@ -256,7 +257,7 @@ class SlotStreams(SlotSource):
                     f"global_batch_size: it has fewer documents ({error}) Set a smaller global_batch_size",
                 ) from error
 
-        return _Stream(build, stream, self._seed, known)
+        return _Stream(build, self._seed, known)
 
     # The interface of a torchtitan dataloader.
 
