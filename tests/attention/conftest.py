@@ -24,7 +24,7 @@ class Bench:
         value = compute(self.guard)
         assert self.shot.aim is None, f"nothing called {section} was computed"
         refused = bool(self.checks.refused())
-        return value, refused, self.checks.drain()
+        return value, refused, self.checks.findings.drain()
 
     def changes_nothing(self, compute) -> None:
         """Assert that compute's tensors have the same bits with and without a guard, and that there is no finding."""

@@ -41,7 +41,7 @@ def test_nothing_is_checked_between_slots(frequency):
         linear.linear(torch.ones(8, 64), weight, None, bench.guard).sum().backward()
         bench.checks.end()
         assert bench.checks.refused() == set()
-        assert bench.checks.drain() == []
+        assert bench.checks.findings.drain() == []
 
 
 @pytest.mark.parametrize(("first", "second", "refused"), [

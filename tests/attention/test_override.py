@@ -167,7 +167,7 @@ def test_a_nan_is_repaired_and_found_once_with_and_without_checkpointing(checkpo
     checks.injector.aim = 2, section, Fault("nan", 0.01)
     hit_logits, hit_gradients = logits_and_gradients(model, spec)
     assert not checks.refused()
-    assert [(f["layer"], f["section"]) for f in checks.drain()] == [(2, section)]
+    assert [(f["layer"], f["section"]) for f in checks.findings.drain()] == [(2, section)]
     torch.testing.assert_close(hit_logits, logits, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(hit_gradients[name], gradient, rtol=1e-3, atol=1e-6)
@@ -235,7 +235,7 @@ def test_a_compiled_model_is_checked_as_an_eager_one(backend, checkpointing, mon
             checks.injector.aim = (1, section, Fault("nan", 0.3)) if section else None
             results.append(logits_and_gradients(model, spec))
             refused = checks.refused()
-            aimed.append((section, refused, [(f["layer"], f["section"], f["kind"]) for f in checks.drain()]))
+            aimed.append((section, refused, [(f["layer"], f["section"], f["kind"]) for f in checks.findings.drain()]))
         found.append(aimed)
     eager, in_graphs = found
     for (section, refused, where), (_, refused_too, where_too) in zip(eager, in_graphs, strict=True):

@@ -20,8 +20,7 @@ def test_the_campaign_file_holds_every_kind_of_fault():
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("", "c.toml: fault is missing"),
-    ("sed = 1\nfault = []", "c.toml: sed is no known key"),
+    ("", "c.toml: fault is missing"), ("sed = 1\nfault = []", "c.toml: sed is no known key"),
     ("[[fault]]\nname = 'kill-grup'\nat_step = 1", "did you mean kill-group?"),
     ("[[fault]]\nname = 'kill-all'", "fault 1 (kill-all): give either at_step or at_s"),
     ("[[fault]]\nname = 'kill-group'\nat_step = 1\ncount = 0", "fault 1 (kill-group): count should be at least 1"),

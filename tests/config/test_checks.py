@@ -6,6 +6,7 @@ import pytest
 from config.conftest import LLAMA
 from everstep.config.checks import _TIMEOUTS, problems
 from everstep.config.errors import ConfigError
+from everstep.titan.load import replicas_as_groups
 
 GOOD = """\
 [training]
@@ -75,7 +76,11 @@ REFUSED = {
         GOOD.replace("[training]", "[lr_scheduler]\ntotal_steps = 9\n[training]\nsteps = 10"),
         "run.toml:5: [lr_scheduler] total_steps = 9 must be at least [training] steps = 10: after it the learning rate "
         "falls below 0, or rises again (cosine)"),
-    "one beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers, got 0.9"),
+    "a beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers in [0, 1), got 0.9"),
+    "a beta of 1": (OPTIMIZER + "{betas = [0.9, 1.0]}\n",
+        "run.toml:12: [optimizer] betas must be two numbers in [0, 1), got (0.9, 1.0)"),
+    "profiles that overlap": (GOOD + "[profiler]\nenable_profiling = true\nprofile_freq = 3\n",
+        "run.toml:14: [profiler] profile_freq = 3 must be at least profiler_warmup + profiler_active = 4"),
     "a port that nothing can listen on": (GOOD + 'lighthouse = "http://h:0"\n',
         'run.toml:12: [fault_tolerance] lighthouse must be http://host:port, got "http://h:0"'),
     "a path that is too long for a file": (f'[data]\nsource = "tokens"\npath = "{"a" * 300}"\n',
@@ -147,11 +152,9 @@ def test_a_wrong_file_is_refused_in_one_sentence(load, tmp_path, base, text, mes
 
 
 @pytest.mark.parametrize(("section", "key", "value", "bound"), [
-    ("semi_sync", "mixing", 1.0, "less than 1"),
-    ("semi_sync", "outer_lr", 0.0, "more than 0"),
-    ("training", "steps", 0, "at least 1"),
-    ("checkpoint", "load_step", -5, "at least -1"),
-    ("fault_tolerance", "metrics_port", 65536, "at most 65535"),
+    ("semi_sync", "mixing", 1.0, "less than 1"), ("semi_sync", "outer_lr", 0.0, "more than 0"),
+    ("training", "steps", 0, "at least 1"), ("checkpoint", "load_step", -5, "at least -1"),
+    ("fault_tolerance", "metrics_port", 65536, "at most 65535"), ("training", "max_norm", -1.0, "at least 0"),
 ])  # fmt: skip
 def test_a_value_out_of_its_bounds_is_refused(load, section, key, value, bound):
     config = load(GOOD, check=False)
@@ -185,6 +188,9 @@ def test_replicas_become_groups_and_it_is_said_in_a_line(load):
     assert training.global_batch_size == training.local_batch_size * 2 * 3, "torchtitan's, of all replicas"
     [told] = warnings
     assert told.endswith("data_parallel_replicate_degree = 3: trains as 3 replica groups of one replica each")
+    config = load(GOOD.replace("global_batch_size", "# ") + degrees, check=False)
+    config.training.local_batch_size = 1  # by torchtitan, from the command line of torchrun
+    assert (bool(replicas_as_groups(config)), config.training.global_batch_size) == (True, 1 * 2 * 3)
 
 
 @pytest.mark.parametrize(("shorter", "longer"), [row[:2] for row in _TIMEOUTS])

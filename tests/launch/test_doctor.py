@@ -19,8 +19,7 @@ def no_job(monkeypatch):
 
 
 @pytest.mark.parametrize(("host", "nodes", "verdict", "what"), [
-    ("127.0.0.1", 1, "ok", "on lo"),
-    ("127.0.0.1", 8, "warning", "only processes on this machine"),
+    ("127.0.0.1", 1, "ok", "on lo"), ("127.0.0.1", 8, "warning", "only processes on this machine"),
     ("::1", 1, "ok", "on lo"),
     ("192.0.2.1", 8, "error", "this machine cannot listen on 192.0.2.1"),
     ("no-such-host.invalid", 2, "error", "no-such-host.invalid"),

@@ -132,6 +132,8 @@ def log_of(*story):
      [("power-cut", ())], 2),
     (log_of(("up", 0, 1), ("up", 0, 2), ("kill-all", 1, [1, 2]), ("died", 1.2, 2), ("died", 1.2, 1)),
      [("kill-all", (1, 2))], 2),
+    (log_of(("up", 0, 1), ("stop-worker", 1, 1), ("died", 5, 1)).commit(3, 1, [1]),
+     [("stop-worker", (1,)), ("died", (1,))], 1),
     (log_of(("up", 0, 1), ("well", 5, 1)), [], 1),
 ])  # fmt: skip
 def test_a_death_that_no_fault_explains_is_a_fault_of_its_own(run, faults, deaths):
@@ -178,6 +180,7 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
     assert figures_of(read(run.events))["badput"]["idle"] == 0, "the other one is not wanted any more"
     run.add(20, "scaled", role="scale", count=3).commit(25, 3, [0])
     assert figures_of(read(run.events))["badput"]["idle"] == pytest.approx(2 * 5 / 45), "two are asked for in vain"
+    assert figures_of(read(run.add(99, "workers_started", 1).start(102, 1, step=4).events))["restarting_s"] == 3
 
 
 def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so():

@@ -211,8 +211,7 @@ NO_QUORUM = "a lighthouse that cannot be reached"
     (NO_QUORUM, "commit", {}, False), (NO_QUORUM, "commit", {"groups": (0, 2)}, True),
     *((NO_QUORUM, kind, {"group": group}, group == 0)
       for kind in ("quorum", "left", "training_done", "workers_started") for group in (0, 1)),
-    ("a network in two", "commits", {}, False),
-    ("a worker's state on a full disk", *STARTED, False),
+    ("a network in two", "commits", {}, False), ("a worker's state on a full disk", *STARTED, False),
     *((cause, *ENDED, False) for cause in ("failing alike", "hung in a sum", "a device's memory")),
 ])  # fmt: skip
 def test_a_trouble_ends_when_its_process_recovers_or_is_replaced(cause, kind, fields, told):

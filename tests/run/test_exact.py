@@ -67,8 +67,7 @@ def replayed(run_dir, step, *more):
 
 
 @pytest.mark.parametrize(("shape", "victims", "ranks"), [
-    ("steps", (0, 1), 1),
-    ("rounds", (1,), 1),
+    ("steps", (0, 1), 1), ("rounds", (1,), 1),
     pytest.param("fragments", (1,), 1, marks=SLOW),
     pytest.param("experts", (0, 1), 1, marks=SLOW),
     pytest.param("bfloat16", (0, 1), 2, marks=SLOW),

@@ -39,8 +39,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draw", type=int, default=0, help="with --mutants: seed of the draw")
     parser.add_argument("--most", type=int, default=1000, help="with --mutants: most seeds for each")
     options = parser.parse_args(args)
-    unknown = sorted(set(options.kinds.split(",")) - set(BREAKERS))
-    if unknown:
+    if unknown := sorted(set(options.kinds.split(",")) - set(BREAKERS)):
         parser.error(f"--kinds: no such faults: {', '.join(unknown)}")
     return options
 

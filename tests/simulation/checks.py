@@ -46,7 +46,6 @@ class Checks:
             return True
         sick = self._world.sick.get(self._life.group.id)
         once = self._life.spoiled(("not finite", number), self._world.spoiling)
-        found = once or (sick is not None and not sick.finite and slot in sick.slots)
-        if found:
+        if found := once or (sick is not None and not sick.finite and slot in sick.slots):
             self.erred.add((step, slot))
         return found

@@ -134,8 +134,7 @@ def refusing(group, refused=(), disputed=(), held=(), not_finite=()):
     ([refusing(0, held=[1, 2]), refusing(1, disputed=[0]), refusing(2, held=[3])], 0, False),
     ([refusing(0), refusing(1, disputed=[0]), refusing(2, [0])], 0, False),
     ([refusing(0, [0], held=[1, 2]), refusing(1, disputed=[0], held=[3])], 0, True),
-    ([refusing(0, [0], not_finite=[0]), refusing(1, disputed=[0])], 1, True),
-    ([refusing(0, disputed=[0])], 0, True),
+    ([refusing(0, [0], not_finite=[0]), refusing(1, disputed=[0])], 1, True), ([refusing(0, disputed=[0])], 0, True),
     ([refusing(0, [0]), refusing(1, disputed=[0]), refusing(2, [0]), refusing(3, [1]), refusing(4)], 4, True),
     ([refusing(0, [0]), refusing(1, [0]), refusing(2, [0])], 0, False),
 ])  # fmt: skip

@@ -175,10 +175,6 @@ class Checks:
         self.findings.forget()
         self.weights_version += 1
 
-    def drain(self) -> list[dict[str, Any]]:
-        """Return the findings since the last call, as the fields of `finding` events."""
-        return self.findings.drain()
-
     def changed_rate(self) -> dict[str, float] | None:
         """Return the overhead and the rate of the checks, as the fields of an event, if one of them changed by a
         quarter since they were last returned; else None. A fixed rate is returned once."""

@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from signal import Signals
 
 from everstep.chaos.signals import send_on
 from everstep.chaos.target import LocalTarget, Target
@@ -37,12 +36,9 @@ class SlurmTarget(Target):
                 return self._alive  # a controller that is too busy to answer is no reason to stop
             finally:
                 self._looked = time.monotonic()
-        return self._alive and not self._over()
+        return self._alive and not (stop_file(self.run_dir).exists() or all(ends_of_groups(self.run_dir)))
 
-    def _over(self) -> bool:
-        return stop_file(self.run_dir).exists() or all(ends_of_groups(self.run_dir))
-
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+    def signal(self, procs: Iterable[Proc], signum: int) -> list[int]:
         tasks = {task.group: task.job for task in states_of(self._jobs["groups"])}
         by_job = defaultdict[str, list[Proc]](list)
         for proc in procs:

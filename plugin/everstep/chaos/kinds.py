@@ -59,9 +59,8 @@ def _why_no_worker(fault: Fault, run: View) -> str | None:
 
 
 def _kill_groups(fault: Fault, target: Target, choose: random.Random) -> Injection:
-    if fault.count == 1:
-        return kill_workers(target, [fault.victim(target.run, choose)])
-    return kill_workers(target, sorted(choose.sample(target.run.candidates(fault.count), fault.count)))
+    several = fault.count > 1 and sorted(choose.sample(target.run.candidates(fault.count), fault.count))
+    return _kill_workers(target, several or [fault.victim(target.run, choose)])
 
 
 def _never_groups(fault: Fault, run: View) -> str | None:
@@ -69,7 +68,7 @@ def _never_groups(fault: Fault, run: View) -> str | None:
 
 
 def _kill_all(fault: Fault, target: Target, choose: random.Random) -> Injection:
-    return kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
+    return _kill_workers(target, [group for group in target.run.group_ids if target.run.workers(group)])
 
 
 def _with_keeper(fault: Fault, run: View) -> list[int]:
@@ -94,10 +93,8 @@ def _kill_lighthouse(fault: Fault, target: Target, choose: random.Random) -> Inj
     return Injection(procs=[target.run.lighthouse] if target.run.lighthouse else [])
 
 
-def kill_workers(target: Target, groups: list[int]) -> Injection:
-    """Plan to kill all workers of these groups at once."""
-    workers = [worker for group in groups for worker in target.run.workers(group)]
-    return Injection(procs=workers, groups=groups)
+def _kill_workers(target: Target, groups: list[int]) -> Injection:
+    return Injection(procs=[worker for group in groups for worker in target.run.workers(group)], groups=groups)
 
 
 def own_segments(run_dir: Path, places: Iterable[KeeperRecord]) -> list[Segment]:

@@ -16,7 +16,8 @@ from everstep.chaos.view import Proc, View
 from everstep.run.directory import LaunchError, stop_file
 from everstep.run.events import EventLog
 
-TICK_S = 0.05
+TICK_S, AGAIN_S = 0.05, 5.0
+"""Seconds between two looks at what is due, and until the end of a fault that failed is tried again."""
 
 
 class Runner:
@@ -42,6 +43,8 @@ class Runner:
     def _inject(self, fault: Fault, choose: random.Random) -> None:
         injection = FAULTS[fault.name].plan(fault, self.target, choose)
         groups = injection.groups
+        if not self.target.signal(injection.procs, 0):
+            raise LaunchError("none of its processes is there any more")
         named = {"fault": fault.name, "target_group": groups[0] if len(groups) == 1 else groups or None}
         lasts: dict[str, Any] = {"lasts_s": injection.lasts_s} if injection.lasts_s else {}
         self.target.run.hit(groups)
@@ -63,6 +66,7 @@ class Runner:
                 self._events.emit("fault_undone", **named)
             except (LaunchError, OSError) as error:
                 self._events.emit("fault_undo_failed", **named, reason=str(error))
+                self._held.append((now + AGAIN_S, named, stopped))
         return bool(self._held)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
 does on a node of a cluster what `send` does on this machine.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ SLACK_S = 1.0
 Known = tuple[Annotated[int, Field(ge=2, le=1 << 31)], float]
 """A pid, and the wall time at which the run announced it. The bounds exclude init, and the numbers below 1 that stand
 for many processes."""
-Order = tuple[list[Known], Annotated[int, Field(ge=1, le=64)]]
+Order = tuple[list[Known], Annotated[int, Field(ge=0, le=64)]]
 """The argument of `main`: processes, and the number of the signal."""
 
 
@@ -39,21 +40,14 @@ def is_same(pid: int, since: float) -> bool:
 
 
 def send(procs: Sequence[Known], signum: int) -> list[int]:
-    """Send a signal to those processes of this machine that are still the announced ones. Return their pids."""
+    """Send a signal, or 0, to those processes of this machine that are still the announced ones. Return their pids."""
     reached = []
     for pid, since in procs:
-        try:
-            fd = os.pidfd_open(pid)  # stays with this process, even if the pid is used again
-        except ProcessLookupError:
-            continue
-        try:
+        # The descriptor stays with this process, even if the pid is used again.
+        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as process:
             if is_same(pid, since):
-                signal.pidfd_send_signal(fd, signum)
+                signal.pidfd_send_signal(process.fileno(), signum)
                 reached.append(pid)
-        except ProcessLookupError:
-            continue
-        finally:
-            os.close(fd)
     return reached
 
 

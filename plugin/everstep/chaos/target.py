@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from signal import Signals
 from typing import ClassVar
 
 import psutil
@@ -34,9 +33,9 @@ class Target(ABC):
         """Whether the run is still going."""
 
     @abstractmethod
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
-        """Send a signal to processes of the run. Return the pids of those that got it; processes that are not, or no
-        longer, the run's are left out. Raises LaunchError."""
+    def signal(self, procs: Iterable[Proc], signum: int) -> list[int]:
+        """Send a signal, or 0, to processes of the run. Return the pids of those that got it; processes that are not,
+        or no longer, the run's are left out. Raises LaunchError."""
 
     def keepers(self, group: int) -> list[Proc]:
         """Return the processes that hold the group's snapshots."""
@@ -57,7 +56,7 @@ class LocalTarget(Target):
         pid = holder_of(self.run_dir)
         return pid if pid and signals.is_same(pid, time.time()) else None
 
-    def signal(self, procs: Iterable[Proc], signum: Signals) -> list[int]:
+    def signal(self, procs: Iterable[Proc], signum: int) -> list[int]:
         return signals.send([(p.pid, p.since) for p in procs if self._ours(p)], signum)
 
     def _ours(self, proc: Proc) -> bool:

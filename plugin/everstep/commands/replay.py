@@ -137,6 +137,8 @@ def _compute_again(run_dir: Path, step: int) -> int:
     command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(again)]
     command += ["--groups", "1", "--ranks-per-group", str(prepared.ranks), "--steps", str(step * a_commit)]
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]
+    if settings.get("semi_sync", {}).get("method", "none") != "none":  # workers = 0 means as many as there were groups
+        command += ["--semi_sync.workers", str(settings["semi_sync"]["workers"] or prepared.groups)]
     command += ["--checkpoint.folder", "checkpoint", "--checkpoint.interval", str(NEVER)]
     command += ["--checkpoint.keep_latest_k", "0", "--snapshot.no-enable"]
     for key, value in (("audit_slots", 0), ("min_groups", 1), ("spares", 0), ("metrics_port", 0), ("notify", "")):

@@ -58,7 +58,9 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "seq_len": (1, math.inf),
         "steps": (1, math.inf),
         "gc_freq": (1, math.inf),
+        "max_norm": (0, math.inf),
     },
+    "lr_scheduler": {"warmup_steps": (0, math.inf), "min_lr_factor": (0, 1)},
     "parallelism": {
         f"{name}_degree": (1, math.inf)
         for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
@@ -246,16 +248,18 @@ def _training(config: Any) -> Iterator[Row]:
     goes_wrong = "after it the learning rate falls below 0, or rises again (cosine)"
     short = f"= {total} must be at least [training] steps = {steps}: {goes_wrong}"
     yield total is not None and total < steps, "lr_scheduler.total_steps", short
+    profiler, key = config.profiler, "profiler.profile_freq"
+    least = profiler.profiler_warmup + profiler.profiler_active
+    what = f"= {profiler.profile_freq} must be at least profiler_warmup + profiler_active = {least}"
+    yield profiler.enable_profiling and profiler.profile_freq < max(1, least), key, what
     for group in config.optimizer.param_groups:
-        for key in ("lr", "eps"):
+        for key in ("lr", "eps", "weight_decay"):
             value = group.optimizer_kwargs.get(key, 0.0)
             fits = type(value) in (int, float) and 0 <= value < math.inf
             yield not fits, f"optimizer.{key}", f"must be 0 or more, got {value!r}"
         betas = group.optimizer_kwargs.get("betas", (0.9, 0.95))
-        yield not isinstance(betas, tuple) or len(betas) != 2, "optimizer.betas", f"must be two numbers, got {betas!r}"
-
-
-def _checkpoint(config: Any) -> Iterator[Row]:
+        fits = isinstance(betas, tuple) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        yield not fits, "optimizer.betas", f"must be two numbers in [0, 1), got {betas!r}"
     states = ("optimizer", "lr_scheduler", "dataloader", "train_state")
     none = ", ".join(sorted({*config.checkpoint.exclude_from_loading}.difference(states)))
     what = f"has {none}: it may name {', '.join(states)} only"
@@ -409,7 +413,6 @@ _CHECKS: tuple[Callable[[Any], Iterator[Row]], ...] = (
     _fault_tolerance,
     _without_groups,
     _training,
-    _checkpoint,
     _exact,
     _data,
     _semi_sync,

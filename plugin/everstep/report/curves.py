@@ -5,6 +5,7 @@ of the run writes its own steps. If that process is killed and started again, it
 more: TensorBoard draws them over each other, and W&B leaves them out.
 """
 
+import contextlib
 import hashlib
 import os
 import time
@@ -116,7 +117,8 @@ class Curves:
 
     def _close(self) -> None:
         for sink in self._sinks.values():
-            sink.close()
+            with contextlib.suppress(Exception):  # such as of a full disk: the others are closed as well
+                sink.close()
 
 
 def scalars_of(event: dict[str, Any]) -> dict[str, float]:

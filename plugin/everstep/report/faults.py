@@ -99,6 +99,8 @@ class Faults:
                 self._started.add(group)
                 self._hit.discard(group)
                 self._dead.discard(group)
+            case "commit" if self.found and t > self.found[-1].t + 1.0:  # it has survived
+                self._hit.discard(group)
             case "workers_died" if group not in self._dead:  # each node of a group reports the same death
                 self.deaths += 1
                 self._dead.add(group)

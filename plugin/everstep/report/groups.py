@@ -60,6 +60,8 @@ class Group:
                 self.computed = set()
                 self.ready_t = t
                 self.history, self.committed = None, False
+            case "workers_started" if self.end in ("done", "stopped", "failed"):  # nobody asked for it meanwhile
+                self.at, self.end = t, None
             case "workers_died" | "workers_started":
                 self._until(t, "stalled" if self.alive else self.away)
                 self.alive = False

@@ -60,9 +60,9 @@ def load_config(
     config = config_from_source(source, config_class, warnings=warnings)
     if overrides:
         config = _override(config, overrides)
-    if told := _replicas_as_groups(config, groups):
-        _tell(f"{source.file}: {told}", warnings)
     if check:
+        if told := replicas_as_groups(config, groups):
+            _tell(f"{source.file}: {told}", warnings)
         for problem in problems(config, ranks):
             raise source.error(problem.key, problem.message)
         run_own_checks(config, lambda message: ConfigError(f"{source.file}: {message}"))
@@ -102,7 +102,7 @@ def _tell(warning: str, warnings: list[str] | None) -> None:
         warnings.append(warning)
 
 
-def _replicas_as_groups(config: Any, groups: int | None) -> str:
+def replicas_as_groups(config: Any, groups: int | None = None) -> str:
     """Set the number of groups, in place. Return a sentence for the user, or "" if replicas did not become groups.
 
     torchtitan's data-parallel replicas become replica groups, as many as there are replicas unless a number is given.

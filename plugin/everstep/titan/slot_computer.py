@@ -191,7 +191,7 @@ class SlotComputer:
         """See `Work.refused`. Also emits the checks' findings since the last call. One host synchronisation."""
         if self._checks is not None:
             self._refused |= self._checks.refused()
-            for finding in self._checks.drain():
+            for finding in self._checks.findings.drain():
                 # Every event has its own step, rank and kind.
                 fields = {name: value for name, value in finding.items() if name not in ("step", "rank", "kind")}
                 step = -(-finding["step"] // self.steps_per_commit)

@@ -32,6 +32,7 @@ from everstep.titan import attention, cpu, exactness
 from everstep.titan.data.binding import bind_data
 from everstep.titan.disk import DATA, DATA_BEGAN, HISTORY, OURS, PARAMETERS, ROUNDS, DiskCheckpoints, save_via_draft
 from everstep.titan.group import require_members
+from everstep.titan.load import replicas_as_groups
 from everstep.titan.machine import choose_attention
 from everstep.titan.names import DATALOADER
 from everstep.titan.participation import Participation
@@ -73,6 +74,8 @@ class EverstepTrainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         begin = time.monotonic()
         ft = config.fault_tolerance
+        if told := replicas_as_groups(config):  # torchrun: torchtitan has applied the command line only now
+            logger.warning(told)
         try:  # checked here too: it may have been checked on another machine, or not at all
             for problem in problems(config):
                 raise ConfigError(problem.message)
