@@ -76,14 +76,15 @@ def test_only_groups_that_take_part_may_be_hit_and_the_last_one_is_spared(tmp_pa
         assert "no rank 5" in FAULTS["kill-worker"].why_not(Fault(name="kill-worker", rank=5), view)
 
 
-@pytest.mark.parametrize("answer", [LaunchError("Slurm is busy"), []])
+@pytest.mark.parametrize("answer", [LaunchError("Slurm is busy."), []])
 def test_a_fault_of_a_campaign_that_hits_nothing_is_not_done(tmp_path, answer):
     view = View(tmp_path)
     view.apply(Timeline().add(1, "lighthouse_started", address="h:1", pid=7).commit(2, 1, (0,)).events)
     target, schedule = LocalTarget(view), Schedule([Fault(name="kill-lighthouse", at_step=1)])
     target.signal = Mock(side_effect=[answer])
     Runner(target, schedule).tick(time.monotonic())
-    assert str(answer or "none of its processes is there") in schedule.unmet()[0]
+    says = answer or "none of its processes is there any more."
+    assert schedule.unmet() == [f"kill-lighthouse at step 1 could not be done: {says}"]
 
 
 def test_the_launcher_is_who_holds_the_lock(tmp_path, victim):

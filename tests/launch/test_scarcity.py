@@ -95,7 +95,7 @@ def test_a_disk_that_takes_no_events_is_said_by_status(tmp_path, monkeypatch, di
     assert f"WRONG   {tmp_path}: {said}. This is retried" in told if said else "WRONG" not in told
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EACCES])
 def test_a_full_disk_is_said_and_a_group_that_dies_starts_once_there_is_room(start, error):
     run = start(2, 1, *ENDLESS, "--tiny.full")
     run.wait_for("commit", group=1)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from everstep.commands.status import status_of, watch
-from everstep.launch import view
 from everstep.launch.view import RunState
 from timeline import Timeline
 
@@ -21,7 +20,7 @@ def test_a_dead_group_takes_no_part_until_it_commits_again():
 
 
 def test_a_view_of_a_long_run_remembers_only_its_newest_commits(monkeypatch):
-    monkeypatch.setattr(view, "KEPT_COMMITS", 30)
+    monkeypatch.setattr("everstep.launch.view.KEPT_COMMITS", 30)
     state, line = RunState(), Timeline()
     for step in range(1, 100):
         line.commit(float(step), step, (0, 1))

@@ -43,7 +43,8 @@ def damaged(data, chance, structure=0):
                 case 6:
                     hurt[:] = chance.choice(PIECES) if chance.random() < 0.1 else hurt
                 case 7:
-                    place = chance.randrange(len(lines := bytes(hurt).split(b"\n")))
+                    lines = bytes(hurt).split(b"\n")
+                    place = chance.randrange(len(lines))
                     lines[place] = planted(lines[place], chance)
                     hurt[:] = b"\n".join(lines)
         hurt = bytes(hurt)

@@ -419,7 +419,8 @@ class World:
         step with most of the others it does not, while nothing breaks, no group joins, leaves or heals, and none has
         healed since its last quorum."""
         self.costs["ask"] += 1
-        before, life.passed_by = {member.name for member in life.met}, set()
+        life.passed_by.clear()
+        before = {member.name for member in life.met}
         alive = {name_of(other.group.id, other.name) for other in self.starts() if not other.ended}
         calm = self.is_calm()
         names, since = {member.name for member in members}, self.scheduler.now - HEARD_S

@@ -50,7 +50,7 @@ class Host:
         """Code both ranks within `time_s` seconds. Returns the group that the keeper blames, by rank."""
         waits = Waits(time.monotonic() + time_s)
         for rank in RANKS:
-            coder = Coder(self._segment, rank, self._settings, self.neighbours, threading.Event())
+            coder = Coder(self._segment, rank, self._settings, self.neighbours, threading.Event(), print)
             coder.code(coder.newer(), waits)
         return [notes.blamed_group for notes in self.notes]
 

@@ -16,4 +16,4 @@ def test_a_group_that_computes_other_bits_ends_with_a_sentence(tmp_path):
     assert ends.value.status == UNFIT_EXIT
     with pytest.raises(TrainerEnds, match="instructions is AVX2 here and not set there"):
         exactness.require_same(tmp_path, first | {"instructions": "AVX2"})
-    assert read_json(tmp_path / "state" / exactness.FILE) == first, "the first start counts"
+    assert read_json(tmp_path / "state" / "exact.json") == first, "the first start counts"

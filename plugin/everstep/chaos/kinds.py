@@ -59,8 +59,9 @@ def _why_no_worker(fault: Fault, run: View) -> str | None:
 
 
 def _kill_groups(fault: Fault, target: Target, choose: random.Random) -> Injection:
-    several = fault.count > 1 and sorted(choose.sample(target.run.candidates(fault.count), fault.count))
-    return _kill_workers(target, several or [fault.victim(target.run, choose)])
+    if fault.count == 1:
+        return _kill_workers(target, [fault.victim(target.run, choose)])
+    return _kill_workers(target, sorted(choose.sample(target.run.candidates(fault.count), fault.count)))
 
 
 def _never_groups(fault: Fault, run: View) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.chaos import signals
+from everstep.report.faults import SETTLED_S
 from everstep.run.directory import number_of_groups
 from everstep.run.events import EventTail, read_events
 from everstep.snapshot.peers import KeeperRecord, read_records
@@ -14,8 +15,6 @@ from everstep.snapshot.peers import KeeperRecord, read_records
 HISTORY = {"run_started", "run_ended", "lighthouse_started", "lighthouse_died"}
 HISTORY |= {"agent_up", "agent_ended", "workers_started", "workers_died", "workers_stalled"}
 """Kinds of events that say which processes the groups have."""
-SETTLED_S = 1.0
-"""Seconds after a hit before a commit shows that the group is there. Earlier commits may have been under way."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import tyro
 
 from everstep.config.source import read_source
 from everstep.launch.prepare import require_prepared
-from everstep.run.directory import LaunchError, config_file, loaded_file, require_events
+from everstep.run.directory import LaunchError, config_file, exact_file, loaded_file, require_events
 from everstep.run.events import read_events
 from everstep.run.files import read_json
 from everstep.run.token import require_own, require_run
@@ -124,7 +124,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     again, log = run_dir / FOLDER, run_dir / f"{FOLDER}.log"
     shutil.rmtree(again, ignore_errors=True)
     (again / "state").mkdir(parents=True)
-    shutil.copy(run_dir / "state" / "exact.json", again / "state")  # a machine that computes other bits is refused
+    shutil.copy(exact_file(run_dir), again / "state")  # a machine that computes other bits is refused
     found = checkpoints(run_dir)
     start = max((inner for inner in found if inner < step * a_commit), default=0)
     if start:

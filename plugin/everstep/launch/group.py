@@ -24,7 +24,7 @@ from everstep.launch.settings import GroupSettings
 from everstep.launch.worker import log_path, start
 from everstep.run import fence
 from everstep.run.beats import BeatFile, agent_beat_path, beat_path, push_to_server
-from everstep.run.directory import End, check_room, ended_file, is_surplus, starts_file
+from everstep.run.directory import End, check_room, ended_file, exact_file, is_surplus, starts_file
 from everstep.run.events import EventLog, event_path, last_event
 from everstep.run.exits import FENCED_EXIT, GAVE_UP_EXIT, NODE_BAD_EXIT, UNFIT_EXIT, USAGE_EXIT
 from everstep.run.files import read_json, write_json
@@ -204,7 +204,7 @@ class Group:
     def _fork(self, now: Incarnation, rank: int, listener: socket.socket | None) -> Child:
         settings = self.settings
         env = now.round.environment(rank, now.number)
-        first = read_json(settings.run_dir / "state" / "exact.json") if settings.fault_tolerance.exact else {}
+        first = read_json(exact_file(settings.run_dir)) if settings.fault_tolerance.exact else {}
         env |= limited_threads(settings.ranks_here or settings.ranks, str(first.get("threads", "")))  # for equal bits
         if settings.devices is not None:
             env[VISIBLE] = settings.devices

@@ -13,13 +13,10 @@ from typing import Any
 
 from everstep.report.attempts import Attempts
 from everstep.report.faults import Faults
-from everstep.report.groups import STATES, Group, Session
+from everstep.report.groups import ENDS, STATES, Group, Session
 from everstep.report.lineage import Commit, Lineage
 from everstep.report.protection import Protection
 from everstep.report.troubles import Troubles
-
-ENDS = ("done", "stopped", "failed")
-"""How a run or a group can end for good. A group that ends in another way is started again."""
 
 
 @dataclass

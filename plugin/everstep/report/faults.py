@@ -12,6 +12,8 @@ from everstep.report.lineage import Commit
 
 UNPROVOKED = "died"
 """Fault name of a death of a group's workers that no injected fault explains."""
+SETTLED_S = 1.0
+"""Seconds after a hit before a commit shows that the group is there. Earlier commits may have been under way."""
 FOLLOWING = 2
 """Number of commits after a fault over which its delay is measured."""
 
@@ -99,7 +101,7 @@ class Faults:
                 self._started.add(group)
                 self._hit.discard(group)
                 self._dead.discard(group)
-            case "commit" if self.found and t > self.found[-1].t + 1.0:  # it has survived
+            case "commit" if self.found and t > self.found[-1].t + SETTLED_S:
                 self._hit.discard(group)
             case "workers_died" if group not in self._dead:  # each node of a group reports the same death
                 self.deaths += 1

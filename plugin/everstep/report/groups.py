@@ -11,6 +11,8 @@ from typing import Any
 
 from everstep.report.lineage import Commit
 
+ENDS = ("done", "stopped", "failed")
+"""How a run or a group can end for good. A group that ends in another way is started again."""
 STATES = ("productive", "recomputed", "stalled", "healing", "start-up", "restarting", "waiting")
 """`productive`: attempts that commit, and what follows a commit. `recomputed`: the share of such an attempt that
 computed slots which this group had held before. `stalled`: attempts that did not commit, and what a death cut off.
@@ -60,7 +62,7 @@ class Group:
                 self.computed = set()
                 self.ready_t = t
                 self.history, self.committed = None, False
-            case "workers_started" if self.end in ("done", "stopped", "failed"):  # nobody asked for it meanwhile
+            case "workers_started" if self.end in ENDS:  # nobody asked for it meanwhile
                 self.at, self.end = t, None
             case "workers_died" | "workers_started":
                 self._until(t, "stalled" if self.alive else self.away)

@@ -156,6 +156,11 @@ def loaded_file(run_dir: Path) -> Path:
     return Path(run_dir) / "state" / "loaded.json"
 
 
+def exact_file(run_dir: Path) -> Path:
+    """Return the file with the fingerprint of the first start of a run with `exact` (`titan.exactness`)."""
+    return Path(run_dir) / "state" / "exact.json"
+
+
 def groups_file(run_dir: Path) -> Path:
     """Return the file that holds a live run's changed number of groups: {"groups"}. The next start removes it."""
     return Path(run_dir) / "state" / "groups.json"

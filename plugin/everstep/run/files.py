@@ -23,6 +23,7 @@ LARGEST = 16 << 20
 """Most bytes of a JSON file."""
 LOCK_S, POLL_S = 2.0, 0.005
 """Seconds to wait for a lock, and between two attempts. A holder only reads and writes a small file."""
+_NO_LOCK = "no lock ({0.strerror}); Lustre needs the mount option flock"
 
 
 def make_folder(path: Path) -> None:
@@ -87,7 +88,7 @@ def locked(path: Path, timeout_s: float = LOCK_S) -> Iterator[None]:
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process has held {path} for {timeout_s:g} s") from None
             except OSError as error:
-                raise _no_lock(error, path) from None
+                raise OSError(error.errno, _NO_LOCK.format(error), str(path)) from None
             time.sleep(POLL_S)
         try:
             yield
@@ -160,14 +161,10 @@ def lock_for_life(path: Path) -> bool:
         os.close(fd)
         if error.errno in (errno.EAGAIN, errno.EACCES):  # it is held
             return False
-        raise _no_lock(error, path) from None
+        raise OSError(error.errno, _NO_LOCK.format(error), str(path)) from None
     locked_file = os.fstat(fd)
     _held.add((os.getpid(), locked_file.st_dev, locked_file.st_ino))
     return True
-
-
-def _no_lock(error: OSError, path: Path) -> OSError:
-    return OSError(error.errno, f"no lock ({error.strerror}); Lustre needs the mount option flock", str(path))
 
 
 _FLOCK = "hhqqi4x"

@@ -88,17 +88,17 @@ class Coder:
     """Verifies and codes what one rank's trainer publishes. Only `note` may be called by other threads."""
 
     def __init__(
-        self, segment: Segment, rank: int, settings: Snapshot, neighbours: Neighbours, over: threading.Event
-    ) -> None:
-        """`over`: set when the keeper ends."""
+        self, segment: Segment, rank: int, settings: Snapshot, neighbours: Neighbours,
+        over: threading.Event, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`over`: set when the keeper ends. `warn`: logs a text, once."""
         self._segment, self.rank, self._settings = segment, rank, settings
-        self._neighbours, self._over = neighbours, over
+        self._neighbours, self._over, self._warn = neighbours, over, warn
         self._lock = threading.Lock()
         self._notes = Notes()
         reserve_bytes = int(settings.memory_reserve_gb * 2**30)
         self._writers = [BufferWriter(path, reserve_bytes) for path in segment.files("parity", rank)]
         self._last: Header | None = None
-        self._told = ""
 
     def note(self, **changes: Any) -> None:
         """Write the notes for the trainer, with these fields changed and a new heartbeat."""
@@ -107,22 +107,16 @@ class Coder:
             try:
                 self._segment.write_notes(self.rank, self._notes)
             except OSError as error:
-                self._warn(error)
+                self._warn(f"group {self._segment.group}, rank {self.rank}: notes cannot be written: {error}")
 
     def newer(self) -> Header | None:
         """Return the header of the newest snapshot, if it was published after the one that was last dealt with."""
         try:
             newest = self._newest()
         except OSError as error:
-            self._warn(error)
+            self._warn(f"group {self._segment.group}, rank {self.rank}: {error}")
             return None
         return newest if newest and (self._last is None or newest.sequence > self._last.sequence) else None
-
-    def _warn(self, error: OSError) -> None:
-        """Log an error, unless it is the same as the one before."""
-        if self._told != str(error):
-            self._told = str(error)
-            log.warning("group %d, rank %d: %s", self._segment.group, self.rank, error)
 
     def code(self, newest: Header, waits: Waits) -> None:
         """Verify and code this snapshot, or give it up at the deadline of `waits`, which other ranks may share."""

@@ -132,7 +132,9 @@ class Keeper:
                 self._groups.add(group)
                 if not watched:
                     segment = self.segment.beside(group)
-                    self._coders[group, rank] = Coder(segment, rank, self.settings, self._neighbours, self.over)
+                    self._coders[group, rank] = Coder(
+                        segment, rank, self.settings, self._neighbours, self.over, self._warn
+                    )
             except OSError as error:  # no run directory, or no room in it: try again later
                 self._warn(f"the record of the keeper of group {group} cannot be read or written: {error}")
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from everstep.run.directory import exact_file
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.titan.run_files import differences
 
-FILE = "exact.json"
 SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "CUBLAS_WORKSPACE_CONFIG")
 """Environment variables on which the order of additions inside a group depends."""
 
@@ -79,11 +79,11 @@ def layout(config: Any) -> str:
 
 def require_same(run_dir: Path, mine: dict[str, str]) -> None:
     """Raise TrainerEnds if the run's first start had another fingerprint."""
-    if told := differences(run_dir, FILE, mine):
+    if told := differences(exact_file(run_dir), mine):
         raise TrainerEnds(
             UNFIT_EXIT,
             f"[fault_tolerance] exact: this group would compute other bits than the run's first start, which wrote "
-            f"{run_dir / 'state' / FILE}: {told}. Give it the same hardware and software, or train with exact = false",
+            f"{exact_file(run_dir)}: {told}. Give it the same hardware and software, or train with exact = false",
         )
 
 

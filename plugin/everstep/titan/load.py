@@ -49,8 +49,8 @@ def load_config(
             file.
         groups: number of replica groups, instead of the one in file and overrides.
         ranks: number of ranks of a group, for the checks; 0 if not known.
-        check: whether to refuse combinations that cannot work. A caller that applies more settings to the
-            result checks afterwards, with `problems`.
+        check: whether to make groups of replicas and to refuse combinations that cannot work. A caller that applies
+            more settings to the result does both afterwards, with `replicas_as_groups` and `problems`.
         warnings: list to which warnings for the user are added; if None, they are logged.
 
     Raises:

@@ -14,10 +14,9 @@ AWAY = (DONE, STARTUP)
 """Phases of a beat in which a group has no state to offer."""
 
 
-def differences(run_dir: Path, name: str, mine: dict[str, str]) -> str:
-    """Return in words how `mine` differs from the properties that the run's first start wrote to state/NAME; "" if they
-    are equal. If there is no such file, this is the first start, which writes it."""
-    path = run_dir / "state" / name
+def differences(path: Path, mine: dict[str, str]) -> str:
+    """Return in words how `mine` differs from the properties that the run's first start wrote to a file; "" if they are
+    equal. If there is no such file, this is the first start, which writes it."""
     write_first(path, typed.dumps(mine))
     first, unset = read_json(path), "not set"
     differing = sorted(key for key in first.keys() | mine.keys() if first.get(key) != mine.get(key))

@@ -94,7 +94,9 @@ class SlotComputer:
         source.open_slots(self.number * trainer.num_pipeline_parallel_microbatches)
         # What torchtitan's dataloaders read is not known. A run may turn to other data if it loads no position.
         may_differ = isinstance(source, SlotStreams) or DATALOADER in trainer.config.checkpoint.exclude_from_loading
-        told = not may_differ and differences(trainer.context.run_dir, "data.json", {"it": source.fingerprint()})
+        told = not may_differ and differences(
+            trainer.context.run_dir / "state" / "data.json", {"it": source.fingerprint()}
+        )
         if told:
             raise TrainerEnds(
                 UNFIT_EXIT, f"this host's data is not that of the run's first start: {told}. Copy the same data here"
