@@ -122,7 +122,7 @@ def case(seed: int, lengths: Sequence[int] = LENGTHS, style: str = "") -> tuple[
     finite = all(g.isfinite().all() for g in torch.autograd.grad(y, (x, wqkv, wo), dy.to(dtype)))
     checks.refused()
     what = f"{dtype} {kernel} {mask} L{length} H{head} {heads}/{kv_heads} rope {rope} sinks {sinks} sharp {sharp:.2g}"
-    return what, checks.drain() if finite and y.isfinite().all() else []
+    return what, checks.findings.drain() if finite and y.isfinite().all() else []
 
 
 def main() -> None:

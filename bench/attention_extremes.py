@@ -166,7 +166,7 @@ class Campaign:
         (loss / self.length).backward()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         dropped = bool(self.checks.refused()) or not loss.isfinite() or not all_within(LARGEST, gradients)
-        self.checks.drain()
+        self.checks.findings.drain()
         return [g.detach().double().clone() for g in gradients], bool(dropped)
 
     def watch(self, number: int, hook: Any) -> None:

@@ -119,7 +119,7 @@ class Campaign:
         self.checks.begin(1, 0)
         got = computed(inputs, hook, self.guard, self.graph)
         refused = bool(self.checks.refused())
-        self.checks.drain()
+        self.checks.findings.drain()
         return got, refused
 
     def case(self, length: int, style: str, faults: int, names=(*FORWARD, *BACKWARD), kinds=KINDS) -> None:

@@ -75,7 +75,7 @@ class Layer:
         y = linear.linear(out.flatten(2), self.wo, None, of_out)
         gradients = torch.autograd.grad(y, (self.x, self.wqkv, self.wo), self.dy)
         refused = bool(self.checks.refused())
-        actions = {finding["action"] for finding in self.checks.drain()}
+        actions = {finding["action"] for finding in self.checks.findings.drain()}
         done = "refused" if refused else "recomputed" if "recomputed" in actions else ""
         return [y.detach(), *gradients], done or ("corrected" if actions else "")
 
@@ -150,7 +150,7 @@ def recovery() -> None:
         logits = model(tokens, positions=positions, attention_masks=masks)
         F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
         checks.refused()
-        checks.drain()
+        checks.findings.drain()
 
     def restored() -> None:
         with tempfile.TemporaryDirectory() as folder:
