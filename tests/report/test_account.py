@@ -5,6 +5,7 @@ import tracemalloc
 import pytest
 
 from everstep.report.account import read
+from everstep.report.faults import Pace
 from everstep.report.groups import STATES
 from everstep.report.score import figures_of, loss_by_step
 from timeline import Timeline
@@ -77,7 +78,7 @@ def test_the_figures_are_those_of_the_story(story):
     assert [*loss_by_step(account.lineage.final()).items()] == [*enumerate(losses, 1)]
     counts = ("commits_dropped", "attempts_thrown_away", "slots_recomputed", "samples_lost", "samples_repeated")
     expected = {"rejoins": []} | dict.fromkeys(counts, 0) | expected
-    rows = [fault.row(figures["step_s_median"]) for fault in account.faults.found]
+    rows = [fault.row(Pace(account.lineage.commits)) for fault in account.faults.found]
     assert [row["rejoin_s"] for row in rows] == pytest.approx(expected.pop("rejoins"))
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     for row in rows:
@@ -181,6 +182,17 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
     run.add(20, "scaled", role="scale", count=3).commit(25, 3, [0])
     assert figures_of(read(run.events))["badput"]["idle"] == pytest.approx(2 * 5 / 45), "two are asked for in vain"
     assert figures_of(read(run.add(99, "workers_started", 1).start(102, 1, step=4).events))["restarting_s"] == 3
+
+
+def test_a_healthy_step_is_one_of_as_many_groups_as_were_asked_for():
+    run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=10).start(0, 0).fault(9, "stop-worker", 0)
+    for step in range(1, 6):
+        run.commit(4 * step, step, [0])
+    run.add(20, "scaled", role="scale", count=2).start(20, 1, step=6, source="peer")
+    for step in range(6, 11):
+        run.commit(10 + 2 * step, step, [0, 1])
+    figures = figures_of(read(run.events))
+    assert [figures[name] for name in ("step_s_median", "ettr", "delay_s_max")] == [2, 1, 0]
 
 
 def test_a_group_without_which_the_others_go_on_does_not_live_until_it_says_so():

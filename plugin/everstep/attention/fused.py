@@ -36,7 +36,7 @@ RESULTS = ("context", "dq", "dk", "dv")
 
 class _Inputs(torch.autograd.Function):
     """The node before the kernel. It is the last to run in the backward, where it sees dQ, dK, dV and, as gradients of
-    `links`, the tensors that `_Output` saw."""
+    `links`, the tensors that `Output` saw."""
 
     @staticmethod
     def forward(ctx, q, k, v, guard: Guard, known: tuple[float, bool, bool]):
@@ -59,7 +59,7 @@ class _Inputs(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-class _Output(torch.autograd.Function):
+class Output(torch.autograd.Function):
     """The node behind the kernel. It is the first to run in the backward, where it sees dO."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class _Output(torch.autograd.Function):
 
 def links(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return tensors without memory, of the shapes of O, O, lse and lse. As the gradients of these, dO, O, lse and dlse
-    pass from `_Output` to `_Inputs`."""
+    pass from `Output` to `_Inputs`."""
     acc = accumulator(q.dtype)
     of_out = (q.new_empty(1).expand(*q.shape[:3], v.shape[-1]) for _ in range(2))
     return *of_out, *(q.new_empty(1, dtype=acc).expand(q.shape[:3]) for _ in range(2))
@@ -197,5 +197,5 @@ def attention(
     if guard.checked:
         compare_forward(guard, attend, (q, k, v), out, lse, scale)
     if watched:
-        out, lse = _Output.apply(out, lse, *link)
+        out, lse = Output.apply(out, lse, *link)
     return out, lse

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.library import Library, infer_schema, register_fake
 
-from .fused import FORWARD, Attend, compare_backward, compare_forward, links
+from .fused import FORWARD, Attend, Output, compare_backward, compare_forward, links
 from .guard import Guard, guard_of
 from .linear import input_gradient, project, weight_gradient, with_products
 
@@ -142,21 +142,6 @@ class _Inputs(torch.autograd.Function):
         return dq, dk, dv, *(None,) * 7
 
 
-class _Output(torch.autograd.Function):
-    """`fused._Output` for a graph."""
-
-    @staticmethod
-    def forward(ctx, out, lse, link, link_out, link_lse, link_d_lse):
-        ctx.save_for_backward(out, lse)
-        return out.view_as(out), None if lse is None else lse.view_as(lse)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out, d_lse):
-        out, lse = ctx.saved_tensors
-        return d_out, d_lse, d_out, out, lse, None if lse is None else d_lse
-
-
 def attention(
     attend: Attend,
     q: torch.Tensor,
@@ -194,5 +179,5 @@ def attention(
     if twice and guard.kernel is not None:
         _run_again(*(x if x is None else x.detach() for x in (q, k, v, out, lse)), mask, ticket, scale)
     if watched:
-        out, lse = _Output.apply(out, lse, *link)
+        out, lse = Output.apply(out, lse, *link)
     return out, lse

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -34,8 +34,8 @@ class Fault:
         """Whether it ends processes of groups, which these then have to start again."""
         return bool(self.groups) and (self.name == UNPROVOKED or self.name.startswith("kill"))
 
-    def row(self, normal_s: float | None) -> dict[str, Any]:
-        """Return what it cost; `normal_s` is the duration of a healthy step.
+    def row(self, pace: "Pace") -> dict[str, Any]:
+        """Return what it cost.
 
         t (wall time, s), fault, groups, step (of the next commit of its session; None: there is none), stall_s and
         delay_s (None: nothing was committed before it, so that nothing could stall, or nothing after it), rejoin_s
@@ -46,7 +46,7 @@ class Fault:
         the stall, of the time from the commit before the fault to the first one after it less one step, and of the time
         to the second one after it less two steps.
         """
-        commits = self.session.commits
+        commits, normal_s = self.session.commits, pace.at(self.session, self.t)
         at = bisect_right(commits, self.t, key=lambda commit: commit.t)
         after = commits[at : at + FOLLOWING]
         step, stall_s, delay_s = after[0].step if after else None, None, None
@@ -114,23 +114,30 @@ class Faults:
         self.kills += name.startswith("kill")
 
 
-def normal_step_s(commits: Sequence[Commit]) -> float | None:
-    """Return the median duration in seconds of the healthy steps: those made by the groups that made the two steps
-    before, as many as the largest of these. If none is healthy, return the median of the durations that groups report;
-    None if there is no step."""
-    took_s: dict[int, list[float]] = defaultdict(list)
-    for commit in commits:
-        one = commit.parent
-        is_healthy = one is not None and one.parent is not None and one.parent.groups == one.groups == commit.groups
-        if is_healthy and commit.gap_s is not None:
-            took_s[len(commit.groups)].append(commit.gap_s)
-    said = [commit.took_s for commit in commits if commit.took_s is not None]
-    return median(took_s[max(took_s)] if took_s else said) if took_s or said else None
+class Pace:
+    """Median durations in seconds of the healthy steps, by their number of groups. A step is healthy if the groups that
+    made it made the two steps before."""
+
+    def __init__(self, commits: Iterable[Commit]) -> None:
+        took_s: dict[int, list[float]] = defaultdict(list)
+        for commit in commits:
+            one = commit.parent
+            is_healthy = one is not None and one.parent is not None and one.parent.groups == one.groups == commit.groups
+            if is_healthy and commit.gap_s is not None:
+                took_s[len(commit.groups)].append(commit.gap_s)
+        said = {1: [commit.took_s for commit in commits if commit.took_s is not None]}
+        self._medians = {size: median(known) for size, known in (took_s or said).items() if known}
+
+    def at(self, session: Session, t: float) -> float | None:
+        """Return that of as many groups as were asked for then, in place of an unknown one that of most groups. If no
+        step is healthy, return the median of the durations that groups report; None if there is no step."""
+        size = session.asked_at(t)
+        return self._medians.get(size if size in self._medians else max(self._medians, default=0))
 
 
-def cost_of_faults(faults: Sequence[Fault], step_s: float | None) -> dict[str, Any]:
+def cost_of_faults(faults: Sequence[Fault], pace: Pace) -> dict[str, Any]:
     """Return medians and maxima over the faults."""
-    rows, cost = [fault.row(step_s) for fault in faults], dict[str, Any]()
+    rows, cost = [fault.row(pace) for fault in faults], dict[str, Any]()
     for name in ("stall_s", "delay_s", "rejoin_s"):
         known = [row[name] for row in rows if row[name] is not None]
         cost[f"{name}_median"] = median(known) if known else None

@@ -5,6 +5,7 @@ say what the time since the group's event before was spent on.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +176,11 @@ class Session:
     @property
     def asked(self) -> int:
         """Number of groups that were asked for last; 0 if that is not known."""
-        return self.scales[-1][1] if self.scales else self.nominal
+        return self.asked_at(math.inf)
+
+    def asked_at(self, t: float) -> int:
+        """Return the number of groups last asked for before this wall time in seconds; 0 if it is not known."""
+        return next((count for begin, count in reversed(self.scales) if begin < t), self.nominal)
 
     @property
     def asked_s(self) -> float:

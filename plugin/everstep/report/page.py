@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from everstep.report.account import Account
+from everstep.report.faults import Pace
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
 from everstep.report.score import KEPT, account_of, broken_promises, figures_of, lines_of, to_json
@@ -48,7 +49,8 @@ def report_of(
     account = account_of(run_dir) if account is None else account
     other = account_of(against) if against is not None else None
     figures = figures_of(account, other)
-    rows = [fault.row(figures["step_s_median"]) for fault in account.faults.found]
+    pace = Pace(account.lineage.commits)
+    rows = [fault.row(pace) for fault in account.faults.found]
     mine = curves(account.lineage.final(), account.validations)
     theirs = curves(other.lineage.final(), other.validations) if other is not None else {}
     struck = sorted({row["step"] for row in rows if row["step"] is not None})

@@ -11,7 +11,7 @@ from string import Formatter
 from typing import Any
 
 from everstep.report.account import Account, read
-from everstep.report.faults import UNPROVOKED, cost_of_faults, normal_step_s
+from everstep.report.faults import UNPROVOKED, Pace, cost_of_faults
 from everstep.report.groups import STATES
 from everstep.report.lineage import Commit
 from everstep.run.directory import require_events
@@ -70,7 +70,7 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
 def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
     """Compute report.json from an account. Its losses are compared with those of `other`."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    step_s = normal_step_s(commits)
+    pace = Pace(commits)
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
     return {
@@ -92,9 +92,9 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "kills": account.faults.kills,
         "deaths_unprovoked": sum(1 for fault in faults if fault.name == UNPROVOKED),
         "faults": dict(Counter(fault.name for fault in faults)),
-        "step_s_median": step_s,
-        **cost_of_faults(faults, step_s),
-        **productivity(account, final, step_s),
+        "step_s_median": pace.at(account.current, math.inf),
+        **cost_of_faults(faults, pace),
+        **productivity(account, final, pace),
         "deaths": account.faults.deaths,
         "give_ups": {str(group): why for group, one in going if (why := one.given_up) is not None},
         "error": account.troubles.error or None,
@@ -142,19 +142,19 @@ def samples(account: Account, final: Sequence[Commit]) -> dict[str, int]:
     return {name: round(count) for name, count in counts.items()}
 
 
-def productivity(account: Account, final: Sequence[Commit], step_s: float | None) -> dict[str, Any]:
+def productivity(account: Account, final: Sequence[Commit], pace: Pace) -> dict[str, Any]:
     """Compute times, the figures by which runs with failures are compared, and where the remaining time went.
 
     `ettr`: A. Kokolis and others, Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024.
     `goodput`, and `badput` by cause: Google's ml-goodput-measurement. `throughput_kept`: the step rate over that
     without failures. All are between 0 and 1, or None if the events cannot tell.
-
-    step_s: Duration of a healthy step.
     """
     account.current.close()
     commits, wall_s = len(account.lineage.commits), sum(session.wall_s for session in account.sessions)
     training_s = sum(session.training_s for session in account.sessions)
-    useful_s = min(training_s, step_s * len(final)) if step_s is not None else None
+    kept = set(final)
+    usual = [pace.at(session, one.t) for session in account.sessions for one in session.commits if one in kept]
+    useful_s = min(training_s, sum(took for took in usual if took is not None)) if any(usual) else None
     tokens = sum(commit.tokens for commit in final) if final else None
     spent = {state: sum(times[state] for times in account.spent.values()) for state in STATES}
     shares = dict(spent)
