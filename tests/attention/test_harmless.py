@@ -26,8 +26,7 @@ def test_healthy_attention_raises_no_alarm(seeds, lengths):
 
 @pytest.mark.parametrize("values", [1.0, 1e-22])
 def test_long_rows_of_pytorchs_kernel_raise_no_alarm(bench, values):
-    """On a CPU the kernel rounds dK after each block of queries of each head of a group. Values may be too small to be
-    squared."""
+    """On a CPU the kernel rounds dK after each block of queries of each head. Values may be too small to be squared."""
     q, k, v, do = operands("normal", 2048, 4, 4, 128, torch.bfloat16, 0)
 
     def compute(guard):

@@ -1,5 +1,4 @@
-"""A config that is written as TOML loads to the same config. Its identity changes if and only if the mathematics of the
-run does."""
+"""A config that is written as TOML loads to the same one. Its identity changes only with the run's mathematics."""
 
 import copy
 import functools

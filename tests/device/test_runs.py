@@ -1,5 +1,4 @@
-"""Whole runs on the stand-in accelerator: the losses of a CPU, nothing that no event orders, and no host that waits
-without need."""
+"""Whole runs on the stand-in accelerator: a CPU's losses, nothing that no event orders, no wait without need."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Shortages (a full disk, no processes or descriptors to spare) and a group that keeps failing: no group is lost, and
-the cause is reported."""
+"""Shortages (disk, processes, descriptors) and a group that keeps failing: none is lost, the cause is reported."""
 
 import errno
 import itertools

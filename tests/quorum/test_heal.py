@@ -194,8 +194,7 @@ class Relay:
 FATES = ("dies", "silent", "altered")
 """What a relay does to a transfer, at any byte."""
 STRANGE = ("history", "rank", "tensors", "nobody", "closed")
-"""Sources that cannot give the state: they have another history, another rank's state or other tensors, do not listen,
-or have closed the state."""
+"""Sources without the state: of another history, rank or tensors, deaf, or closed."""
 
 
 def a_source(state: HealState, fate: str, number: int = 0) -> StateServer:

@@ -90,8 +90,7 @@ def original(suite: str, name: str) -> Any:
 
 
 def load(suite: str, name: str) -> Recipe:
-    """The recipe with what it takes to run it. One whose libraries are missing has its name alone: nobody gets so far
-    as to run it."""
+    """The recipe with what it takes to run it. One without its libraries has its name alone, as nobody runs it."""
     try:
         config = original(suite, name)
     except (ImportError, ValueError):

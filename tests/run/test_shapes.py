@@ -1,5 +1,4 @@
-"""Groups of several ranks, other models and data, spares: runs that lose groups have the losses of the run in which
-nothing failed."""
+"""Groups of several ranks, other models and data, spares: runs that lose groups have an undisturbed run's losses."""
 
 import json
 import os

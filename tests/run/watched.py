@@ -129,8 +129,7 @@ class Followed:
         return self.until(lambda: self.events(kind, after, **fields), f"{kind} {fields}")[0]
 
     def wait_for_step(self, groups, after=None):
-        """Wait for a step in which all `groups` take part and that all of them commit, later than `after` (None: now).
-        Return its commit event."""
+        """Wait for a step that all `groups` make and commit, later than `after` (None: now). Return its event."""
         after, wanted = time.time() if after is None else after, set(groups)
 
         def common():

@@ -1,5 +1,4 @@
-"""What the event log promises: every process can append, every whole line can be read, and damaged or planted lines are
-skipped."""
+"""What the event log promises: all processes can append, all whole lines be read; damaged and planted ones skipped."""
 
 import itertools
 import json

@@ -24,8 +24,7 @@ def tally(coverage, refused=0):
 
 @st.composite
 def quorums(draw):
-    """Draw S and the rows of a quorum. Held slots may overlap, as after a living group was taken for dead. Any slot may
-    have been refused."""
+    """Draw S and the rows of a quorum. Held slots may overlap, as if a living group seemed dead. Any may be refused."""
     slots = draw(st.integers(1, 200))
     groups = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True))
     rows = []

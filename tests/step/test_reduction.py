@@ -38,8 +38,7 @@ def backward(params: list[torch.nn.Parameter], scale: float) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, -2e19, 1e6])
 @pytest.mark.parametrize("place", [(0, 0), (1, 499), (3, 617), (5, 3)])
 def test_one_number_that_is_not_finite_is_seen(bad, place):
-    """In this group's own part and in the sum; also a number whose square overflows float32, and beside parameters that
-    have no elements on this rank."""
+    """In this group's part and in the sum; if its square overflows float32; beside parameters without elements."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (*SIZES, 9, 0)]
     reducer, sums = GradientReducer(params, bucket_bytes=0), OneGroup()
     backward(params, 1.0)
