@@ -94,7 +94,7 @@ class Account:
             case "validation":
                 self.validations[event["step"]] = event["loss"]
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
-                names = ("step", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
+                names = ("history", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
                 self.rounds.append({name: event.get(name) or 0 for name in names})
         group = event.get("group")
         follows = self._of_rank_0(event, group) if group is not None and not event.get("rank") else {}
