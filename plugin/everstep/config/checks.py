@@ -58,7 +58,7 @@ _BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "seq_len": (1, math.inf),
         "steps": (1, math.inf),
         "gc_freq": (1, math.inf),
-        "max_norm": (0, math.inf),
+        "max_norm": (_SMALLEST, math.inf),
     },
     "lr_scheduler": {"warmup_steps": (0, math.inf), "min_lr_factor": (0, 1)},
     "parallelism": {
