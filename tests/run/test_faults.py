@@ -128,7 +128,8 @@ def test_more_and_fewer_groups_join_and_leave_and_none_is_restarted(resumed):
     wait_for_steps_of(resumed, [0])
     assert not resumed.events("workers_died")
     assert [len(resumed.events("workers_started", group=group)) for group in ALL] == [1, 1, 1]
-    assert {event["source"] for event in resumed.events("training_started", group=2)} == {"peer"}
+    joined = resumed.events("training_started", group=2)
+    assert {(event["source"], event["nominal_groups"]) for event in joined} == {("peer", 3)}, "not the file's number"
     assert not [e for e in resumed.events("attempt", rank=0) if not e["committed"] and e["recomputed"]]
 
 

@@ -27,8 +27,7 @@ Main = Callable[[], int | None]
 
 
 def preload(modules: Sequence[str] = PRELOAD, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Import `modules` without touching a GPU, until `stopping()` is true. Raises LaunchError if one cannot be
-    imported."""
+    """Import `modules` without touching a GPU, until `stopping()`. Raises LaunchError if one cannot be imported."""
     os.environ.setdefault(LOOK_ONLY, "1")
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs every quorum, several times a step
     try:

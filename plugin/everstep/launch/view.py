@@ -100,8 +100,9 @@ class RunState(Account):
         if self.newest is not before:
             lines.append(self.progress())
             while len(self.lineage.commits) > KEPT_COMMITS:
+                self.rounds.pop(self.lineage.commits[0].history, None)
                 del self.lineage.by_history[self.lineage.commits.pop(0).history]
-            del self.current.commits[:-KEPT_COMMITS], self.rounds[:-KEPT_COMMITS]
+            del self.current.commits[:-KEPT_COMMITS]
         return "\n".join(lines)
 
     def show(self, events: list[dict]) -> None:

@@ -47,8 +47,8 @@ class Account:
     """Step -> validation loss; if the step was made again, the newest one."""
     batch: int | None = None
     """Samples in a whole step (global batch size), if known."""
-    rounds: list[Mapping[str, Any]] = field(default_factory=list)
-    """Semi-synchronous training: for each `commit` event, the bytes that were sent and kept."""
+    rounds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Semi-synchronous training: history of a commit -> the bytes that a rank sent and that all ranks kept."""
 
     def take(self, event: dict[str, Any]) -> list[str]:
         """Process one event. Return the sentences of troubles that are new with it."""
@@ -94,8 +94,9 @@ class Account:
             case "validation":
                 self.validations[event["step"]] = event["loss"]
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
-                names = ("history", "inner_steps", "gradient_bytes", "payload_bytes", "kept_bytes")
-                self.rounds.append({name: event.get(name) or 0 for name in names})
+                names = ("inner_steps", "gradient_bytes", "payload_bytes")
+                one = self.rounds.setdefault(event["history"], {name: event.get(name) or 0 for name in names})
+                one["kept_bytes"] = one.get("kept_bytes", 0) + (event.get("kept_bytes") or 0)
         group = event.get("group")
         follows = self._of_rank_0(event, group) if group is not None and not event.get("rank") else {}
         told = self.troubles.take(event)
@@ -123,7 +124,7 @@ class Account:
                 if self.protection.committed < (steps := self.steps or 0):
                     kind = "data_ended" if 0 <= session.finished < steps else "events_missing"
                     step = session.finished if kind == "data_ended" else self.protection.committed
-                    made = self.rounds[-1]["inner_steps"] if self.rounds else 1  # optimizer steps of a commit
+                    made = next((one["inner_steps"] for one in reversed(self.rounds.values())), 1)  # steps of a commit
                     return {"kind": kind, "step": made * step, "steps_asked": made * steps}
             case "attempt":
                 self.attempts.add(event, group)

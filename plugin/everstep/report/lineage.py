@@ -123,15 +123,15 @@ class Lineage:
 
     def final(self) -> list[Commit]:
         """Return the commits that the final state contains, in order of training: the chain of parents that ends in the
-        last commit on which no other builds. If the log lacks the parent that a commit names, the newest commit of the
-        nearest step below stands for it."""
+        last commit on which no other builds. If the log lacks the parent that a commit names, the newest commit of a
+        step below stands for it."""
         if self._final is None:
             self._final = self._chain()
         return self._final
 
     def _chain(self) -> list[Commit]:
-        for commit in self.commits:  # a parent can come later in the log than its children
-            commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit)
+        for at, commit in enumerate(self.commits):  # a parent can come later in the log than its children
+            commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit, at)
         parents = {commit.parent for commit in self.commits}
         # The newest commit need not be the last in the log: a host whose clock is behind logs it before its parent.
         tips = [commit for commit in self.commits if commit not in parents] or self.commits
@@ -142,6 +142,6 @@ class Lineage:
             tip = tip.parent
         return [*chain][::-1]
 
-    def _below(self, commit: Commit) -> Commit | None:
-        below = (one for one in self.commits[self.commits.index(commit) :: -1] if one.step < commit.step)
-        return max(below, key=lambda one: one.step, default=None)
+    def _below(self, commit: Commit, at: int) -> Commit | None:
+        before = map(self.commits.__getitem__, range(at - 1, -1, -1))
+        return next((one for one in before if one.step < commit.step), None)

@@ -74,7 +74,7 @@ def report_of(
         rows=rows,
         compared=against.resolve().name if against is not None else "",
     )
-    return text.encode(), figures
+    return text.encode(errors="replace"), figures
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]
         "replicas_diverged": len(account.distinct["audit"]),
         **checks(account),
         "snapshots": account.protection.line() or None,
-        **exchange_figures(account.rounds),
+        **exchange_figures([*account.rounds.values()]),
         **loss_delta(loss_by_step(final), None if other is None else loss_by_step(other.lineage.final())),
     }
 
@@ -194,7 +194,7 @@ def exchange_figures(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     payload = median(one["payload_bytes"] / one["inner_steps"] for one in rounds)
     share = payload / rounds[-1]["gradient_bytes"]
     inner_steps = rounds[-1]["inner_steps"]
-    kept = sum(one["kept_bytes"] for one in rounds) / (inner_steps * len({one["history"] for one in rounds}))
+    kept = sum(one["kept_bytes"] for one in rounds) / (inner_steps * len(rounds))
     return {"inner_steps": inner_steps, "payload_bytes": payload, "payload_share": share, "kept_bytes": kept}
 
 

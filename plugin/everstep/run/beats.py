@@ -102,8 +102,7 @@ class BeatFile:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return the last beat in a file; None if there is none yet, or the file holds no beat. Raises OSError if it cannot
-    be read now."""
+    """Return the last beat in a file; None if it holds none yet. Raises OSError if it cannot be read now."""
     try:
         record = read_regular(path, _RECORD.size)
     except (FileNotFoundError, NotRegularError):

@@ -160,7 +160,7 @@ def _lines(path: Path, offset: int, most: int) -> list[bytes]:
                     break
                 lines.append(line)
                 most -= len(line)
-    except (FileNotFoundError, NotRegularError):  # it was removed, or is a link or a pipe
+    except (FileNotFoundError, IsADirectoryError, NotRegularError):  # it was removed, or is a link or a pipe
         return []
     return lines
 

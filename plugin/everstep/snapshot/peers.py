@@ -163,8 +163,7 @@ def reachable(
 
 
 def left_by(record: KeeperRecord, run: str) -> list[Held]:
-    """Return the buffers that a killed keeper left on this host; the next keeper of the run adopts them. Raises
-    OSError."""
+    """Return a killed keeper's buffers on this host, which the run's next keeper adopts. Raises OSError."""
     if record.host != socket.gethostname():
         return []
     held = Segment(run, record.group, Path(record.segment)).inventory()

@@ -253,8 +253,7 @@ def _parallelize_checkable(parallelize: Callable[..., nn.Module], model: nn.Modu
 
 
 def make_checkable(model: nn.Module) -> None:
-    """Turn the plain projections and the kernels inside a model's attention into their checked counterparts, still
-    without guards."""
+    """Turn plain projections and kernels inside a model's attention into checked ones, still without guards."""
     for module in list(_of_attention(model).values()):
         module.__class__ = _CHECKED.get(type(module), type(module))
 

@@ -22,6 +22,7 @@ from everstep.quorum.heal import HealState
 from everstep.quorum.request import Quorum
 from everstep.run import typed
 from everstep.run.beats import DONE
+from everstep.run.directory import number_of_groups
 from everstep.run.exits import HOPELESS_EXIT, UNFIT_EXIT, TrainerEnds
 from everstep.snapshot.agreement import Agreed
 from everstep.step import ledger
@@ -375,7 +376,7 @@ class TrainerWork(ABC):
             source=source,
             history=f"{trainer.history:x}",
             slots=self.shares,
-            nominal_groups=config.fault_tolerance.groups,
+            nominal_groups=number_of_groups(trainer.context.run_dir) or config.fault_tolerance.groups,
             steps=config.semi_sync.commits(config.training.steps),
             global_batch_size=config.training.global_batch_size * self._slots.steps_per_commit,
             ranks=dist.get_world_size(),

@@ -100,8 +100,7 @@ class Rows(SlotSource):
             yield self._batch(first_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is equal on all ranks: rows read by all ranks together, and the data's
-        fingerprint."""
+        """Return the position, equal on all ranks: rows read by all ranks together, and the data's fingerprint."""
         return {"rows_read": self._rows_read, "data": self.fingerprint()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
