@@ -27,8 +27,7 @@ FIRST = (
     "recipes/test_recipes.py", "snapshot/test_losses.py", "launch/test_processes.py", "launch/test_wheel.py",
     "attention/test_override.py",
 )  # fmt: skip
-"""The files that take longest. If several processes share the files, none has one of these left at the end; and those
-that wait most go with those that compute most."""
+"""The files that take longest. Those that wait most go with those that compute most."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

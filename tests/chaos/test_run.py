@@ -1,5 +1,4 @@
-"""Tests of `everstep chaos` on a real run, with workers that only act like trainers. They are in the order of the run:
-each leaves it running for the next."""
+"""Tests of `everstep chaos` on one run, in its order, with workers that only act like trainers."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Mistakes of a new user: each gives one sentence and the right exit status, and leaves nothing behind. Mistakes in a
-config are in tests/config/test_checks.py."""
+"""A new user's mistakes: each gives one sentence and the right exit status, and leaves nothing behind."""
 
 import signal
 import subprocess

@@ -58,8 +58,7 @@ def test_only_the_owner_reads_files_that_may_hold_a_webhooks_address(settled, tm
 def test_a_process_of_a_batch_job_takes_what_was_settled_or_settles_it(
     settled, tmp_path, monkeypatch, name, flags, ranks, judged
 ):
-    """The run directory's config.toml is not prepared again. It is if another file or another number of ranks is given,
-    and the result is then the same."""
+    """config.toml is prepared again only for another file or number of ranks, with the same result."""
     asked = []
     monkeypatch.setattr(prepare, "prepare_in_subprocess", lambda what: asked.append(what) or prepare.prepare(what))
     monkeypatch.setattr("everstep.titan.cpu.has_accelerator", lambda: True)

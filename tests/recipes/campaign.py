@@ -17,8 +17,7 @@ LONGEST_S = 1200.0
 
 
 def _run(config, groups, ranks, folder, entry, kill=""):
-    """A run, in the folder of all recipes, which has their assets: how it was refused, or what went wrong. Of another
-    one before it in its folder it finds the checkpoints."""
+    """A run, in the recipes' folder with their assets: how it was refused, or what went wrong."""
     place = config.parent.parent
     shutil.rmtree(folder / "events", ignore_errors=True)
     for left in ("config.toml", "state/finished.json"):

@@ -42,8 +42,7 @@ class Timeline:
         return self
 
     def commit(self, t, step, groups, by=None, owners=None, loss=None, took_s=1.0, coverage_ok=True, parent=None):
-        """Add the commit events of one vote: every group of `by` (default: all) logs the same commit, built on `parent`
-        or on the state of the first group."""
+        """Add the `commit` events of one vote, one of each group of `by` (default: all), built on `parent`."""
         by = by if by is not None else groups
         parent = parent or self.held.get(by[0], f"before-{step}")
         history = f"{step} {loss} {groups} {[self.lives[group] for group in groups]} on {hash(parent):x}"

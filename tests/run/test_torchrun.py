@@ -20,8 +20,7 @@ from watched import DEADLINE_S, Followed, assert_nothing_lost, environment, unti
 
 
 class Torchrun(Followed):
-    """Groups of one rank in one run directory, and their lighthouse. The first group is started without torchrun, with
-    the variables that torchrun sets."""
+    """Groups of one rank and their lighthouse. The first is started with torchrun's variables, without it."""
 
     def __init__(self, config, run_dir):
         super().__init__(run_dir)

@@ -34,8 +34,7 @@ def quick_config(path, rounds, model="tiny", *, workers=WORKERS, **sections):
 
 
 def worst(run, expected, step):
-    """Return the largest difference between the global parameters in the last step's checkpoint, as stock torchtitan
-    would load them, and those of the reference."""
+    """Return the largest difference between the last checkpoint's global parameters and the reference's."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.parameters.items()}
     dcp.load(found, checkpoint_id=str(run.run_dir / "checkpoint" / f"step-{step}"), no_dist=True)
     return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.parameters.items())

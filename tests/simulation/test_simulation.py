@@ -212,8 +212,7 @@ def test_groups_that_leave_cost_no_attempt_and_no_quorum_in_each_later_step(monk
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_stopped_group_is_not_waited_for_until_sums_time_out(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
-    """It counts as silent after a heartbeat timeout. The others compute its slots, unless it is the spare. No notes are
-    due, because the others would wait for those."""
+    """The others compute its slots, unless it is the spare. No notes are due, as the others would wait."""
     monkeypatch.setattr(simulation.trainer, "NOTES_EVERY", 1000)
     outcome = run_of(Fault(14.0, "stop-group", 2, 0, 0.9), reduce_s=20.0, spares=spares, steps=25)
     assert longest_pause_s(outcome) < HEARTBEAT_S + 4.0

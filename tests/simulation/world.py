@@ -531,8 +531,7 @@ class World:
             other.in_vain = 0  # if that took longer than a sum may, the others failed, and this group asks as they did
 
     def restorable(self, rank: Rank) -> State:
-        """Return the newest state that is whole in the group's own snapshots, in another group's or on disk; the start
-        if there is none. All ranks of a group get the same."""
+        """Return the newest whole state, the same for all ranks: in snapshots of any group or on disk, or the start."""
         life = rank.life
         if life.chosen is None:
             choices = [[START] * life.size, *self.disk.values()]

@@ -17,8 +17,7 @@ from snapshot_cluster import Cluster, assert_is_step, slowed, wait_until
 
 @pytest.mark.parametrize("parity", [0, 1])
 def test_a_copy_that_is_not_what_was_hashed_is_found_and_is_no_anchor(monkeypatch, parity):
-    """Otherwise the next snapshot would overwrite the only one that can be restored. Its own keeper finds the damage,
-    or with parity the other groups' keepers."""
+    """Else the next snapshot overwrites the only one that can be restored. Keepers find the damage."""
     with Cluster(2, parity=parity) as run:
         run.take(1, coded=False)
         plain = np.copyto

@@ -153,8 +153,7 @@ class Files(RankFiles):
 
 
 def main() -> None:
-    """Run a rank, which emits an event `applied` for each commit; or the lighthouse. Either in the network namespace
-    EVERSTEP_TEST_NAMESPACE, if that is set."""
+    """Run a rank, which emits `applied` for each commit, or the lighthouse, maybe in EVERSTEP_TEST_NAMESPACE."""
     die_with_parent(os.getppid())
     if namespace := os.environ.get("EVERSTEP_TEST_NAMESPACE"):
         enter(namespace)

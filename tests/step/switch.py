@@ -56,8 +56,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def run(hosts: int, connection: Connection) -> None:
-    """Run a switch of `hosts` hosts. Sends their namespaces, or why they cannot be made. Then it receives `Rules`, and
-    answers each with None once they are in force."""
+    """Run a switch of `hosts` hosts. Send their namespaces or why there are none; answer each `Rules` with None."""
     try:
         made = [_host(number) for number in range(hosts)]
     except (OSError, subprocess.SubprocessError) as error:

@@ -141,8 +141,7 @@ def test_a_rank_may_have_no_part_of_any_parameter_of_a_bucket():
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("last", [2, 4])
 def test_a_gradient_that_is_added_to_once_more_than_before_is_computed_again(last, broken):
-    """In the last slot of an attempt or before it, and also if the sums are broken by then. Nothing of the gradient is
-    lost, and it is computed again only once."""
+    """Also if the sums are broken by then. Nothing of the gradient is lost; it is computed again only once."""
     found = []
     for attempts in (1, 2):
         params, sums, reducer = made()

@@ -83,6 +83,23 @@ def test_an_optimizer_step_with_few_labels_has_its_lost_rows_looked_for(monkeypa
     assert slots._checks.looks_at_rows == looks
 
 
+def test_a_gradient_that_is_zero_and_one_that_is_missing_have_one_checksum(monkeypatch):
+    monkeypatch.setattr(work, "MetricsLogger", MagicMock())
+    slots = step_of([0.0], [True, True], [0, 1], 0)._slots
+    slots._rows = {0: {}, 1: {}}
+    for slots._slot, grads in enumerate([[torch.ones(2)], [torch.ones(2), torch.zeros(2)]]):
+        for param, grad in zip(slots.trainable, grads, strict=False):
+            slots.note_gradient(param, grad)
+    assert slots.own_bits()[0] == slots.own_bits()[1]
+
+
+def test_each_step_begins_without_gradients_as_after_a_start_where_torchtitan_records_no_graph():
+    slots = MagicMock()
+    slots._trainer.fwd_bwd_fn = slots._trainer._forward_backward_body  # on a CPU, whatever the config says of graphs
+    SlotComputer.discard(slots)
+    slots._trainer.optimizers.zero_grad.assert_called_once_with(set_to_none=True)
+
+
 def test_a_validation_without_data_says_so():
     mine = MagicMock()
     mine._trainer.validator.validate.side_effect = AssertionError

@@ -13,10 +13,10 @@ from typing import Any
 import tyro
 
 from everstep.config.source import read_source
-from everstep.launch.prepare import require_prepared
+from everstep.launch.prepare import SECRET, require_prepared
 from everstep.run.directory import LaunchError, config_file, exact_file, loaded_file, require_events
 from everstep.run.events import read_events
-from everstep.run.files import read_json
+from everstep.run.files import read_json, write_whole
 from everstep.run.token import require_own, require_run
 
 FOLDER = "replay"
@@ -112,6 +112,7 @@ def replay(run_dir: tyro.conf.Positional[Path], step: int, slot: int | None = No
 
 def _compute_again(run_dir: Path, step: int) -> int:
     """Train one group up to a step, in `FOLDER`. Return the step of the checkpoint that it starts from, 0 for none."""
+    from everstep.titan.parts import has_model_only
     from everstep.titan.same import checkpoints
 
     config, prepared = config_file(run_dir), require_prepared(run_dir)
@@ -126,14 +127,15 @@ def _compute_again(run_dir: Path, step: int) -> int:
     (again / "state").mkdir(parents=True)
     shutil.copy(exact_file(run_dir), again / "state")  # a machine that computes other bits is refused
     found = checkpoints(run_dir)
-    start = max((inner for inner in found if inner < step * a_commit), default=0)
+    whole = (inner for inner, folder in found.items() if not has_model_only(folder))
+    start = max((inner for inner in whole if inner < step * a_commit), default=0)
     if start:
         (again / "checkpoint").mkdir()
         (again / "checkpoint" / f"step-{start}").symlink_to(found[start].resolve())
-    if read_json(loaded_file(run_dir)).get("from") not in (None, start):  # they applied once, elsewhere
+    if (read_json(loaded_file(run_dir)).get("from") or 0) != start:  # they applied once, elsewhere
         text = re.sub(r"(?m)^(exclude_from_loading = ).*$", r"\1[]", config.read_text())
         config = run_dir / f"{FOLDER}.toml"
-        config.write_text(re.sub(r"(?m)^(load_step = ).*$", r"\1-1", text))
+        write_whole(config, re.sub(r"(?m)^(load_step = ).*$", r"\1-1", text).encode(), mode=SECRET)
     command = [sys.executable, "-m", "everstep.cli", "run", str(config), "--run-dir", str(again)]
     command += ["--groups", "1", "--ranks-per-group", str(prepared.ranks), "--steps", str(step * a_commit)]
     command += ["--lr_scheduler.total_steps", str(steps if schedule in (None, "None") else schedule)]

@@ -212,7 +212,7 @@ class SlotComputer:
         for load in self.expert_loads:
             local(load).zero_()
         # A recorded graph adds to the gradient memory that it was recorded with, which has to stay.
-        self._trainer.optimizers.zero_grad(set_to_none=self._trainer.config.training.disable_cuda_graphs)
+        self._trainer.optimizers.zero_grad(set_to_none=private.computes_eagerly(self._trainer))
 
     def optimizer_step(self, step: int, seeded_as: int = OPTIMIZER_SLOT) -> torch.Tensor:
         """Clip the gradients, make an optimizer step and return the norm before clipping. `seeded_as` is the slot
@@ -249,8 +249,9 @@ class SlotComputer:
 
     def _digest(self, slot: int) -> int:
         rows = self._rows[slot]
-        of_gradients = chain.from_iterable(rows.get(param, ()) for param in self.trainable)
-        return digest([*rows_of(self._losses[slot]), *of_gradients])
+        # An earlier slot may have left memory for a gradient that this one lacks. It has rows of zeros in any case.
+        of_gradients = (rows.get(param) or rows_of(torch.zeros_like(local(param))) for param in self.trainable)
+        return digest([*rows_of(self._losses[slot]), *chain.from_iterable(of_gradients)])
 
     def bits(self, slot: int) -> int:
         """See `Work.bits`."""
