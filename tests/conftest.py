@@ -37,9 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process here, with pytest's own status. Tests leave threads behind that are inside torch or torchft, as
-    peers that hang do; when the interpreter is taken down, Python ends such a thread by force, and that aborts the
-    process (status 134) though every test has passed."""
+    """End the process here, with pytest's status: Python would end threads inside torch, which aborts (134)."""
     session = config.pluginmanager.get_plugin("session")
     if session is None:
         return

@@ -16,9 +16,7 @@ from everstep.attention.product import row_deviation, tile_sums
     ([21890], LENGTHS), ([21890], (64, 100, 200, 500, 800)),
 ])  # fmt: skip
 def test_healthy_attention_raises_no_alarm(seeds, lengths):
-    """The cases are drawn from all that the clean campaign knows: repeated tokens, padding, sinks, windows, outliers,
-    any scale. In the last two PyTorch's kernel rounds partial sums of dV that are alike in one column, or for every key
-    of long rows, which share their gradient."""
+    """Drawn from all that the clean campaign has. In the last two PyTorch's kernel rounds alike partial sums of dV."""
     for seed in seeds:
         what, findings = case(seed, lengths)
         assert not findings, (seed, what)

@@ -1,5 +1,4 @@
-"""Error messages for a wrong file or a wrong combination of settings name line, key, the nearest valid key and the
-expected type. The nearest settings that work are not refused."""
+"""Errors of a wrong file or combination name line, key, the nearest valid key and the expected type."""
 
 import pytest
 
@@ -79,6 +78,8 @@ REFUSED = {
     "a beta": (OPTIMIZER + "{betas = 0.9}\n", "run.toml:12: [optimizer] betas must be two numbers in [0, 1), got 0.9"),
     "a beta of 1": (OPTIMIZER + "{betas = [0.9, 1.0]}\n",
         "run.toml:12: [optimizer] betas must be two numbers in [0, 1), got (0.9, 1.0)"),
+    "a rate that decays too little": (GOOD + "[lr_scheduler]\ndecay_ratio = -0.5\n",
+        "run.toml:13: [lr_scheduler] decay_ratio must be between 0 and 1, got -0.5"),
     "profiles that overlap": (GOOD + "[profiler]\nenable_profiling = true\nprofile_freq = 3\n",
         "run.toml:14: [profiler] profile_freq = 3 must be at least profiler_warmup + profiler_active = 4"),
     "a port that nothing can listen on": (GOOD + 'lighthouse = "http://h:0"\n',

@@ -75,14 +75,15 @@ MISTAKES = {
     ),
     ("", "--optimizer.lr 1"): "command line: --optimizer.lr is not a flag: set it in the file",
     ("", "--data.source dataloader --hf_assets_path none"): (
-        'hf_assets_path = "none" has no tokenizer (tokenizer.json or vocab.txt or vocab.json), which [data] source = '
-        '"dataloader" needs; download the model\'s tokenizer, or set [data] source = "stdlib"'
+        'run.toml: hf_assets_path = "none" has no tokenizer (tokenizer.json or vocab.txt or vocab.json), which [data] '
+        'source = "dataloader" needs; download the model\'s tokenizer, or set [data] source = "stdlib"'
     ),
-    ("", "--validator.enable --validator.dataloader.dataset_path nowhere"): (
-        '[validator.dataloader] dataset = "c4_validation" is read from nowhere, which does not exist'
+    ('[validator.dataloader]\nclass = "torchtitan.hf_datasets.text_datasets.InterleavedHuggingFaceTextDataLoader"\n'
+     'sources = [{dataset = "c4_test", dataset_path = "no"}]', "--validator.enable"): (
+        'run.toml: [validator.dataloader] sources[0]: dataset = "c4_test" is read from no, which does not exist'
     ),
     ('[checkpoint]\nenable = true\ninitial_load_path = "/no"', ""): (
-        '[checkpoint] initial_load_path = "/no" is not a folder: give that of a checkpoint'
+        'run.toml: [checkpoint] initial_load_path = "/no" is no folder of a checkpoint'
     ),
     ('[override]\nimports = ["no_such_package.f"]', ""): (
         "run.toml: Failed to import override target 'no_such_package.f': module 'no_such_package' could not be "

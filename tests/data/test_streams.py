@@ -68,8 +68,7 @@ SLOTS, STEPS = 3, 14
 @pytest.mark.parametrize("infinite", [True, False])
 @given(data=st.data())
 def test_groups_that_come_and_go_get_the_batches_of_an_uninterrupted_run(datasets, tokenizer, dataset, infinite, data):
-    """Three groups share the slots of each step at random. They fail in the middle of steps, restart with no states or
-    with a peer's, and exchange their states sometimes or never."""
+    """Groups fail in the middle of steps, restart without states or with a peer's, and exchange states sometimes."""
     config = base(dataset, infinite=infinite)
     expected = uninterrupted(config, tokenizer, SLOTS, STEPS)
     groups = [streams(config, tokenizer, SLOTS) for _ in range(3)]

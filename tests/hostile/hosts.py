@@ -115,8 +115,7 @@ class Groups:
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def judge(self) -> tuple[str, int]:
-        """What is wrong with what was committed, empty if nothing is; and how many commits are not in the final
-        history: of a group that was cut off as it committed, and healed."""
+        """What is wrong with the commits, or ""; how many are not in the final history (a group's that was cut off)."""
         goal = newest(self.ranks) + 3
         for rank in self.ranks:
             rank.beyond(goal)

@@ -1,6 +1,5 @@
-"""The gate of the lighthouse: the groups of the run form quorums through it, and no stranger stops, delays or ends
-them. A group that comes back during a step longer than the join timeout causes no other group to be left out. Groups
-that make step after step are told that another group waits for them."""
+"""The lighthouse's gate: groups form quorums through it, and no stranger stops, delays or ends them. A group that
+comes back during a long step causes no other to be left out."""
 
 import contextlib
 import dataclasses

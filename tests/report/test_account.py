@@ -184,6 +184,18 @@ def test_time_is_that_of_the_groups_which_a_start_had_and_of_more_from_when_they
     assert figures_of(read(run.add(99, "workers_started", 1).start(102, 1, step=4).events))["restarting_s"] == 3
 
 
+def test_a_fault_costs_the_steps_that_it_takes_back_and_time_without_groups_is_no_session():
+    run = Timeline().start(0, 0, 1)
+    for step in range(1, 301):
+        run.attempt(step, step, 0, [0]).commit(step, step, [0, 1])
+    run.fault(300.5, "kill-group", 0).start(310, 0, 1, step=2, source="disk").attempt(311, 2, 0, [0])
+    run.commit(311, 2, [0, 1], parent="1").add(312, "agent_ended", 1, role="agent", status="fenced")
+    account = read(run.add(9000, "lighthouse_started", role="lighthouse").events)
+    names, figures = ("slots_recomputed", "delay_s_max", "wall_s"), figures_of(account)
+    assert [figures[name] for name in names] == [1, 11 + 298, 312]
+    assert account.current.groups[1].alive, "its successor is"
+
+
 def test_a_healthy_step_is_one_of_as_many_groups_as_were_asked_for():
     run = Timeline().add(0, "run_started", role="supervisor", groups=1, steps=10).start(0, 0).fault(9, "stop-worker", 0)
     run.add(20, "scaled", role="scale", count=2).start(20, 1, step=6, source="peer")

@@ -30,9 +30,8 @@ WAYS = {
 @pytest.mark.parametrize("way", [
     "halves, late", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])  # fmt: skip
 def test_kills_change_nothing(start, reference, tmp_path, monkeypatch, way):
-    """Each group is killed while it computes a worker's round. Then both are killed at once, and the run continues from
-    disk: if there are several fragments, from a step between the synchronisations of two. A `struck` model computes a
-    NaN after the sum over groups has begun."""
+    """Each group is killed in a round, then both at once, with fragments between two synchronisations. A `struck` model
+    computes a NaN after the sum over groups has begun."""
     monkeypatch.setenv("STRUCK", "36")
     sections, both = WAYS[way], (0, 1)
     semi = sections.get("semi_sync", {})

@@ -1,5 +1,4 @@
-"""Virtual time: greenlets that wait, one heap of future events, and one seeded random generator. Nothing reads a real
-clock or iterates over a set, so a seed always gives the same run."""
+"""Virtual time: greenlets, one heap of events and one seeded generator, so that a seed always gives the same run."""
 
 import random
 from collections.abc import Callable

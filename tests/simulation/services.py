@@ -1,6 +1,5 @@
-"""Replacements for torchft's lighthouse (by `simulation.lighthouse`) and torch's store and communicators. A sum is
-complete at a member when the parts of all others have arrived there, so a link that fails in one direction leaves some
-members with a sum and others without."""
+"""Stand in for torchft's lighthouse and torch's store and communicators. A sum is complete at a member when the parts
+of all others have arrived there: a link that fails one way leaves some members with a sum and others without."""
 
 from __future__ import annotations
 

@@ -415,9 +415,8 @@ class World:
         return False
 
     def judge_question(self, life: Life, request: Request, members: list[Request]) -> None:
-        """Judge that a quorum has each group that asks for long, and that this group asks only if it needs one. After a
-        step with most of the others it does not, while nothing breaks, no group joins, leaves or heals, and none has
-        healed since its last quorum."""
+        """Judge that a quorum has each group that asks for long, and that this group asks only if it needs one: not
+        after a step with most of the others while nothing breaks and no group joins, leaves or heals."""
         self.costs["ask"] += 1
         life.passed_by.clear()
         before = {member.name for member in life.met}

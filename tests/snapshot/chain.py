@@ -1,5 +1,4 @@
-"""Chained deaths of one run: all trainers, hosts or keepers die, also during a restore; members stop or are slow, also
-at a start; and the run starts again with more or fewer groups."""
+"""Chained deaths of one run, also during a restore, of slow members too; it starts again with other groups."""
 
 import contextlib
 import random

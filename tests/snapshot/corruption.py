@@ -1,6 +1,5 @@
-"""Random damage to the files of a run's snapshots, and what a start restores from them: `recovery.recover` asks keepers
-over their sockets, as in a run, for what is in the files now, fetches, decodes and verifies. After a case of one to
-three faults, only the changed files are written again."""
+"""Random damage to the files of a run's snapshots, and what a start restores: `recovery.recover` asks keepers over
+their sockets. After a case of one to three faults, only the changed files are written again."""
 
 import json
 import random

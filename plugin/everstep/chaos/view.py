@@ -59,8 +59,7 @@ class View:
         self._hit: dict[int, float] = {}
 
     def catch_up(self) -> None:
-        """Read what happened before now, except commits: a long run has millions, and the next step shows which groups
-        take part."""
+        """Read what happened before now, except commits, which may be millions: the next step shows who takes part."""
         self._tail.skip_to_end()
         self.apply(read_events(self.run_dir, HISTORY))
 

@@ -1,5 +1,4 @@
-"""`everstep status` and `watch`: where a run is, from its events; for a run on Slurm also what Slurm says of its
-groups."""
+"""`everstep status` and `watch`: where a run is, from its events, and what Slurm says of its groups."""
 
 import time
 from pathlib import Path
@@ -38,7 +37,7 @@ def watch(run_dir: tyro.conf.Positional[Path]) -> int:
     while True:
         gone = has_ended(run_dir)  # before its last events are read
         view.show(tail.new())
-        if view.status != "running":
+        if view.status != "running" and (gone or not job_file(run_dir).exists()):  # else Slurm requeues groups
             return int(view.status == "failed")
         if gone:
             print(f"run     {UNKNOWN_END}")

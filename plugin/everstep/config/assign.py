@@ -200,8 +200,7 @@ def _set_variant(modes: dict[str, type | None], value: Any, current: Any, source
 
 
 def _component_config(name: Any, declared: type, source: Source, path: Path) -> type:
-    """Return the Config class of the component with this import path. Raises ConfigError if it is of another kind than
-    `declared`."""
+    """Return the Config class at this import path. Raises ConfigError if it is of another kind than `declared`."""
     module_name, _, attribute = str(name).rpartition(".")
     try:
         component = getattr(importlib.import_module(module_name), attribute)

@@ -244,6 +244,8 @@ def _training(config: Any) -> Iterator[Row]:
     layers, key = parallelism.pipeline_parallel_layers_per_stage, "parallelism.pipeline_parallel_layers_per_stage"
     pipelined = parallelism.pipeline_parallel_degree > 1
     yield pipelined and layers is not None and layers < 1, key, f"must be at least 1, got {layers}"
+    decay, key = config.lr_scheduler.decay_ratio, "lr_scheduler.decay_ratio"
+    yield decay is not None and not 0 <= decay <= 1, key, f"must be between 0 and 1, got {decay}"
     steps, total = config.training.steps, config.lr_scheduler.total_steps
     goes_wrong = "after it the learning rate falls below 0, or rises again (cosine)"
     short = f"= {total} must be at least [training] steps = {steps}: {goes_wrong}"

@@ -18,6 +18,5 @@ def is_component(config: Any) -> bool:
 
 
 def component_of(config: Any) -> type | None:
-    """Return the class that a torchtitan component's Config builds; None for a plain section, and for the base class of
-    all these Configs."""
+    """Return the class that a component's Config builds; None for a plain section and the Configs' base class."""
     return getattr(config, "_owner", None)

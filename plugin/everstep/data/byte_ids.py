@@ -1,5 +1,4 @@
-"""Token ids of text that is read byte by byte: each byte is its own id, and two more ids mark the beginning and the end
-of a document."""
+"""Token ids of text read byte by byte: each byte is its own id; two more mark begin and end of a document."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

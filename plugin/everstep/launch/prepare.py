@@ -107,7 +107,7 @@ def prepare(options: PrepareOptions) -> Prepared:
     begun = ran or any((home / config.checkpoint.folder).glob("step-*"))  # if so, it may not read what it began with
     begin = config.checkpoint.initial_load_path if config.checkpoint.enable else None
     if begin and not begun and "://" not in begin and not Path(begin).is_dir():
-        raise ConfigError(f'[checkpoint] initial_load_path = "{begin}" is not a folder: give that of a checkpoint')
+        raise ConfigError(f'{options.config}: [checkpoint] initial_load_path = "{begin}" is no folder of a checkpoint')
     ft, devices = config.fault_tolerance, visible_devices(accelerator.device_count())
     if options.together and (reason := sharing_complaint(devices, ft.groups * ranks, ft.process_group)):
         raise ConfigError(reason)
@@ -159,7 +159,7 @@ def _load_and_check(options: PrepareOptions) -> tuple[Any, int, list[str]]:
             f"{source}: {ft.groups} groups need fault tolerance, or each trains alone: "
             "set [fault_tolerance] enable = true, or give --groups 1"
         )
-    check_files(config)
+    check_files(config, source)
     if options.here and not has_accelerator():
         for problem in needs_gpu(config):
             raise ConfigError(f"{source}: {problem.message}")

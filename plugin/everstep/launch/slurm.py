@@ -136,7 +136,7 @@ def submit(submission: Submission) -> dict[str, str]:
                     with contextlib.suppress(LaunchError):
                         call(["scancel", "--quiet", jobs["lighthouse"]])
                 raise
-            write_json(job_file(run_dir), jobs | {"sbatch": commands["groups"]})
+            write_json(job_file(run_dir), read_json(job_file(run_dir)) | jobs | {"sbatch": commands["groups"]})
     return jobs
 
 

@@ -51,8 +51,7 @@ RANK_0 = ("slot_skipped", "training_started", "workers_protected", "slot_refused
 
 
 def describe(event: dict) -> str:
-    """Return the line for one event by itself: the sentence of the trouble that it begins, or else its line of LINES;
-    "" if it has none."""
+    """Return the line for one event: the sentence of the trouble that it begins, else its line of LINES, if any."""
     found = trouble(event)
     if found is not None:
         return found.sentence

@@ -63,7 +63,8 @@ class Account:
         if again or not self.sessions:
             self._begin(t)
         session = self.sessions[-1]
-        session.last = max(session.last, t)
+        if session.supervised or event.get("group") is not None:  # on Slurm others speak also while no group runs
+            session.last = max(session.last, t)
         self.counts[kind] += 1
         self.protection.take(event)
         self.faults.take(event, session)

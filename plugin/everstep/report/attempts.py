@@ -38,6 +38,7 @@ class Attempts:
     """
     _at: dict[int, list[Attempt]] = field(default_factory=dict)
     """Step -> the attempts at it in order, of the KEPT steps that were tried last."""
+    _forgotten: int = 0  # the highest step that is not remembered any more
 
     def add(self, event: dict[str, Any], group: Group) -> None:
         """Count one group's `attempt` event."""
@@ -51,7 +52,8 @@ class Attempts:
             attempt.threw_away = True
         group.computed.update(slots)
         first = next((one for one in self._at[step] if one.computed), attempt)
-        self.slots_recomputed += len(attempt.computed.intersection(slots) if first is attempt else slots)
+        is_first = first is attempt and step > self._forgotten
+        self.slots_recomputed += len(attempt.computed.intersection(slots) if is_first else slots)
         attempt.computed.update(slots)
 
     def _attempt_of(self, event: dict[str, Any]) -> Attempt:
@@ -63,5 +65,6 @@ class Attempts:
             attempt = Attempt(quorum_id)
             known.append(attempt)
             if len(self._at) > KEPT:
-                del self._at[next(iter(self._at))]
+                self._forgotten = max(self._forgotten, oldest := next(iter(self._at)))
+                del self._at[oldest]
         return attempt

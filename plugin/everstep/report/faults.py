@@ -43,8 +43,8 @@ class Fault:
 
         Stall: from the fault to the next commit, less a step. Delay: by how much the fault made the run later, as a
         stall looks small if the fault falls late in a step or if only the next step notices it. It is the largest of
-        the stall, of the time from the commit before the fault to the first one after it less one step, and of the time
-        to the second one after it less two steps.
+        the stall and of the times from the commit before the fault to the first and the second one after it, less the
+        steps made meanwhile. Steps that the fault took back count against these.
         """
         commits, normal_s = self.session.commits, pace.at(self.session, self.t)
         at = bisect_right(commits, self.t, key=lambda commit: commit.t)
@@ -52,7 +52,8 @@ class Fault:
         step, stall_s, delay_s = after[0].step if after else None, None, None
         if normal_s is not None and at and after:
             stall_s = max(0.0, after[0].t - self.t - normal_s)
-            later = (one.t - commits[at - 1].t - count * normal_s for count, one in enumerate(after, start=1))
+            last = commits[at - 1]
+            later = (one.t - last.t - (one.step - last.step) * normal_s for one in after)
             delay_s = max(stall_s, *later)
         row = {"t": self.t, "fault": self.name, "groups": self.groups, "step": step}
         return row | {"stall_s": stall_s, "delay_s": delay_s, "rejoin_s": self._rejoin_s()}

@@ -92,7 +92,7 @@ class Group:
                 self._until(t, "stalled")
             case "commit":
                 self._until(t, "productive")
-            case "left" | "training_done" | "agent_ended":
+            case "left" | "training_done" | "agent_ended" if event.get("status") != "fenced":  # its successor lives
                 if self.end is None:
                     self._until(t, self._usual)
                 self.alive = False

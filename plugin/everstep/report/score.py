@@ -275,8 +275,7 @@ def lines_of(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class _Text(Formatter):
-    """Formats figures that may be unknown. Of a dict it shows the values with their names. The format `time` is that of
-    `duration`."""
+    """Formats figures that may be unknown, and dicts as values with names. `time` is the format of `duration`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:

@@ -74,8 +74,7 @@ class Copier:
         return self._job is None or self._job.over.is_set()
 
     def status(self) -> Status:
-        """Return what this group says about the last snapshot, without its location. It goes to all groups before
-        the next commit."""
+        """Return what this group tells all groups, before the next commit, of its last snapshot."""
         under_way = not self.idle  # read first: a job that is over has set all that is read below
         taken, header = self.agreed.taken, self._newest
         able = time.monotonic() >= self._unable_until

@@ -146,8 +146,7 @@ class Reshaped:
         self._views = self.layout.views(torch.from_numpy(self.flat))
 
     def take(self, layout: Layout, flat: np.ndarray) -> None:
-        """Copy what a saved rank holds of this state. Raises ShapeError if dtypes or shapes differ, or shards
-        overlap in part."""
+        """Copy what a saved rank holds of this state. Raises ShapeError if dtypes, shapes or shards do not fit."""
         views = layout.views(torch.from_numpy(flat))
         saved = {entry.name: entry for entry in layout.entries}
         for entry in self.layout.entries:

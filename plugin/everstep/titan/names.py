@@ -17,4 +17,5 @@ from torchtitan.components.tokenizer import BaseTokenizer as BaseTokenizer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
 from torchtitan.hf_datasets.interleaved import InterleavedDataset as InterleavedDataset
 from torchtitan.hf_datasets.text_datasets import DATASETS as DATASETS
+from torchtitan.hf_datasets.text_datasets import HFDataSource as HFDataSource
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader as HuggingFaceTextDataLoader

@@ -56,8 +56,7 @@ def register() -> None:
 
 
 def work_of(tensors: Sequence[torch.Tensor], *, host: bool = False) -> Any:
-    """torch.distributed's Work, without a future, of what the current stream was given so far. `tensors` are kept until
-    somebody has waited. `host`: whether `wait` has the host wait too."""
+    """torch.distributed's Work, without a future. `tensors` are kept until somebody waits; `host`: so does the host."""
     return LateWork(list(tensors), host)
 
 

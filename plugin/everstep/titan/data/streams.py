@@ -275,8 +275,7 @@ class SlotStreams(SlotSource):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's position and states. Raises ValueError if it has another number of streams, or is of
-        other data."""
+        """Take over a checkpoint's position and states. Raises ValueError if it is of other streams or data."""
         if not state_dict:
             return
         told, mine = state_dict["streams"], self.fingerprint()
