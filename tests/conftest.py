@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process here, with pytest's status: Python would end threads inside torch, which aborts (134)."""
+    """End the process here, with pytest's status: Python would abort (134) if threads hang in torch."""
     session = config.pluginmanager.get_plugin("session")
     if session is None:
         return

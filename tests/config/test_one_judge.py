@@ -78,6 +78,9 @@ MISTAKES = {
         'run.toml: hf_assets_path = "none" has no tokenizer (tokenizer.json or vocab.txt or vocab.json), which [data] '
         'source = "dataloader" needs; download the model\'s tokenizer, or set [data] source = "stdlib"'
     ),
+    ("", "--validator.enable --validator.dataloader.dataset_path nowhere"): (
+        'run.toml: [validator.dataloader] dataset = "c4_validation" is read from nowhere, which does not exist'
+    ),
     ('[validator.dataloader]\nclass = "torchtitan.hf_datasets.text_datasets.InterleavedHuggingFaceTextDataLoader"\n'
      'sources = [{dataset = "c4_test", dataset_path = "no"}]', "--validator.enable"): (
         'run.toml: [validator.dataloader] sources[0]: dataset = "c4_test" is read from no, which does not exist'

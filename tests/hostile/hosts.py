@@ -115,7 +115,7 @@ class Groups:
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
     def judge(self) -> tuple[str, int]:
-        """What is wrong with the commits, or ""; how many are not in the final history (a group's that was cut off)."""
+        """What is wrong with the commits, or ""; and how many the final history lacks, as a group was cut off."""
         goal = newest(self.ranks) + 3
         for rank in self.ranks:
             rank.beyond(goal)

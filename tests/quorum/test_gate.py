@@ -1,5 +1,4 @@
-"""The lighthouse's gate: groups form quorums through it, and no stranger stops, delays or ends them. A group that
-comes back during a long step causes no other to be left out."""
+"""The lighthouse's gate: groups form quorums through it, and no stranger stops, delays or ends them."""
 
 import contextlib
 import dataclasses

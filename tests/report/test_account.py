@@ -78,7 +78,7 @@ def test_the_figures_are_those_of_the_story(story):
     assert [*loss_by_step(account.lineage.final()).items()] == [*enumerate(losses, 1)]
     counts = ("commits_dropped", "attempts_thrown_away", "slots_recomputed", "samples_lost", "samples_repeated")
     expected = {"rejoins": []} | dict.fromkeys(counts, 0) | expected
-    rows = [fault.row(Pace(account.lineage.commits)) for fault in account.faults.found]
+    rows = [fault.row(Pace(account.lineage)) for fault in account.faults.found]
     assert [row["rejoin_s"] for row in rows] == pytest.approx(expected.pop("rejoins"))
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     for row in rows:

@@ -153,7 +153,7 @@ class Files(RankFiles):
 
 
 def main() -> None:
-    """Run a rank, which emits `applied` for each commit, or the lighthouse, maybe in EVERSTEP_TEST_NAMESPACE."""
+    """Run a rank, which emits `applied` for each commit, or the lighthouse; in EVERSTEP_TEST_NAMESPACE if set."""
     die_with_parent(os.getppid())
     if namespace := os.environ.get("EVERSTEP_TEST_NAMESPACE"):
         enter(namespace)

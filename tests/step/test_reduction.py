@@ -26,7 +26,7 @@ class OneGroup:
 
     def finish(self, work): ...
 
-    def of(self, reducer):
+    def sum_up(self, reducer):
         reducer.begin(self, WAIT)
         reducer.finish()
 
@@ -46,12 +46,12 @@ def test_one_number_that_is_not_finite_is_seen(bad, place):
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (*SIZES, 9, 0)]
     reducer, sums = GradientReducer(params, bucket_bytes=0), OneGroup()
     backward(params, 1.0)
-    sums.of(reducer)
+    sums.sum_up(reducer)
     assert reducer.finite()
     assert reducer.own_finite()
     params[place[0]].grad[place[1]] = bad
     assert reducer.own_finite() is (bad == 1e6)
-    sums.of(reducer)
+    sums.sum_up(reducer)
     assert reducer.finite() is (bad == 1e6)
 
 
@@ -76,7 +76,7 @@ def test_gradients_of_several_dtypes_are_summed_in_buckets_of_their_own():
     reducer, sums = GradientReducer(params, bucket_bytes=2048), OneGroup(others=1.0)
     for param in params:
         param.sum().backward()
-    sums.of(reducer)
+    sums.sum_up(reducer)
     reducer.assign(1.0)
     assert [part.dtype for part in sums.parts] == [torch.float32, torch.bfloat16, torch.float32]
     assert [set(param.grad.tolist()) for param in params] == [{2.0}] * 4
@@ -86,10 +86,10 @@ def test_sums_that_are_kept_are_those_of_their_step():
     """A joiner keeps sums while its state is being fetched, and applies them later."""
     params = [torch.nn.Parameter(torch.zeros(n)) for n in SIZES]
     reducer, sums = GradientReducer(params, bucket_bytes=2048), OneGroup(others=2.0)
-    sums.of(reducer)
+    sums.sum_up(reducer)
     stashed = reducer.stash()
     backward(params, 5.0)
-    sums.of(reducer)
+    sums.sum_up(reducer)
     reducer.unstash(stashed)
     reducer.assign(0.5)
     assert grads(params) == [1.0 * n for n in SIZES]
@@ -107,6 +107,6 @@ def test_a_gradient_that_is_added_to_after_its_sum_began_fails_the_attempt_and_s
     with pytest.raises(SumsBroken, match="more often"):
         reducer.finish()
     assert grads(params) == [3.0 * n for n in SIZES]
-    sums.of(reducer)
+    sums.sum_up(reducer)
     reducer.assign(1.0)
     assert grads(params) == [4.0 * n for n in SIZES]

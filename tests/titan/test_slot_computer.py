@@ -88,8 +88,7 @@ def test_a_gradient_that_is_zero_and_one_that_is_missing_have_one_checksum(monke
     slots = step_of([0.0], [True, True], [0, 1], 0)._slots
     slots._rows = {0: {}, 1: {}}
     for slots._slot, grads in enumerate([[torch.ones(2)], [torch.ones(2), torch.zeros(2)]]):
-        for param, grad in zip(slots.trainable, grads, strict=False):
-            slots.note_gradient(param, grad)
+        list(map(slots.note_gradient, slots.trainable, grads))
     assert slots.own_bits()[0] == slots.own_bits()[1]
 
 

@@ -106,8 +106,7 @@ def tile_magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def underflow(terms: int, dtype: torch.dtype) -> float:
-    """Return how much too small a root of a sum of `terms` squares can be, because squares below the least normal
-    number vanish."""
+    """Return how much too small a root of a sum of `terms` squares can be, as squares below the least normal vanish."""
     return math.sqrt(terms * torch.finfo(accumulator(dtype)).tiny)
 
 

@@ -132,7 +132,7 @@ def _compute_again(run_dir: Path, step: int) -> int:
     if start:
         (again / "checkpoint").mkdir()
         (again / "checkpoint" / f"step-{start}").symlink_to(found[start].resolve())
-    if (read_json(loaded_file(run_dir)).get("from") or 0) != start:  # they applied once, elsewhere
+    if (read_json(loaded_file(run_dir)).get("from") or 0) != start:  # what loading leaves out was left out there
         text = re.sub(r"(?m)^(exclude_from_loading = ).*$", r"\1[]", config.read_text())
         config = run_dir / f"{FOLDER}.toml"
         write_whole(config, re.sub(r"(?m)^(load_step = ).*$", r"\1-1", text).encode(), mode=SECRET)

@@ -95,9 +95,9 @@ class Account:
             case "validation":
                 self.validations[event["step"]] = event["loss"]
             case "commit" if event.get("inner_steps") and event.get("gradient_bytes"):
-                names = ("inner_steps", "gradient_bytes", "payload_bytes")
-                one = self.rounds.setdefault(event["history"], {name: event.get(name) or 0 for name in names})
-                one["kept_bytes"] = one.get("kept_bytes", 0) + (event.get("kept_bytes") or 0)
+                sent = {name: event.get(name) or 0 for name in ("inner_steps", "gradient_bytes", "payload_bytes")}
+                one = self.rounds.setdefault(event["history"], {"kept_bytes": 0, **sent})
+                one["kept_bytes"] += event.get("kept_bytes") or 0
         group = event.get("group")
         follows = self._of_rank_0(event, group) if group is not None and not event.get("rank") else {}
         told = self.troubles.take(event)

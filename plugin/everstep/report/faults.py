@@ -2,13 +2,13 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from everstep.report.groups import Session
-from everstep.report.lineage import Commit
+from everstep.report.lineage import Lineage
 
 UNPROVOKED = "died"
 """Fault name of a death of a group's workers that no injected fault explains."""
@@ -119,14 +119,15 @@ class Pace:
     """Median durations in seconds of the healthy steps, by their number of groups. A step is healthy if the groups that
     made it made the two steps before."""
 
-    def __init__(self, commits: Iterable[Commit]) -> None:
+    def __init__(self, lineage: Lineage) -> None:
+        lineage.final()  # tells each commit its parent
         took_s: dict[int, list[float]] = defaultdict(list)
-        for commit in commits:
+        for commit in lineage.commits:
             one = commit.parent
             is_healthy = one is not None and one.parent is not None and one.parent.groups == one.groups == commit.groups
             if is_healthy and commit.gap_s is not None:
                 took_s[len(commit.groups)].append(commit.gap_s)
-        said = {1: [commit.took_s for commit in commits if commit.took_s is not None]}
+        said = {1: [commit.took_s for commit in lineage.commits if commit.took_s is not None]}
         self._medians = {size: median(known) for size, known in (took_s or said).items() if known}
 
     def at(self, session: Session, t: float) -> float | None:

@@ -131,7 +131,7 @@ class Lineage:
 
     def _chain(self) -> list[Commit]:
         for at, commit in enumerate(self.commits):  # a parent can come later in the log than its children
-            commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(commit, at)
+            commit.parent = self.by_history.get(commit.parent_history) or commit.parent or self._below(at)
         parents = {commit.parent for commit in self.commits}
         # The newest commit need not be the last in the log: a host whose clock is behind logs it before its parent.
         tips = [commit for commit in self.commits if commit not in parents] or self.commits
@@ -142,6 +142,6 @@ class Lineage:
             tip = tip.parent
         return [*chain][::-1]
 
-    def _below(self, commit: Commit, at: int) -> Commit | None:
+    def _below(self, at: int) -> Commit | None:
         before = map(self.commits.__getitem__, range(at - 1, -1, -1))
-        return next((one for one in before if one.step < commit.step), None)
+        return next((one for one in before if one.step < self.commits[at].step), None)

@@ -48,8 +48,8 @@ def report_of(
     as_of = time.time()
     account = account_of(run_dir) if account is None else account
     other = account_of(against) if against is not None else None
-    figures = figures_of(account, other)
-    pace = Pace(account.lineage.commits)
+    pace = Pace(account.lineage)
+    figures = figures_of(account, other, pace)
     rows = [fault.row(pace) for fault in account.faults.found]
     mine = curves(account.lineage.final(), account.validations)
     theirs = curves(other.lineage.final(), other.validations) if other is not None else {}

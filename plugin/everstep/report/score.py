@@ -67,10 +67,10 @@ def score(run_dir: Path, against: Path | None = None) -> dict[str, Any]:
     return figures_of(account_of(run_dir), account_of(against) if against is not None else None)
 
 
-def figures_of(account: Account, other: Account | None = None) -> dict[str, Any]:
-    """Compute report.json from an account. Its losses are compared with those of `other`."""
+def figures_of(account: Account, other: Account | None = None, pace: Pace | None = None) -> dict[str, Any]:
+    """Compute report.json from an account; `pace` is its own. Its losses are compared with those of `other`."""
     final, commits, faults = account.lineage.final(), account.lineage.commits, account.faults.found
-    pace = Pace(commits)
+    pace = pace or Pace(account.lineage)
     steps = {commit.step for commit in final}
     ending, going = account.current.ending or {}, sorted(account.current.groups.items())
     return {
@@ -154,7 +154,7 @@ def productivity(account: Account, final: Sequence[Commit], pace: Pace) -> dict[
     training_s = sum(session.training_s for session in account.sessions)
     kept = set(final)
     usual = [pace.at(session, one.t) for session in account.sessions for one in session.commits if one in kept]
-    useful_s = min(training_s, sum(took for took in usual if took is not None)) if any(usual) else None
+    useful_s = min(training_s, sum(filter(None, usual))) if any(usual) else None
     tokens = sum(commit.tokens for commit in final) if final else None
     spent = {state: sum(times[state] for times in account.spent.values()) for state in STATES}
     shares = dict(spent)
